@@ -82,22 +82,23 @@ class Run:
         Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given. `stream`
         prints each answer as it is generated.
         """
-        from flatout.models.generate import Sampling, answer
+        from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 
         model, tokenizer = self._model()
         before = [{"role": "system", "content": system}] if system else []
-        return [
-            answer(
-                model,
-                tokenizer,
-                [*before, {"role": "user", "content": one}] if isinstance(one, str) else list(one),
-                max_new_tokens=max_new_tokens,
-                sampling=Sampling(temperature, top_p, top_k),
-                seed=seed,
-                stream=stream,
-            )
+        turns = [
+            [*before, {"role": "user", "content": one}] if isinstance(one, str) else list(one)
             for one in ([prompts] if isinstance(prompts, str) else prompts)
         ]
+        return answer_all(
+            model,
+            tokenizer,
+            [prompt_ids(model, tokenizer, messages) for messages in turns],
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, top_p, top_k),
+            seed=seed,
+            stream=stream,
+        )
 
     def chat(self, prompt: str | None = None, **options: Any) -> str | None:
         """Answer one prompt, or chat at the keyboard until an empty line; `options` as for `generate`."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -293,12 +292,3 @@ def choose_saver(
     if not wanted:
         return Saver(checkpoints, reporter)
     return Saver(checkpoints, reporter, Staging(device))
-
-
-def available_host_bytes() -> int | None:
-    """Return how much memory of this host is available to programs now, in bytes; None if unknown."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None

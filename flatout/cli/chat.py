@@ -93,8 +93,8 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
 
     from flatout.data.templates.template import choose_template
     from flatout.io.template_limits import bounded
-    from flatout.models.generate import Sampling
     from flatout.models.load.inference import describe_devices, load_trained, resolve_model_paths
+    from flatout.rollout.chat import Sampling
 
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
@@ -126,7 +126,7 @@ def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
     """Print each model's answer as it is generated, and add it to that model's conversation."""
     from rich.console import Console
 
-    from flatout.models.generate import answer
+    from flatout.rollout.chat import answer
     from flatout.track.console import ConsoleCallback
 
     for speaker in speakers:

@@ -118,18 +118,17 @@ def _score_answers(
     from flatout.eval.exact_match import score_answers
     from flatout.track.console import ConsoleCallback
 
-    marked: list[dict[str, Any]] = []
     options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens or MAX_NEW_TOKENS}
     with ConsoleCallback(Console(stderr=True)) as console:
-        console.on_phase("reading a prompt")
+        console.on_phase("reading prompts")
+        num_ended = 0
 
-        def told(number: int, silent_s: float) -> None:
-            which = f"{len(marked) + 1:,} of {len(prompts):,}"
-            console.on_phase(f"answering prompt {which}, token", number, options["max_new_tokens"])
+        def told(prompt: int, is_last: bool, silent_s: float) -> None:
+            nonlocal num_ended
+            num_ended += is_last
+            console.on_phase("answering prompts", num_ended, len(prompts))
 
-        for row in score_answers(model, tokenizer, prompts, on_token=told, **options):
-            marked.append(row)
-            console.on_phase("answering prompts", len(marked), len(prompts))
+        marked = score_answers(model, tokenizer, prompts, on_token=told, **options)
     num_right = sum(row["right"] for row in marked)
     counts = {"num_prompts": len(marked), "num_right": num_right, "exact_match": num_right / len(marked)}
     print(f"exact match: {num_right} of {len(marked)} right ({num_right / len(marked):.1%})")

@@ -12,8 +12,8 @@ from flatout.config.schema import Config
 from flatout.data.build import open_or_build
 from flatout.demo.conversations import ChatMessage, held_out_prompts
 from flatout.demo.settings import held_out_data
-from flatout.models.generate import answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.rollout.chat import answer
 from flatout.track.console import ConsoleCallback
 from flatout.trainer.run import Result, train
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.data.prompts import Prompt
 from flatout.errors import UsageError
-from flatout.models.generate import Sampling, answer
+from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 
 
 def score_answers(
@@ -17,23 +17,31 @@ def score_answers(
     *,
     ignore_case: bool,
     max_new_tokens: int,
-    on_token: Callable[[int, float], None] = lambda number, silent_s: None,
-) -> Iterator[dict[str, Any]]:
-    """Yield for each prompt: prompt, answer (greedy), accepted answers, and whether it is right.
+    on_token: Callable[[int, bool, float], None] = lambda prompt, is_last, silent_s: None,
+) -> list[dict[str, Any]]:
+    """Return for each prompt: prompt, answer (greedy), accepted answers, and whether it is right.
 
-    Space around answers never counts. Raises UsageError for a tokenizer without chat template.
+    Space around answers never counts. `on_token` is that of `answer_all`. Raises UsageError for a tokenizer without
+    chat template.
     """
 
     def compared(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
 
-    greedy = Sampling(temperature=0.0)
+    ids = []
     for number, prompt in enumerate(prompts, start=1):
         try:
-            text = answer(
-                model, tokenizer, prompt.messages, max_new_tokens=max_new_tokens, sampling=greedy, on_token=on_token
-            )
+            ids.append(prompt_ids(model, tokenizer, prompt.messages))
         except UsageError as error:
             raise UsageError(f"{prompt.origin or f'prompt {number}'}: {error}") from error
-        is_right = compared(text) in map(compared, prompt.accepted)
-        yield {"prompt": prompt.text, "answer": text, "accepted": list(prompt.accepted), "right": is_right}
+    greedy = Sampling(temperature=0.0)
+    texts = answer_all(model, tokenizer, ids, max_new_tokens=max_new_tokens, sampling=greedy, on_token=on_token)
+    return [
+        {
+            "prompt": prompt.text,
+            "answer": text,
+            "accepted": list(prompt.accepted),
+            "right": compared(text) in map(compared, prompt.accepted),
+        }
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]

@@ -1,8 +1,10 @@
-"""What Python, torch and the kernel raise when the host has no memory left, as one error."""
+"""How much memory the host has left, and what Python, torch and the kernel raise when there is none, as one error."""
 
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
+from pathlib import Path
 
 from flatout.errors import ResourceError, first_line
 
@@ -22,3 +24,12 @@ def host_memory_error(error: BaseException) -> ResourceError | None:
         f"the host has too little memory ({said[:200]}); close other programs, raise the limit of this process "
         "(ulimit -v, the job's or container's memory), or use fewer processes"
     )
+
+
+def available_host_bytes() -> int | None:
+    """Return how much memory of this host is available to programs now, in bytes; None if unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -19,10 +19,12 @@ from flatout.kernels.attention.flash import (
 )
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
 from flatout.kernels.attention.shared_prefix import SharedPrefixes
+from flatout.kernels.attention.slots import slot_attention
 from flatout.models.blocks import layer_configs
 from flatout.models.collectives import RankGroup
 from flatout.models.context.attention import attention_over_ranks
 from flatout.models.packed import KeyPieces
+from flatout.models.slot_cache import SlotReads, attention_dtype
 
 # from the fastest to the reference
 Implementation = Literal["fa4", "cudnn", "varlen", "sdpa", "plain"]
@@ -181,6 +183,14 @@ def window_marker(*_: Any, local_size: int | None = None, kv_length: int = 0, **
     return torch.empty(0) if local_size is not None and kv_length > local_size else None
 
 
+def _mask_error(module: nn.Module, mask: Tensor) -> PackingError:
+    asked = "a custom mask" if mask.numel() else "a local window that only its mask sets"
+    return PackingError(
+        f"{type(module).__name__} uses {asked}, which packed attention does not support; "
+        "set batch.micro_batch_tokens to at most the window, or choose a different model"
+    )
+
+
 def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) -> Callable[..., tuple[Tensor, None]]:
     """Wrap a form with these variants for transformers: (1, heads, T, size) in, (1, T, heads, size) out.
 
@@ -205,6 +215,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         max_row_length: int | None = None,
         shared_prefixes: SharedPrefixes | None = None,
         context_keys: KeyPieces | None = None,
+        slot_reads: SlotReads | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         num_rows, row_length = query.shape[0], query.shape[2]
@@ -214,11 +225,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
                 starts = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device)
                 cu_seq_lens_q, max_length_q = starts * row_length, row_length
         elif attention_mask is not None and (attention_mask.numel() or sliding_window is None):
-            asked = "a custom mask" if attention_mask.numel() else "a local window that only its mask sets"
-            raise PackingError(
-                f"{type(module).__name__} uses {asked}, which packed attention does not support; "
-                "set batch.micro_batch_tokens to at most the window, or choose a different model"
-            )
+            raise _mask_error(module, attention_mask)
         if num_rows != 1 and not is_rows:
             raise UsageError(f"packed attention got {num_rows} rows; expected one row of packed tokens")
         if cu_seq_lens_q is None or max_length_q is None:
@@ -232,12 +239,14 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
             raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")
-        lower = torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(query.device.type) if lower else value.dtype
+        dtype = attention_dtype(value)
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
-        documents = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
+        documents: tuple[Any, ...] = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = form(*tensors, *documents, scale=scale, window=sliding_window, **options)
+        if slot_reads is not None:
+            documents, options["use_kernel"] = slot_reads, name in KERNELS
+        chosen: Callable[..., Tensor] = form if slot_reads is None else slot_attention
+        output = chosen(*tensors, *documents, scale=scale, window=sliding_window, **options)
         return output.unflatten(0, (num_rows, row_length)), None
 
     return attention

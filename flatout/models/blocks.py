@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from flatout.errors import UsageError
 from flatout.models.arch_quirks import MAMBA2, packed_hybrid
 from flatout.models.packed import PackedBatch
+from flatout.models.slot_cache import SlotCache
 
 # the names of transformers' own attention, from the fastest to the most general
 TRANSFORMERS_ATTENTION = ("sdpa", "eager")
@@ -94,12 +96,12 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     """Return what a model's head reads, (B, S, D), for these keyword arguments."""
     head = model.get_output_embeddings()
     if head is None or not _transforms_states(model):
-        states: torch.Tensor = text_decoder(model)(use_cache=False, **inputs).last_hidden_state
+        states: torch.Tensor = text_decoder(model)(**{"use_cache": False, **inputs}).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
     replace_module(model, name, nn.Identity())
     try:
-        transformed: torch.Tensor = model(use_cache=False, **inputs).logits
+        transformed: torch.Tensor = model(**{"use_cache": False, **inputs}).logits
     finally:
         replace_module(model, name, head)
     return transformed
@@ -122,8 +124,9 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
     """
     config = model.config.get_text_config()
     token_ids = batch.token_ids.view(batch.shape)
+    kept = {} if batch.cache is None else {cache_argument(model): batch.cache, "use_cache": True}
     if batch.row_length is not None and config._attn_implementation in TRANSFORMERS_ATTENTION:
-        return {"input_ids": token_ids}, None
+        return {"input_ids": token_ids, **kept}, None
     rows = None
     # without a mask, transformers searches the positions for documents, which synchronizes with the GPU; it makes no
     # mask when it gets one of four dimensions
@@ -135,9 +138,19 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, rows, True)
     positions = batch.position_ids.view(batch.shape)
     given = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
+    given |= kept
     if packages == MAMBA2 and batch.row_length is None:
         given["seq_idx"] = batch.document_numbers.int()[None]
     return given, rows
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the argument by which a model's decoder takes a cache. Raises ValueError if it takes none."""
+    parameters = inspect.signature(text_decoder(model).forward).parameters
+    for name in ("past_key_values", "cache_params"):
+        if name in parameters:
+            return name
+    raise ValueError("the model keeps no cache of keys and values")
 
 
 def sample_counts(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
@@ -161,6 +174,8 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
         given["shared_prefixes"] = batch.shared
     if batch.keys is not None:
         given["context_keys"] = batch.keys
+    if isinstance(batch.cache, SlotCache) and batch.cache.reads is not None:
+        given["slot_reads"] = batch.cache.reads
     # kernels for the delta rule then count their chunks without waiting for the GPU
     return given if batch.cu_seqlens_cpu is None else {**given, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
 

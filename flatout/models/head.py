@@ -82,7 +82,9 @@ class PackedLoss(nn.Module):
 
 def next_logits(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits after each of a batch's label rows, (L, V) fp32 (fp64 in fp64), and the likeliest ids (L,)."""
-    rows = hidden_states(model, batch).index_select(0, batch.label_rows)
+    states = hidden_states(model, batch)
+    # the last layer of a model on several devices may be on another than its inputs
+    rows = states.index_select(0, batch.label_rows.to(states.device))
     logits = TokenHead(model, len(rows)).logits(rows)
     return logits, logits.argmax(-1)
 

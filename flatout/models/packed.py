@@ -130,7 +130,8 @@ class PackedBatch:
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
     the batch is one rank's share of the tokens, and D counts pieces of documents. `asked` is what the objective asked
-    for; its own names are read as `label_samples`, `sample_units`, `num_samples`, `num_units` and `columns`.
+    for; its own names are read as `label_samples`, `sample_units`, `num_samples`, `num_units` and `columns`. With a
+    `cache` of transformers', documents go on after the tokens that it has seen.
     """
 
     token_ids: torch.Tensor
@@ -145,6 +146,7 @@ class PackedBatch:
     shared: SharedPrefixes | None = None
     keys: KeyPieces | None = None
     asked: BatchColumns | None = None
+    cache: Any = None
 
     @property
     def label_samples(self) -> torch.Tensor:

@@ -194,8 +194,8 @@ def chat(
         elif 0 in gpus:
             raise ResourceError(f"{other} trains on GPU 0, which the chat needs too; stop it, or wait for its end")
     emit(log=f"loading {run} and its base model")
-    from flatout.models.generate import Sampling, answer
     from flatout.models.lora.layer import without_adapter
+    from flatout.rollout.chat import Sampling, answer
 
     model, tokenizer, base = _loaded(folder, device)
     found = {}

@@ -13,9 +13,10 @@ import torch
 from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write import Checkpoints
-from flatout.checkpoint.write_async import Saver, available_host_bytes, choose_saver
+from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config
 from flatout.errors import PackingError, SharedPrefixError
+from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.bases.fp8_backward import convert_backward_to_float8
 from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8

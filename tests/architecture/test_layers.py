@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2] / "flatout"
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 # package -> packages of ours it may import, besides errors, environment and io
-_BELOW_TRAIN = {"config", "data", "planner", "models", "optim", "parallel", "checkpoint", "track"}
+_BELOW_TRAIN = {"config", "data", "planner", "models", "optim", "parallel", "checkpoint", "rollout", "track"}
 _VERBS = {"bench", "demo", "doctor", "eval", "profile", "studio", "verifier"}
 MAY_IMPORT = {
     "cli": _BELOW_TRAIN | _VERBS | {"api", "compat", "export", "launch", "trainer", "view"},
@@ -18,13 +18,14 @@ MAY_IMPORT = {
     "export": {"checkpoint", "data", "models", "track", "view"},
     "compat": {"api", "cli", "config", "data", "launch", "models", "parallel", "track"},
     "bench": _BELOW_TRAIN | {"demo", "trainer"},
-    "eval": {"data", "models"},
+    "eval": {"data", "models", "rollout"},
     "studio": _BELOW_TRAIN | {"launch", "trainer", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
     "verifier": _BELOW_TRAIN | {"trainer"},
     "doctor": _BELOW_TRAIN | {"trainer"},
     "profile": _BELOW_TRAIN | {"trainer"},
     "trainer": _BELOW_TRAIN,
+    "rollout": {"models", "optim", "planner"},
     "checkpoint": {"config", "optim", "parallel", "track"},
     "models": {"config", "kernels"},
     "optim": {"config", "kernels"},

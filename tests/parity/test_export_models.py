@@ -21,11 +21,11 @@ from flatout.errors import DataError, ResourceError, UsageError
 from flatout.io import template_limits
 from flatout.models import export
 from flatout.models.export import merge, save_model
-from flatout.models.generate import Sampling, answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.models.lora.adapter import adapter_state, save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.stops import stop_token_ids
+from flatout.rollout.chat import Sampling, answer
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 20)[None]

@@ -24,5 +24,6 @@ def scaled_logits(product: Tensor, scale: float, softcap: float | None) -> Tenso
 
     In fp32, or fp64 for fp64 inputs. The cap is Gemma 2's (arXiv:2408.00118, section 2).
     """
-    logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    logits = logits if scale == 1 else logits * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

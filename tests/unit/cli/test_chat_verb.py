@@ -61,7 +61,7 @@ def test_system_prompts_start_conversations(run_dir: Path, monkeypatch: pytest.M
         asked.append([f"{one['role'][0]}:{one['content']}" for one in messages])
         return "An answer."
 
-    monkeypatch.setattr("flatout.models.generate.answer", answer)
+    monkeypatch.setattr("flatout.rollout.chat.answer", answer)
     typed = "One?\nTwo?\n/clear\nThree?\n/system Be kind.\nFour?\n"
     assert chat(monkeypatch, typed, str(run_dir), "--system", "Be brief.") == 0
     brief = "s:Be brief."

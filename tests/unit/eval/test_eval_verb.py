@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flatout.cli.main import main
-from flatout.models.generate import Sampling, answer
 from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.rollout.chat import Sampling, answer
 from flatout.track import console
 from flatout.trainer.run import train
 

@@ -1,0 +1,1 @@
+"""Answers of a model: how tokens are sampled, in this process, over the weights that are there."""

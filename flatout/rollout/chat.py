@@ -1,0 +1,224 @@
+"""Answers of a chat model to conversations, as text."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel, TextStreamer
+
+from flatout.errors import UsageError
+from flatout.io.redact import printable
+from flatout.io.template_limits import bounded
+from flatout.models.load.model import library_errors
+from flatout.models.stops import stop_token_ids
+from flatout.rollout.in_process import InProcess
+from flatout.rollout.sampler import SamplingParams
+from flatout.rollout.weights import inference_weights
+
+# what transformers takes if nothing names another number
+_TOP_K = 50
+# values of generation_config that draw tokens in ways that are not ours, with those that do nothing
+_OTHERS = {
+    "num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "min_new_tokens": None, "min_length": 0,
+    "exponential_decay_length_penalty": None, "guidance_scale": None, "encoder_repetition_penalty": 1.0,
+}  # fmt: skip
+# tokens of a prompt, and of an answer to it, with which a cache is compared before anything is printed
+_PROVED_TOKENS, _PROVED_ANSWER = 64, 4
+# a model keeps its sampler, which knows the fastest exact form
+_SAMPLERS: WeakKeyDictionary[PreTrainedModel, InProcess] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are sampled; None: by the model's generation_config. `temperature` 0 takes the likeliest token."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def effective(self, model: PreTrainedModel) -> dict[str, float]:
+        """Return temperature, top_p, top_k, min_p and repetition_penalty, those that have an effect.
+
+        With nothing set, generation_config decides whether to sample; without temperature, it is greedy. Raises
+        ValueError for values in generation_config that mean nothing.
+        """
+        given = {key: value for key, value in asdict(self).items() if value is not None}
+        own = model.generation_config
+        values = {name: getattr(own, name, None) for name in _LIMITS} | given
+        found = {name: value for name, value in values.items() if value is not None}
+        for name, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _LIMITS[name](value):
+                raise ValueError(f"{name} is {value!r}")
+        penalty = {name: value for name, value in found.items() if name == "repetition_penalty" and value != 1}
+        if self.temperature == 0 or not (given or (own is not None and own.do_sample)):
+            return penalty
+        drawn = {"temperature": 1.0, "top_k": _TOP_K} | found
+        return {name: drawn[name] for name in _LIMITS if name in drawn and name != "repetition_penalty"} | penalty
+
+    def describe(self, model: PreTrainedModel) -> str:
+        """Return one line with the effective values, including the model's own."""
+        values = self.effective(model)
+        listed = [f"{name} {value:g}" for name, value in values.items()]
+        if "temperature" in values:
+            return "sampled: " + ", ".join(listed)
+        return ", ".join(["greedy: the most likely token each time", *listed])
+
+
+_LIMITS: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: value >= 0,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value >= 0 and value == int(value),
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: value > 0,
+}
+
+
+def _params(
+    model: PreTrainedModel, tokenizer: Any, sampling: Sampling, *, max_new_tokens: int, seed: int
+) -> SamplingParams:
+    with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
+        values = sampling.effective(model)
+        own = model.generation_config
+        set_values = {name: getattr(own, name, None) for name in _OTHERS}
+        others = [
+            f"{name}: {value}" for name, value in set_values.items() if value is not None and value != _OTHERS[name]
+        ]
+        if others:
+            warnings.warn(f"generation_config.json sets {', '.join(others)}, which is not applied", stacklevel=3)
+        return SamplingParams(
+            max_new_tokens,
+            temperature=values.get("temperature", 0.0),
+            top_k=int(values["top_k"]) or None if "top_k" in values else None,
+            top_p=values.get("top_p"),
+            min_p=values.get("min_p"),
+            repetition_penalty=values.get("repetition_penalty", 1.0),
+            seed=seed,
+            stop_ids=frozenset(stop_token_ids(model, tokenizer)),
+            max_positions=_num_positions(model),
+        )
+
+
+def _num_positions(model: PreTrainedModel) -> int | None:
+    """Return how long a sequence the model takes; None for a model without a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def prompt_ids(model: PreTrainedModel, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return `messages` (dicts with role and content) as the tokens after which the assistant answers.
+
+    Raises UsageError if the tokenizer has no chat template or the prompt leaves no position for an answer, and
+    TemplateLimitError for a template that never ends.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("the tokenizer has no chat template; use the one saved in the run's final/ folder")
+    with (
+        library_errors("the tokenizer or its chat template cannot render the messages"),
+        bounded("the tokenizer's chat template"),
+    ):
+        inputs = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    token_ids: list[int] = list(inputs["input_ids"])
+    if not token_ids:
+        raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
+    room = _num_positions(model)
+    if room is not None and len(token_ids) >= room:
+        raise UsageError(
+            f"the prompt has {len(token_ids):,} tokens, but the model has {room:,} positions for it and its answer; "
+            "shorten it"
+        )
+    return token_ids
+
+
+class _Printer(TextStreamer):  # type: ignore[misc]  # transformers has no types for it
+    """Prints answers one after the other without control characters, the first that goes on as it is sampled."""
+
+    def __init__(self, tokenizer: Any, num_answers: int) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._waiting = [list[int]() for _ in range(num_answers)]
+        self._ended, self._current = set[int](), 0
+        self.printed_at = time.monotonic()
+
+    def add(self, index: int, token_id: int, *, is_last: bool) -> None:
+        """Print a token of an answer, or keep it until those before it have ended."""
+        self._waiting[index].append(token_id)
+        self._ended |= {index} if is_last else set()
+        while self._current < len(self._waiting):
+            for waiting in self._waiting[self._current]:
+                self.put(torch.tensor([waiting]))
+            self._waiting[self._current].clear()
+            if self._current not in self._ended:
+                return
+            self.end()
+            self._current += 1
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
+        self.printed_at = time.monotonic()
+
+
+@torch.inference_mode()
+def answer_all(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 512,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    stream: bool = False,
+    on_token: Callable[[int, bool, float], None] = lambda prompt, is_last, silent_s: None,
+) -> list[str]:
+    """Return an answer to each prompt of `prompt_ids`, sampled together.
+
+    Tokens are drawn by `sampling`, the model's generation_config, `seed` and the prompt's index, without changing the
+    global random state. An answer ends where the model's positions do. `stream` prints answers as they are sampled, one
+    after the other. `on_token` gets the prompt's index, whether its answer has ended, and the seconds since text was
+    printed. The model must come from load_for_inference. Raises UsageError if the model's files have unusable values.
+    """
+    params = _params(model, tokenizer, sampling, max_new_tokens=max_new_tokens, seed=seed)
+    sampler = _SAMPLERS.setdefault(model, InProcess(inference_weights(model, warnings.warn)))
+    if stream:
+        short = [prompt[-_PROVED_TOKENS:] for prompt in prompts[:2]]
+        sampler.sample(short, 1, SamplingParams(_PROVED_ANSWER, max_positions=params.max_positions))
+    printer, counts = _Printer(tokenizer, len(prompts)), [0] * len(prompts)
+
+    def told(prompt: int, completion: int, token_id: int) -> None:
+        counts[prompt] += 1
+        room = max_new_tokens if params.max_positions is None else params.max_positions - len(prompts[prompt])
+        is_last = token_id in params.stop_ids or counts[prompt] == min(room, max_new_tokens)
+        if stream:
+            printer.add(prompt, token_id, is_last=is_last)
+        on_token(prompt, is_last, time.monotonic() - printer.printed_at)
+
+    found = sampler.sample(prompts, 1, params, told)
+    return [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)).strip() for (one,) in found]
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    on_token: Callable[[int, float], None] = lambda number, silent_s: None,
+    **options: Any,
+) -> str:
+    """Return the assistant's next turn after `messages` (dicts with role and content).
+
+    `options` are those of `answer_all`; `on_token` gets the number of tokens so far, and the seconds since text was
+    printed. Raises what `prompt_ids` and `answer_all` raise.
+    """
+    number = 0
+
+    def told(prompt: int, is_last: bool, silent_s: float) -> None:
+        nonlocal number
+        number += 1
+        on_token(number, silent_s)
+
+    return answer_all(model, tokenizer, [prompt_ids(model, tokenizer, messages)], on_token=told, **options)[0]

@@ -1,0 +1,142 @@
+"""The loop of a sampler: begin answers where there are places, draw a token of each, end those that are done."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+
+from flatout.errors import NumericError
+from flatout.optim.update import copy_to_host_async
+from flatout.rollout.answers import Answer, Drawn
+from flatout.rollout.cuda_graphs import RecordedSteps, recorded_size
+from flatout.rollout.forms import Form, Slots
+from flatout.rollout.sampler import OnToken, SamplingParams
+from flatout.rollout.weights import Weights
+
+# shorter answers end before recording pays
+MIN_RECORDED_TOKENS = 32
+# on a GPU, places of ended answers are given to others once they are this share
+_REFILL_SHARE = 16
+
+
+class Decoding:
+    """One call of a sampler. On a GPU the host reads tokens one step late, so that the device never waits for it.
+
+    An answer that has ended meanwhile takes part in one more step, whose token is dropped. Steps in slots on a GPU are
+    made for a few numbers of places, and with `records` recorded as CUDA graphs.
+    """
+
+    def __init__(
+        self, form: Form, num_places: int, answers: Sequence[Answer], params: SamplingParams, weights: Weights,
+        on_token: OnToken | None, *, records: bool,
+    ) -> None:  # fmt: skip
+        self._form, self._num_places, self._params, self._on_token = form, num_places, params, on_token
+        self._longest = max(len(each.prompt_ids) + each.limit for each in answers)
+        # answers of one prompt, and prompts of one length, come one after the other
+        order = answers if form.mixes else sorted(answers, key=lambda each: (len(each.prompt_ids), each.prompt))
+        self._waiting, self._active = deque(order), list[Answer]()
+        self._drawn = Drawn(num_places, self._longest, params, weights.device, weights.agree)
+        self._lag = int(weights.device.type == "cuda" and not weights.in_lockstep)
+        self._refill = max(1, num_places // _REFILL_SHARE) if self._lag else 1
+        self._unread: deque[tuple[list[Answer], Callable[[], list[float]]]] = deque()
+        self._recorded = None
+        if self._lag and isinstance(form, Slots):
+            records = records and max(each.limit for each in answers) >= MIN_RECORDED_TOKENS
+            self._recorded = RecordedSteps(self._step, weights.device, weights.tell, records=records)
+
+    def finish(self) -> None:
+        """Sample all answers to their ends. Raises NumericError for a log-probability that is not finite."""
+        while self._waiting or self._active:
+            if not self._begin_waiting():
+                if self._recorded is None:
+                    self._step(len(self._active))
+                else:
+                    self._recorded(recorded_size(len(self._active), self._num_places))
+                self._copy(0)
+            self._read(self._lag)
+            self._leave_places()
+            if self._active and all(each.num_drawn >= each.limit for each in self._active):
+                self._read(0)
+                self._leave_places()
+        self._read(0)
+
+    def _begin_waiting(self) -> bool:
+        """Begin answers at free places; return whether any did."""
+        free = self._num_places - len(self._active)
+        if not self._waiting or (self._active and (not self._form.mixes or free < self._refill)):
+            return False
+        chosen = [self._waiting.popleft()]
+        while self._waiting and len(chosen) < free:
+            if not self._form.mixes and len(self._waiting[0].prompt_ids) != len(chosen[0].prompt_ids):
+                break
+            chosen.append(self._waiting.popleft())
+        groups = [list(each) for _, each in groupby(chosen, key=lambda each: each.prompt)]
+        logits = self._form.admit([(group[0].prompt_ids, len(group)) for group in groups])
+        counts = torch.tensor([len(group) for group in groups], device=logits.device)
+        first = len(self._active)
+        self._active += chosen
+        self._drawn.begin(chosen, first, logits.repeat_interleave(counts, dim=0, output_size=len(chosen)))
+        self._copy(first)
+        return True
+
+    def _step(self, num_places: int) -> None:
+        """Draw the next token at the first places."""
+        drawn, places = self._drawn, slice(0, num_places)
+        longest = self._longest
+        if self._recorded is None:
+            longest = max(len(each.prompt_ids) + each.num_drawn for each in self._active)
+        logits = self._form.step(drawn.tokens[places], drawn.positions[places], longest)
+        drawn.draw(logits, places)
+        # those of ended answers stay where they have room
+        drawn.positions[places].add_(1).clamp_(max=drawn.last_position)
+
+    def _copy(self, first: int) -> None:
+        """Start copying what was drawn at the places from `first` on."""
+        answers, drawn = self._active[first:], self._drawn
+        for each in answers:
+            each.num_drawn += 1
+        places = slice(first, len(self._active))
+        both = torch.cat([drawn.tokens[places].double(), drawn.logprobs[places]])
+        self._unread.append((answers, copy_to_host_async(both)[0]))
+
+    def _read(self, lag: int) -> None:
+        """Give answers the tokens of all steps but the last `lag`."""
+        while len(self._unread) > lag:
+            answers, read = self._unread.popleft()
+            values = read()
+            for each, token_id, logprob in zip(answers, values[: len(answers)], values[len(answers) :], strict=True):
+                if each.ending is not None:
+                    continue
+                if not math.isfinite(logprob):
+                    raise NumericError(
+                        f"a token of the answer to prompt {each.prompt + 1} has the log-probability {logprob}; the "
+                        "weights are damaged, or set model.precision: fp32"
+                    )
+                each.add(int(token_id), logprob, self._params.stop_ids)
+                if self._on_token is not None:
+                    self._on_token(each.prompt, each.completion, int(token_id))
+
+    def _leave_places(self) -> None:
+        """Move answers so that those going on have the first places; on a GPU only once that helps."""
+        active = self._active
+        count = sum(each.ending is None for each in active)
+        if count == len(active):
+            return
+        if self._recorded is not None and count:
+            is_smaller = recorded_size(count, self._num_places) < recorded_size(len(active), self._num_places)
+            refills = bool(self._waiting) and len(active) - count >= self._refill
+            if not (is_smaller or refills):
+                return
+        free = [place for place in range(count) if active[place].ending is not None]
+        late = [place for place in range(count, len(active)) if active[place].ending is None]
+        pairs = list(zip(late, free, strict=True))
+        for old, new in pairs:
+            active[new] = active[old]
+        del active[count:]
+        if pairs:
+            self._drawn.move(pairs)
+        self._form.move(pairs, count)

@@ -1,0 +1,198 @@
+"""How a model continues several answers at once: in slots, by transformers' own cache, or from the start each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.models.slot_cache import SlotCache
+from flatout.planner.steps.rows import row_length
+from flatout.rollout.weights import Logits
+
+Group = tuple[Sequence[int], int]
+"""A prompt and how many answers to it begin."""
+
+
+class Form(Protocol):
+    """Continues answers, which have consecutive places from 0 on. `mixes` whether new ones may join at any time."""
+
+    mixes: bool
+
+    def admit(self, groups: Sequence[Group]) -> Tensor:
+        """Begin answers at the next free places; return the logits (prompts, V) after each prompt."""
+
+    def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Return the logits (N, V) after the newest `tokens` int64 (N,) of all answers, at `positions` int64 (N,).
+
+        `longest` bounds the tokens of an answer with its prompt.
+        """
+
+    def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
+        """Move answers (from, to) to places that have ended, so that the first `num_answers` places are in use."""
+
+
+class Slots:
+    """Packed passes, as in training, over a `SlotCache`; prompts are computed once for all of their answers."""
+
+    mixes = True
+
+    def __init__(self, logits: Logits, cache: SlotCache, device: torch.device, pass_tokens: int) -> None:
+        self._logits, self._cache, self._device, self._pass_tokens = logits, cache, device, pass_tokens
+        self._num_answers = 0
+        rows = torch.arange(cache.num_slots + 1, device=device)
+        self._rows, self._boundaries, self._starts = rows, rows.int(), rows.int() * cache.length
+        self._ones = torch.ones_like(rows)
+
+    def admit(self, groups: Sequence[Group]) -> Tensor:
+        found, waiting = [], list(groups)
+        while waiting:
+            count, num_tokens = 1, len(waiting[0][0])
+            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._pass_tokens:
+                num_tokens += len(waiting[count][0])
+                count += 1
+            found.append(self._fill(waiting[:count]))
+            waiting = waiting[count:]
+        return torch.cat(found)
+
+    def _fill(self, groups: Sequence[Group]) -> Tensor:
+        """Compute prompts in one pass, and copy the keys of each to the slots of its answers."""
+        sources, targets, start = [], [], 0
+        for prompt, count in groups:
+            places = np.arange(len(prompt))
+            for _ in range(count):
+                sources.append(start + places)
+                targets.append(self._num_answers * self._cache.length + places)
+                self._num_answers += 1
+            start += len(prompt)
+        batch = last_rows_of([prompt for prompt, _ in groups], self._device)
+        source, target = (torch.from_numpy(np.concatenate(rows)).to(self._device) for rows in (sources, targets))
+        self._cache.fill(source, target)
+        return self._logits(replace(batch, cache=self._cache))
+
+    def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        count = len(tokens)
+        self._cache.append(positions, self._starts[: count + 1], longest)
+        return self._logits(
+            PackedBatch(
+                token_ids=tokens,
+                position_ids=positions,
+                cu_seqlens=self._boundaries[: count + 1],
+                max_seqlen=1,
+                label_rows=self._rows[:count],
+                label_ids=tokens,
+                sample_counts=self._ones[:count],
+                cache=self._cache,
+            )
+        )
+
+    def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
+        self._cache.move(pairs)
+        self._num_answers = num_answers
+
+
+@dataclass
+class OwnCache:
+    """transformers' own attention and cache, over rows of one length at a time: no padding, and any kind of state."""
+
+    mixes = False
+    _logits: Logits
+    _model: PreTrainedModel
+    _device: torch.device
+    _cache: Cache | None = None
+
+    def admit(self, groups: Sequence[Group]) -> Tensor:
+        self._cache = cache = DynamicCache(config=self._model.config.get_text_config())
+        prompts = [prompt for prompt, _ in groups]
+        batch = last_rows_of(prompts, self._device, row_length=len(prompts[0]))
+        logits = self._logits(replace(batch, cache=cache))
+        held = [getattr(layer, "keys", None) for layer in cache.layers]
+        for name in ("conv_states", "recurrent_states"):
+            held += [state for layer in cache.layers for state in getattr(layer, name, {}).values()]
+        if all(state is None for state in held):
+            raise ValueError("the model keeps no cache of keys and values")
+        if len(prompts) < sum(count for _, count in groups):
+            rows = [row for row, (_, count) in enumerate(groups) for _ in range(count)]
+            cache.reorder_cache(torch.tensor(rows, device=self._device))
+        return logits
+
+    def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        rows = torch.arange(len(tokens) + 1, device=self._device)
+        return self._logits(
+            PackedBatch(
+                token_ids=tokens,
+                position_ids=positions,
+                cu_seqlens=rows.int(),
+                max_seqlen=1,
+                label_rows=rows[:-1],
+                label_ids=tokens,
+                sample_counts=torch.ones_like(tokens),
+                row_length=1,
+                cache=self._cache,
+            )
+        )
+
+    def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
+        order = list(range(num_answers))
+        for old, new in pairs:
+            order[new] = old
+        if self._cache is not None and order:
+            self._cache.reorder_cache(torch.tensor(order, device=self._device))
+
+
+@dataclass
+class Recomputed:
+    """No cache: every token takes a pass over its prompt and the answer so far."""
+
+    mixes = True
+    _logits: Logits
+    _device: torch.device
+    _pass_tokens: int
+    _rows: bool
+    _sequences: list[list[int]] = field(default_factory=list)
+
+    def admit(self, groups: Sequence[Group]) -> Tensor:
+        self._sequences += [list(prompt) for prompt, count in groups for _ in range(count)]
+        return self._pass([prompt for prompt, _ in groups])
+
+    def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        for sequence, token_id in zip(self._sequences, tokens.tolist(), strict=True):
+            sequence.append(token_id)
+        return self._pass(self._sequences)
+
+    def _pass(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits after each sequence, in as few passes as hold them."""
+        found, group = list[Tensor](), list[Sequence[int]]()
+        for index, sequence in enumerate(sequences):
+            group.append(sequence)
+            following = [len(each) for each in (*group, *sequences[index + 1 : index + 2])]
+            padded = row_length(max(following))
+            num_tokens = len(following) * padded if self._rows else sum(following)
+            if len(following) == len(group) or num_tokens > self._pass_tokens:
+                padded = row_length(max(map(len, group)))
+                batch = last_rows_of(group, self._device, row_length=padded if self._rows else None)
+                found.append(self._logits(batch))
+                group = []
+        return torch.cat(found)
+
+    def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
+        for old, new in pairs:
+            self._sequences[new] = self._sequences[old]
+        del self._sequences[num_answers:]
+
+
+def last_rows_of(
+    sequences: Sequence[Sequence[int]], device: torch.device, *, row_length: int | None = None
+) -> PackedBatch:
+    """Return sequences as one batch whose label rows are their last tokens, padded on a GPU as in training."""
+    samples = [(np.asarray(sequence), np.zeros(len(sequence), bool)) for sequence in sequences]
+    num_boundaries = padded_num_boundaries(len(samples)) if device.type == "cuda" and row_length is None else None
+    batch = flatten_samples(samples, num_boundaries=num_boundaries, row_length=row_length)
+    last_rows = batch.cu_seqlens[: len(sequences)] + torch.tensor([len(sequence) for sequence in sequences]) - 1
+    return replace(batch, label_rows=last_rows, label_ids=torch.zeros_like(last_rows)).to(device)

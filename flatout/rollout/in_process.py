@@ -1,0 +1,132 @@
+"""Sample in this process over the weights that are there, in the fastest form that is exact for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flatout.errors import NumericError, PackingError, ResourceError, UsageError, first_line
+from flatout.models.arch_quirks import whole_document_problem
+from flatout.models.probe import MODEL_ERRORS
+from flatout.models.selftest import own_attention
+from flatout.planner.steps.rows import row_length
+from flatout.rollout.answers import Answer
+from flatout.rollout.decode import Decoding
+from flatout.rollout.forms import Form, OwnCache, Recomputed, last_rows_of
+from flatout.rollout.sampler import Completion, Ending, OnToken, Sampler, SamplingParams
+from flatout.rollout.slots import open_slots
+from flatout.rollout.weights import Weights
+
+FormName = Literal["slots", "own cache", "recomputed"]
+# tokens at the end of an answer whose log-probabilities are compared
+NUM_COMPARED = 64
+
+
+@dataclass
+class InProcess(Sampler):
+    """A `Sampler` over weights in this process, which may change between calls: no copy of them is made.
+
+    Slots are taken where layers keep only keys and values, else transformers' own cache; each form is compared with
+    passes without a cache once, and given up if it differs. With `records`, steps in slots on a GPU are recorded as
+    CUDA graphs.
+    """
+
+    weights: Weights
+    records: bool = True
+    _proved: set[FormName] = field(default_factory=set)
+    _given_up: set[FormName] = field(default_factory=set)
+
+    def load(self, adapter: Path, version: int) -> None:
+        """Do nothing: the weights are those that this process trains."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
+        on_token: OnToken | None = None,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """See `Sampler.sample`. Call it without gradients, in eval mode and the model's autocast."""
+        for name in self._usable_forms(len(prompts) * num_completions):
+            answers = begin(prompts, num_completions, params)
+            flat = [each for group in answers for each in group]
+            try:
+                with self._opened(name, flat) as (form, num_places):
+                    Decoding(form, num_places, flat, params, self.weights, on_token, records=self.records).finish()
+                why = self._difference(name, flat)
+            except (torch.OutOfMemoryError, ResourceError, NumericError):
+                raise
+            except (PackingError, UsageError, *MODEL_ERRORS) as error:
+                if name == "recomputed":
+                    raise
+                why = first_line(error)
+            if why is None:
+                return [[each.completion_value for each in group] for group in answers]
+            self._given_up.add(name)
+            if name == "own cache":
+                self.weights.tell(
+                    f"every token computes its prompt again, as this model has no cache that is exact: {why}"
+                )
+        raise AssertionError("the last form is always usable")
+
+    def _usable_forms(self, num_answers: int) -> list[FormName]:
+        weights, forms = self.weights, list[FormName]()
+        fits = not weights.prefers_own_cache or num_answers > 1
+        config = weights.model.config.get_text_config()
+        if weights.packs is not None and fits and whole_document_problem(config) is None:
+            forms.append("slots")
+        return [name for name in (*forms, "own cache", "recomputed") if name not in self._given_up]
+
+    @contextmanager
+    def _opened(self, name: FormName, answers: Sequence[Answer]) -> Iterator[tuple[Form, int]]:
+        """Yield a form, and for how many answers at once it has places, with the attention that it needs."""
+        weights = self.weights
+        if name == "slots" and weights.packs is not None:
+            with weights.packs():
+                yield open_slots(weights, answers)
+        elif name == "own cache":
+            with own_attention(weights.model):
+                yield OwnCache(weights.logits, weights.model, weights.device), len(answers)
+        else:
+            yield Recomputed(weights.logits, weights.device, weights.pass_tokens, weights.rows), len(answers)
+
+    def _difference(self, name: FormName, answers: Sequence[Answer]) -> str | None:
+        """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
+        if name == "recomputed" or name in self._proved:
+            return None
+        longest = max(answers, key=lambda each: len(each.token_ids))
+        found = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
+        true = packed_logprobs(self.weights, [*longest.prompt_ids, *longest.token_ids], len(found)).double().cpu()
+        error, limit = float((found - true).abs().mean()), self.weights.tolerance
+        if not self.weights.least(int(error <= limit)):
+            return f"log-probabilities differ by {error:.1e} on average (limit {limit:.0e})"
+        self._proved.add(name)
+        return None
+
+
+def packed_logprobs(weights: Weights, sequence: Sequence[int], count: int) -> Tensor:
+    """Return the log-probabilities (count,) of the last tokens of a sequence by a pass without a cache."""
+    padded = row_length(len(sequence)) if weights.rows else None
+    batch = last_rows_of([sequence], weights.device, row_length=padded)
+    rows = torch.arange(len(sequence) - count - 1, len(sequence) - 1, device=weights.device)
+    ids = batch.token_ids[rows + 1]
+    logits = weights.logits(replace(batch, label_rows=rows, label_ids=ids))
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+def begin(prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams) -> list[list[Answer]]:
+    """Return the answers to sample, by prompt. Raises UsageError for a prompt without tokens or positions."""
+    found = []
+    for index, prompt in enumerate(prompts):
+        room = params.max_new_tokens
+        if params.max_positions is not None:
+            room = min(room, params.max_positions - len(prompt))
+        if not prompt or room < 1:
+            has = f"{len(prompt):,} tokens, and the model {params.max_positions:,} positions" if prompt else "no tokens"
+            raise UsageError(f"prompt {index + 1} has {has}; shorten it, or leave it out")
+        at_limit: Ending = "length" if room == params.max_new_tokens else "positions"
+        found.append([Answer(index, number, prompt, room, at_limit) for number in range(num_completions)])
+    return found

@@ -1,0 +1,77 @@
+"""What a sampler is asked, and what it returns: token ids in, token ids with log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from flatout.errors import ResourceError
+
+Ending = Literal["stop", "length", "positions"]
+"""Why an answer ended: at a stop token, after `max_new_tokens`, or where the model has no further positions."""
+
+OnToken = Callable[[int, int, int], None]
+"""Gets each token in the order of sampling: the prompt's index, the completion's, and the token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn: from softmax(logits / temperature), cut by the next three in this order; 0 is greedy.
+
+    `top_k` keeps so many of the likeliest tokens, `top_p` the fewest that have this probability together, and `min_p`
+    those with at least this share of the likeliest one's (None: all). Before that, logits of tokens that the prompt or
+    the answer has are divided by `repetition_penalty` where they are positive, else multiplied (CTRL,
+    arXiv:1909.05858). An answer ends after one of `stop_ids`, after `max_new_tokens`, or at `max_positions` with its
+    prompt. The draws of a completion depend on `seed`, its prompt's index and its own, and on nothing else.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    max_positions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer: its token ids, a stop token included, and how likely the model found each.
+
+    `logprobs` are natural logarithms of softmax(logits) in fp32 (fp64 in fp64): of the model itself, before
+    temperature, cuts and penalty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ending: Ending
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """The token ids without the stop token."""
+        return self.token_ids[:-1] if self.ending == "stop" else self.token_ids
+
+
+class NoRoomError(ResourceError):
+    """Memory has no room for the keys and values of a single answer."""
+
+
+class Sampler(Protocol):
+    """Something that continues prompts with the weights of one model; every rank calls it alike."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
+        on_token: OnToken | None = None,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Return `num_completions` of each prompt, which has at least one token.
+
+        Raises UsageError for a prompt that leaves no position, and NoRoomError if one answer needs more memory than is
+        free.
+        """
+
+    def load(self, adapter: Path, version: int) -> None:
+        """Use the weights of this adapter's folder from now on; `version` counts updates."""

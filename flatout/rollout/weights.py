@@ -1,0 +1,87 @@
+"""The model that a sampler reads, and how its passes are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flatout.models.attention import choose_attention, register, registered_name
+from flatout.models.head import next_logits
+from flatout.models.packed import PackedBatch
+
+# mean difference of log-probabilities with a cache to those without: both add the same terms in another order
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+FLOAT8_TOLERANCE = 0.3
+# of prompts in one pass
+_PASS_TOKENS = 8192
+Logits = Callable[[PackedBatch], Tensor]
+"""Computes the logits (L, V) after a batch's label rows, in fp32 (fp64 in fp64)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model in this process, whose weights may change between calls of a sampler.
+
+    `logits` computes a pass, of at most `pass_tokens` tokens. A cache is exact if log-probabilities with it are on
+    average within `tolerance` of those without. `packs` makes a context in
+    which the model computes packed documents; None if it cannot. `rows`: passes without a cache have padded rows.
+    `prefers_own_cache`: one answer alone is sampled by transformers' own attention and cache.
+    `in_lockstep`: other ranks take part in every pass. `agree` returns the tokens that all ranks use in place of this
+    rank's, `least` the smallest number of any rank. `tell` gets lines for people.
+    """
+
+    model: PreTrainedModel
+    logits: Logits
+    device: torch.device
+    tolerance: float
+    pass_tokens: int
+    rows: bool
+    packs: Callable[[], AbstractContextManager[object]] | None
+    prefers_own_cache: bool = False
+    in_lockstep: bool = False
+    agree: Callable[[Tensor], Tensor] = lambda tokens: tokens
+    least: Callable[[int], int] = lambda number: number
+    tell: Callable[[str], None] = lambda line: None
+
+
+def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lambda line: None) -> Weights:
+    """Return a model from `load_for_inference`, on one device or several, as a sampler reads it."""
+    device = model.get_input_embeddings().weight.device
+    devices = getattr(model, "hf_device_map", None) or {"": device}
+    if device.type == "meta":
+        # offloaded embeddings are copied to the first GPU of the device map
+        device = torch.device(next(used for used in devices.values() if used not in ("cpu", "disk")))
+    return Weights(
+        model=model,
+        logits=lambda batch: next_logits(model, batch)[0].to(device),
+        device=device,
+        tolerance=TOLERANCES[model.dtype],
+        pass_tokens=_PASS_TOKENS,
+        rows=True,
+        packs=partial(_packed_attention, model) if len(set(devices.values())) == 1 else None,
+        prefers_own_cache=True,
+        tell=tell,
+    )
+
+
+@contextmanager
+def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model with transformers' attention compute packed documents. Raises ValueError if it cannot."""
+    config = model.config.get_text_config()
+    own = config._attn_implementation
+    choice = choose_attention("auto", config, device=model.device, dtype=model.dtype)
+    register(choice.implementation)
+    name = registered_name(choice.implementation)
+    try:
+        model.set_attn_implementation(name)
+        if config._attn_implementation != name:
+            raise ValueError("its attention does not go through transformers' attention interface")
+        yield
+    finally:
+        model.set_attn_implementation(own)

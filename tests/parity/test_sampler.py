@@ -1,0 +1,253 @@
+"""Sampling: greedy equals transformers' `generate`, log-probabilities the packed pass, draws depend on nothing else."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_table import tiny
+from tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model, tiny_model
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
+from flatout.errors import NumericError, UsageError
+from flatout.models.blocks import hidden_states
+from flatout.models.export import merge
+from flatout.models.head import PackedLoss
+from flatout.models.load.auto_class import auto_class
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.layer import add_lora, lora_layers
+from flatout.models.objective import TokenHead
+from flatout.models.packed import flatten_samples
+from flatout.rollout import slots
+from flatout.rollout.in_process import InProcess
+from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
+from flatout.rollout.sampling import choose, uniform
+from flatout.rollout.weights import TOLERANCES, Weights, inference_weights
+
+CPU = torch.device("cpu")
+PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in (5, 17, 1, 9, 12)]
+# with states and convolutions, MLA, positions in the embeddings, alibi, and layers that share keys; no cache at all
+OTHERS = ("qwen3_next", "lfm2", "falcon_h1", "mamba2", "deepseek_v3", "gpt2", "bloom", "gpt_oss", "cohere2", "rwkv")
+
+
+def sample(
+    weights: Weights, params: SamplingParams, prompts: list[list[int]] = PROMPTS, completions: int = 1
+) -> list[list[Completion]]:
+    with torch.no_grad():
+        return InProcess(weights).sample(prompts, completions, params)
+
+
+def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
+    """What transformers' own loop writes, one prompt at a time."""
+    with torch.no_grad():
+        found = model.generate(
+            input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=count,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return tuple(found[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family: str, dtype: torch.dtype) -> None:
+    """Prompts of all lengths at once, over windows of 8 tokens; answers to one prompt are the same."""
+    model, told = tiny_model(family, dtype, "eager" if family == "gemma2" else "sdpa"), list[str]()
+    found = sample(inference_weights(model, told.append), SamplingParams(20), completions=2)
+    assert not told
+    for prompt, (one, other) in zip(PROMPTS, found, strict=True):
+        assert one.token_ids == other.token_ids == generated(model, prompt, 20)
+        assert (one.ending, len(one.logprobs)) == ("length", 20)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_sampled_with_the_cache_that_it_has(family: str) -> None:
+    torch.manual_seed(0)
+    config = tiny(family)
+    model, told = auto_class(config).from_config(config, dtype=torch.float32).eval(), list[str]()
+    prompts = [[token_id % 50 + 3 for token_id in prompt] for prompt in PROMPTS[:3]]
+    found = sample(inference_weights(model, told.append), SamplingParams(10), prompts)
+    for prompt, (one,) in zip(prompts, found, strict=True):
+        ids = torch.tensor([[*prompt, *one.token_ids]])
+        with torch.no_grad():
+            true = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert one.token_ids == tuple(true.argmax(-1).tolist())
+        expected = true.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        assert one.logprobs == pytest.approx(expected.tolist(), abs=2e-5)
+    # a model without a cache that transformers can make says so
+    assert [line.partition(",")[0] for line in told] == (
+        ["every token computes its prompt again"] if family == "rwkv" else []
+    )
+
+
+def load_with_adapter(folder: Path, family: str, storage: Any, lora: dict[str, Any], *, fused: bool) -> Any:
+    save_tiny_model(folder, family)
+    precision = "fp64" if storage == "model" else "fp32"
+    loaded = load_model(
+        ModelConfig(name=str(folder), precision=precision), method="lora", device=CPU, seed=0,
+        base=BaseConfig(storage=storage),
+    )  # fmt: skip
+    add_lora(loaded.model, LoraConfig(rank=4, **lora), seed=0)
+    for layer in lora_layers(loaded.model).values():
+        layer.lora_b.data.normal_(0, 0.2)
+    if fused:
+        fuse_layers(loaded.model)
+    loaded.model.eval()
+    return loaded
+
+
+LAYERS = [
+    ("qwen3", "model", {}, True), ("qwen3", "model", {}, False), ("mistral", "model", {"dora": True}, False),
+    ("qwen3", "nf4", {}, True), ("qwen3", "fp8", {}, False),
+    ("qwen3_moe", "model", {"targets": ["all-linear", "experts"]}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "storage", "lora", "fused"), LAYERS)
+def test_log_probabilities_are_those_of_the_pass_that_trains(
+    tmp_path: Path, family: str, storage: Any, lora: dict[str, Any], fused: bool
+) -> None:
+    """Unmerged adapters, fused layers and quantized weights: all answers in one packed pass, at temperature 1."""
+    loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)
+    loss, told = PackedLoss(loaded.model), list[str]()
+    weights = Weights(
+        model=loaded.model, logits=lambda batch: loss(batch, True)[0], device=CPU, tolerance=TOLERANCES[loaded.dtype],
+        pass_tokens=32, rows=False, packs=nullcontext, tell=told.append,
+    )  # fmt: skip
+    found = sample(weights, SamplingParams(12, temperature=1.0), completions=3)
+    assert not told
+    sequences, masks = [], []
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for one in group:
+            sequences.append(np.array([*prompt, *one.token_ids]))
+            masks.append(np.arange(len(sequences[-1])) >= len(prompt))
+    batch = flatten_samples(list(zip(sequences, masks, strict=True)))
+    with torch.no_grad():
+        states = hidden_states(loaded.model, batch).index_select(0, batch.label_rows)
+        losses = TokenHead(loaded.model, 64).token_losses(states, batch.label_ids).losses
+    ours = torch.tensor([value for group in found for one in group for value in one.logprobs], dtype=torch.float64)
+    limit = 1e-12 if loaded.dtype == torch.float64 else 1e-4
+    assert float((ours + losses.double()).abs().max()) < limit
+    assert len({one.token_ids for one in found[1]}) == 3
+
+
+def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many places there are, who ends when, and what else is sampled."""
+    model = tiny_model("qwen3", torch.float64, "sdpa")
+    weights, stops = inference_weights(model), frozenset(range(20, 30))
+    params = SamplingParams(30, temperature=1.0, top_k=80, top_p=0.95, seed=7, stop_ids=stops)
+    found = sample(weights, params, completions=4)
+    state = torch.get_rng_state()
+    for places in (1, 3, 64):
+        monkeypatch.setattr(slots, "MAX_SLOTS", places)
+        assert [[one.token_ids for one in group] for group in sample(weights, params, completions=4)] == [
+            [one.token_ids for one in group] for group in found
+        ]
+    fewer = sample(weights, params, PROMPTS[:2], completions=2)
+    assert [[one.token_ids for one in group] for group in fewer] == [
+        [one.token_ids for one in group[:2]] for group in found[:2]
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    everything = [one for group in found for one in group]
+    assert len({one.token_ids for one in everything}) > 15
+    assert {one.ending for one in everything} == {"stop", "length"}
+    for one in everything:
+        assert (one.token_ids[-1] in stops) == (one.ending == "stop")
+        assert not stops.intersection(one.answer_ids)
+    other = sample(weights, SamplingParams(30, temperature=1.0, seed=8, stop_ids=stops))
+    assert [one.token_ids for (one,) in other] != [group[0].token_ids for group in found]
+
+
+def test_cuts_are_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    prompt = torch.randint(0, 2100, (1, 40))
+    logits = torch.randn(1, 2100) * 4
+    theirs = LogitsProcessorList([
+        RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7), TopKLogitsWarper(50),
+        TopPLogitsWarper(0.8), MinPLogitsWarper(0.01),
+    ])(prompt, logits).softmax(-1)[0]  # fmt: skip
+    params = SamplingParams(1, temperature=0.7, top_k=50, top_p=0.8, min_p=0.01, repetition_penalty=1.3)
+    count = 2000
+    seen = torch.zeros(1, 2100, dtype=torch.bool).scatter_(1, prompt, True)
+    draws, logprobs = choose(
+        logits.expand(count, -1), params, torch.arange(count), torch.zeros(count, dtype=torch.int64),
+        seen.expand(count, -1),
+    )  # fmt: skip
+    counts = torch.bincount(draws, minlength=2100)
+    assert set(counts.nonzero().flatten().tolist()) <= set(theirs.nonzero().flatten().tolist())
+    likely = theirs * count > 50
+    # four standard deviations
+    assert bool(((counts - theirs * count).abs() <= 4 * (theirs * count).sqrt())[likely].all())
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[0, draws], atol=1e-6)
+
+
+def test_random_numbers_are_uniform_and_their_own() -> None:
+    keys = torch.arange(1 << 14) * 977
+    numbers = torch.stack([uniform(keys, torch.full_like(keys, count)) for count in range(8)])
+    assert float(numbers.min()) >= 0
+    assert float(numbers.max()) < 1
+    assert len(numbers.unique()) == numbers.numel()
+    counts = torch.histc(numbers.float(), 64, 0, 1)
+    assert float((counts - counts.mean()).abs().max()) < 5 * math.sqrt(float(counts.mean()))
+    assert abs(float(torch.corrcoef(numbers)[0, 1])) < 0.03
+
+
+def test_an_answer_ends_where_positions_do() -> None:
+    weights = inference_weights(tiny_model("qwen3", torch.float32, "sdpa"))
+    found = sample(weights, SamplingParams(20, max_positions=20))
+    lengths = [min(20, 20 - len(prompt)) for prompt in PROMPTS]
+    assert [len(one.token_ids) for (one,) in found] == lengths
+    assert [one.ending for (one,) in found] == ["positions"] * 5
+    assert [one.ending for (one,) in sample(weights, SamplingParams(3, max_positions=20))] == ["length"] * 5
+    with pytest.raises(UsageError, match="prompt 2 has 17 tokens, and the model 17 positions"):
+        sample(weights, SamplingParams(20, max_positions=17))
+    with pytest.raises(UsageError, match="prompt 1 has no tokens"):
+        sample(weights, SamplingParams(20), [[]])
+
+
+def test_memory_bounds_the_places_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    weights = inference_weights(tiny_model("qwen3", torch.float32, "sdpa"), told.append)
+    every = [one.token_ids for (one,) in sample(weights, SamplingParams(12))]
+    assert not told
+    # 2 layers, keys and values, 2 heads of 8 in fp32: 256 bytes a token, 32 places
+    monkeypatch.setattr(slots, "free_bytes", lambda device: int(2.5 * 256 * 32 / slots.MAX_SHARE))
+    assert [one.token_ids for (one,) in sample(weights, SamplingParams(12))] == every
+    assert told == ["2 of 5 answers are sampled at once: each keeps 0 MiB of keys and values, and 0.0 GiB may be used"]
+    monkeypatch.setattr(slots, "free_bytes", lambda device: 0)
+    with pytest.raises(NoRoomError, match="lower the number of new tokens or shorten the prompts"):
+        sample(weights, SamplingParams(12))
+
+
+def test_damaged_weights_are_no_answer() -> None:
+    model = tiny_model("qwen3", torch.float32, "sdpa")
+    model.lm_head.weight.data[:] = math.nan
+    with pytest.raises(NumericError, match="the answer to prompt 1 has the log-probability nan"):
+        sample(inference_weights(model), SamplingParams(12))
+
+
+def test_unmerged_answers_equal_merged_ones() -> None:
+    model = tiny_model("qwen3", torch.float64, "sdpa")
+    plain = sample(inference_weights(model), SamplingParams(20))
+    add_lora(model, LoraConfig(rank=4), seed=0)
+    for layer in lora_layers(model).values():
+        layer.lora_b.data.normal_(0, 0.3)
+    merged = copy.deepcopy(model)
+    assert merge(merged)
+    found = sample(inference_weights(model), SamplingParams(20))
+    assert [one.token_ids for (one,) in found] == [generated(merged, prompt, 20) for prompt in PROMPTS]
+    assert [one.token_ids for (one,) in found] != [one.token_ids for (one,) in plain]

@@ -1,0 +1,107 @@
+"""Sampling on a GPU: recorded steps equal plain ones to the bit, and log-probabilities those of the packed pass."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, save_tiny_model
+
+from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
+from flatout.models.head import next_logits
+from flatout.models.load.model import load_model
+from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.layer import add_lora, lora_layers
+from flatout.rollout import slots
+from flatout.rollout.in_process import InProcess, packed_logprobs
+from flatout.rollout.sampler import Completion, SamplingParams
+from flatout.rollout.weights import Weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 1024}
+LENGTHS = [5, 130, 1, 64, 33, 17]
+PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["qwen3-model", "mistral-model", "qwen3-nf4", "qwen3-fp8", "qwen3_moe-model"])
+def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Weights, list[str]]:
+    family, _, storage = request.param.partition("-")
+    if storage == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8 products")
+    folder: Path = tmp_path_factory.mktemp(family)
+    # rounding to float8 moves large logits of a tiny model too far
+    scale = {"initializer_range": 0.05} if storage == "fp8" else {}
+    save_tiny_model(folder, family, **SHAPE, **scale)
+    config = ModelConfig(name=str(folder), precision="bf16")
+    options: dict[str, Any] = {"method": "lora", "device": torch.device("cuda"), "seed": 0}
+    loaded = load_model(config, base=BaseConfig(storage=storage), **options)
+    add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    for layer in lora_layers(loaded.model).values():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name.startswith("lora_b"):
+                parameter.data.normal_(0, 0.02)
+    fuse_layers(loaded.model, fp8=storage == "fp8")
+    loaded.model.eval()
+    told: list[str] = []
+    return Weights(
+        model=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=torch.device("cuda"),
+        tolerance=0.3 if storage == "fp8" else 0.1, pass_tokens=512, rows=False, packs=nullcontext, tell=told.append,
+    ), told  # fmt: skip
+
+
+def sample(weights: Weights, params: SamplingParams, *, records: bool) -> list[list[Completion]]:
+    with torch.no_grad():
+        return InProcess(weights, records=records).sample(PROMPTS, 4, params)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}])
+def test_recorded_steps_equal_plain_ones_to_the_bit(
+    weights: tuple[Weights, list[str]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With places that are given to others as answers end at tokens of their own."""
+    monkeypatch.setattr(slots, "MAX_SLOTS", 16)
+    own, told = weights
+    params = SamplingParams(70, seed=3, stop_ids=frozenset(range(20, 26)), repetition_penalty=1.05, **settings)
+    plain, recorded = (sample(own, params, records=records) for records in (False, True))
+    assert recorded == plain
+    assert not told, "nothing was given up"
+    endings = {one.ending for group in plain for one in group}
+    assert "length" in endings or settings
+    if settings:
+        assert "stop" in endings
+        assert len({one.token_ids for one in plain[0]}) == 4
+
+
+def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[Weights, list[str]]) -> None:
+    own, told = weights
+    found = sample(own, SamplingParams(40, temperature=1.0), records=True)
+    with torch.no_grad():
+        for prompt, group in zip(PROMPTS, found, strict=True):
+            for one in group:
+                true = packed_logprobs(own, [*prompt, *one.token_ids], len(one.token_ids)).cpu()
+                # bf16 has 8 bits: rounding moves logits of this size by up to 2^-5
+                assert float((true - torch.tensor(one.logprobs)).abs().median()) < own.tolerance / 2
+    assert not told
+
+
+def test_memory_is_freed_and_bounds_the_slots(
+    weights: tuple[Weights, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, told = weights
+    # kernels keep workspaces
+    sample(own, SamplingParams(40), records=False)
+    free = slots.free_bytes(own.device)
+    monkeypatch.setattr(slots, "MAX_SHARE", 64 * 1024 * 48 / free)
+    before = torch.cuda.memory_allocated()
+    few = sample(own, SamplingParams(40), records=False)
+    assert torch.cuda.memory_allocated() <= before + (8 << 20)
+    assert told
+    assert "answers are sampled at once" in told.pop()
+    told.clear()
+    monkeypatch.setattr(slots, "MAX_SHARE", 0.5)
+    same = [one.ending for group in sample(own, SamplingParams(40), records=False) for one in group]
+    assert [one.ending for group in few for one in group] == same
