@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"(?:<!-- test: (.*?) -->\n)?^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
 # pages whose blocks are commands of this repository, which their own tests and benchmarks run
-OF_DEVELOPERS = {"performance.md", "numerics.md"}
+OF_DEVELOPERS, NOT_RUN = {"performance.md", "numerics.md"}, {"reference", "lab"}
 PAGES = sorted(
     page for page in (*DOCS.rglob("*.md"), ROOT / "README.md")
-    if page.name not in OF_DEVELOPERS and page.parent.name != "reference" and FENCE.search(page.read_text())
+    if page.name not in OF_DEVELOPERS and page.parent.name not in NOT_RUN and FENCE.search(page.read_text())
 )  # fmt: skip
 # commands of other programs, which only have to be well formed
 OTHERS = {"make", "cd", ".", "ssh", "pip", "python", "torchrun", "srun", "docker", "vllm", "ollama", "pytest"}

@@ -27,8 +27,8 @@ def exchange(
 
     An all-to-all would send a token only to the (1 - (1 - 1/N)^k) N ranks that it needs: 0.996 N for N = 2 and k = 8,
     0.90 N for N = 4. It needs counts on the host in every layer; this needs only that T is the same on all ranks.
-    Sending one half of the tokens while the other is computed is slower on two H200s (LOG.md, 2026-11-25): products
-    have half as many rows, there are twice as many launches, and communication slows the products down.
+    Sending one half of the tokens while the other is computed is slower on two H200s (docs/lab/2026-11.md, 25th):
+    products have half as many rows, there are twice as many launches, and communication slows the products down.
     """
     ids, weights = _GatherSlots.apply(chosen, weights, group)
     ids = ids - group.place * num_experts
