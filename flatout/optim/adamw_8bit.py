@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.kernels.rounding import LOW_32, hash_32
+
 # values that share one scale of the 8-bit codes, at most and at least
 BLOCK_SIZE = 256
 SMALLEST_BLOCK = 64
-_LOW_32 = 0xFFFFFFFF
-# odd, below 2^31, so that its product with a 32-bit number fits int64
-_MULTIPLIER = 0x45D9F3B
 # elements updated per launch, which bounds the memory for intermediate results
 SLICE_SIZE = 1 << 25
 # smaller tensors (norms, biases) keep fp32 moments: they cost little memory and are the most sensitive
@@ -264,10 +263,7 @@ def random_bits(like: Tensor, noise_seed: Tensor) -> Tensor:
     `noise_seed` is a 0-d int64 tensor in [0, 2^32). The bits are a counter hashed by two rounds of shift, xor and
     multiply, so there is no state to save and they are the same on every device.
     """
-    number = (torch.arange(like.numel(), device=like.device) + noise_seed) & _LOW_32
-    number = ((number ^ (number >> 16)) * _MULTIPLIER) & _LOW_32
-    number = ((number ^ (number >> 16)) * _MULTIPLIER) & _LOW_32
-    return (number ^ (number >> 16)) & 0xFFFF
+    return hash_32((torch.arange(like.numel(), device=like.device) + noise_seed) & LOW_32) & 0xFFFF
 
 
 def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:

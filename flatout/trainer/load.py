@@ -19,6 +19,7 @@ from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import load_adapter
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
 from flatout.models.lora.saved import rows_of_tokens
+from flatout.models.masters import Dither
 from flatout.track.callback import Reporter
 from flatout.trainer.planning import PlannedRun
 from flatout.trainer.proofs import Proofs
@@ -69,11 +70,11 @@ def load_trainable(
         loaded, line = proofs.prove_layout(loaded)
         reporter.stage("self-test", line)
     elif config.method == "lora" and loaded.model.dtype != dtype:
-        # adapters take the base's dtype
-        loaded.model.to(dtype)
+        loaded.model.to(dtype)  # adapters take the base's dtype
     make_trainable(loaded, config, reporter, token_ids, proofs)
+    dither = _dither_masters(loaded, config, reporter, waits)
     if waits:
-        loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype))
+        loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype, dither=dither))
         with loaded.present():
             num_layers = len(decoder_layers(loaded.model))
             loaded, line = proofs.prove_layout(loaded)
@@ -89,6 +90,17 @@ def load_trainable(
 def _freeze_unreached(loaded: LoadedModel, proofs: Proofs, reporter: Reporter) -> None:
     if line := freeze_named(loaded.model, proofs.unreached_parameters(loaded)):
         reporter.stage("freeze", line)
+
+
+def _dither_masters(loaded: LoadedModel, config: Config, reporter: Reporter, waits: bool) -> Dither:
+    """Move fp32 masters of 16-bit weights within their rounding; in full fine-tuning, weights that wait once read."""
+    dither = Dither(loaded.model, compute=loaded.dtype if loaded.autocast else None, seed=config.seed)
+    if not (waits and config.method == "full"):
+        dither.apply_to(loaded.model)
+    if dither.dtypes:
+        count = f"{len(dither.dtypes)} of 16-bit weights"
+        reporter.stage("masters", f"{count} start at random within the rounding, so that small updates are not lost")
+    return dither
 
 
 def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
 from flatout.models.blocks import layer_list, replace_module
+from flatout.models.masters import Dither
 
 LocalShardFn = Callable[[Tensor], tuple[Tensor, tuple[int, ...], tuple[int, ...], bool]]
 """Maps a tensor to this rank's shard of it: (tensor sharing its storage, offset, global shape, is_copy)."""
@@ -25,11 +26,16 @@ class DeferredWeights:
     """A model's weights by name (tied ones under each name), as views of mapped files or in host memory.
 
     Creating it moves the model's parameters to the meta device, in `dtype`, and its buffers to the device. What
-    transformers keeps in another dtype than the files' is not cast, and tied parameters stay tied.
+    transformers keeps in another dtype than the files' is not cast, and tied parameters stay tied. `dither` moves fp32
+    masters as they are read.
     """
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._model, self._device = model, device
+    def __init__(
+        self, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, dither: Dither | None = None
+    ) -> None:
+        self._model, self._device, self._dither = model, device, dither
+        # where a weight that was cut begins, by its dimension
+        self._begins: dict[str, dict[int, int]] = {}
         files_dtype = model.dtype
         self._weights = {name: old.data for name, old in model.named_parameters(remove_duplicate=False)}
         dtypes = {name: dtype if old.dtype == files_dtype else old.dtype for name, old in self._weights.items()}
@@ -43,7 +49,9 @@ class DeferredWeights:
         """Keep one of equal parts of some weights, along their dimension, as the model's parameters were cut."""
         for name, dim in dims.items():
             if name in self._weights:
-                self._weights[name] = self._weights[name].chunk(num_parts, dim)[index]
+                parts = self._weights[name].chunk(num_parts, dim)
+                self._weights[name] = parts[index]
+                self._begins[name] = {dim: sum(part.shape[dim] for part in parts[:index])}
 
     def load(self, local_shard_of: LocalShardFn, *, offload: bool = False) -> None:
         """Load this rank's shards (FSDP2) or full tensors, once; `offload` keeps sharded ones in host memory."""
@@ -54,6 +62,9 @@ class DeferredWeights:
             local, offset, *_ = local_shard_of(new)
             box = tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))
             local.copy_(self._weights[name][box])
+            cut = self._begins.get(name, {})
+            if self._dither is not None:
+                self._dither.apply(name, local, [begin + cut.get(dim, 0) for dim, begin in enumerate(offset)])
             return new
 
         _replace(self._model, read)

@@ -12,9 +12,16 @@ from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import load_model
 from flatout.models.load.sharded import DeferredWeights
+from flatout.models.masters import Dither
 from flatout.models.selftest import check_packing
 
 CPU = torch.device("cpu")
+
+
+def halves(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The second half of the first dimension, as a rank's shard."""
+    half = len(tensor) // 2
+    return tensor[half:], (half, *(0,) * (tensor.ndim - 1))
 
 
 def whole(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -29,7 +36,11 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
     config = ModelConfig(name=str(tmp_path), precision=precision)
     expected = load_model(config, method="full", device=CPU, seed=0)
     loaded = load_model(config, method="full", device=CPU, seed=0, on_host=True)
-    waiting = DeferredWeights(loaded.model, device=CPU, dtype=expected.model.dtype)
+    compute = torch.bfloat16 if precision == "bf16" else None
+    Dither(expected.model, compute=compute, seed=5).apply_to(expected.model)
+    dither = Dither(loaded.model, compute=compute, seed=5)
+    assert bool(dither.dtypes) == (precision == "bf16")
+    waiting = DeferredWeights(loaded.model, device=CPU, dtype=expected.model.dtype, dither=dither)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     with waiting.first_layers():
         # gemma's kinds of layers alternate over more layers
@@ -93,3 +104,28 @@ def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path: Path, init: Any) 
     assert torch.cuda.max_memory_allocated() - before < 5 * num_bytes
     assert torch.cuda.memory_allocated() - before < num_bytes / 10
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cpu"}
+
+
+def test_a_shard_of_masters_starts_where_the_whole_does(tmp_path: Path) -> None:
+    """With experts cut in two as well: a place depends on the index in the whole weight."""
+    save_tiny_model(tmp_path, "qwen3_moe", torch.bfloat16, num_hidden_layers=2)
+    config = ModelConfig(name=str(tmp_path), precision="bf16")
+    expected = load_model(config, method="full", device=CPU, seed=0).model
+    Dither(expected, compute=torch.bfloat16, seed=5).apply_to(expected)
+    loaded = load_model(config, method="full", device=CPU, seed=0, on_host=True).model
+    dither = Dither(loaded, compute=torch.bfloat16, seed=5)
+    experts = [name for name, held in loaded.named_parameters() if held.dim() == 3]
+    assert experts
+    assert set(experts) <= set(dither.dtypes)
+    waiting = DeferredWeights(loaded, device=CPU, dtype=torch.float32, dither=dither)
+    waiting.narrow(dict.fromkeys(experts, 0), 2, 1)
+    for name in experts:
+        path, _, leaf = name.rpartition(".")
+        module = loaded.get_submodule(path)
+        held = getattr(module, leaf)
+        setattr(module, leaf, torch.nn.Parameter(held[len(held) // 2 :].clone()))
+    waiting.load(halves)
+    want = dict(expected.named_parameters())
+    for name, held in loaded.named_parameters():
+        own = want[name][len(want[name]) // 2 :] if name in experts else want[name]
+        assert torch.equal(held[len(held) // 2 :], own[len(own) // 2 :]), name
