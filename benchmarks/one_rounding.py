@@ -4,8 +4,8 @@
 
 Every run of a seed trains on the same samples in the same order, from the same first adapter, as `flatout train` or as
 plain transformers with PEFT in eager mode. Rows of ours are compared with ours in fp32 over the same (for fp8 and NF4:
-dequantized) weights, PEFT's with PEFT's in fp32. `--also NAME=CHECKOUT`
-trains the rows for older GPUs with another version as well.
+dequantized) weights, PEFT's with PEFT's in fp32. It exits with 1 if one of ours is further away than its bound.
+`--also NAME=CHECKOUT` trains the rows for older GPUs with another version as well.
 """
 
 from __future__ import annotations
@@ -49,25 +49,27 @@ class Row(NamedTuple):
     env: Mapping[str, str] = MappingProxyType({})
     peft: str = ""
     base: str = ""
+    # largest mean absolute difference from the reference over updates 2 to 50, where this program fails
+    bound: float | None = None
     unsloth: bool = False
 
 
 ROWS = [
     Row("fp32", "fp32", (FP32,)),
-    Row("bf16", "fp32", (BF16,)),
-    Row("bf16, Ampere", "fp32", (BF16,), AMPERE),
-    Row("bf16, not compiled", "fp32", (BF16, "compile=off"), AMPERE),
-    Row("bf16, rows", "fp32", (BF16, "batch.layout=rows"), AMPERE),
-    Row("fp8 backward", "fp32", (BF16, "base.backward=fp8")),
-    Row("fp8 backward, Ada", "fp32", (BF16, "base.backward=fp8"), ADA),
+    Row("bf16", "fp32", (BF16,), bound=0.0025),
+    Row("bf16, Ampere", "fp32", (BF16,), AMPERE, bound=0.0025),
+    Row("bf16, not compiled", "fp32", (BF16, "compile=off"), AMPERE, bound=0.0025),
+    Row("bf16, rows", "fp32", (BF16, "batch.layout=rows"), AMPERE, bound=0.0025),
+    Row("fp8 backward", "fp32", (BF16, "base.backward=fp8"), bound=0.004),
+    Row("fp8 backward, Ada", "fp32", (BF16, "base.backward=fp8"), ADA, bound=0.004),
     Row("fp32 of fp8", "fp32 of fp8", (FP32,), base="fp8"),
-    Row("fp8", "fp32 of fp8", (BF16, "base.storage=fp8")),
-    Row("fp8, Ada", "fp32 of fp8", (BF16, "base.storage=fp8"), ADA),
+    Row("fp8", "fp32 of fp8", (BF16, "base.storage=fp8"), bound=0.015),
+    Row("fp8, Ada", "fp32 of fp8", (BF16, "base.storage=fp8"), ADA, bound=0.015),
     Row("fp32 of NF4", "fp32 of NF4", (FP32,), base="nf4"),
-    Row("NF4", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model")),
-    Row("NF4, Ampere", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model"), AMPERE),
-    Row("NF4, fp8 products", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=fp8")),
-    Row("bf16 weights", "fp32", (BF16, "full.weights=bf16")),
+    Row("NF4", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model"), bound=0.0025),
+    Row("NF4, Ampere", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=model"), AMPERE, bound=0.0025),
+    Row("NF4, fp8 products", "fp32 of NF4", (BF16, "base.storage=nf4", "base.compute=fp8"), bound=0.018),
+    Row("bf16 weights", "fp32", (BF16, "full.weights=bf16"), bound=0.004),
     Row("PEFT fp32", "PEFT fp32", peft="fp32"),
     Row("PEFT bf16", "PEFT fp32", peft="bf16"),
     Row("Unsloth bf16", "PEFT fp32", peft="bf16", unsloth=True),
@@ -284,7 +286,7 @@ def main() -> None:
         print_table(args, ROWS, earlier, [""])
         if args.plot:
             plot(args, earlier)
-        return
+        sys.exit("\n".join(above_bounds(args, earlier)) or 0)
     args.model, args.out, args.rows = args.model.resolve(), args.out.resolve(), args.rows.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
@@ -322,6 +324,7 @@ def main() -> None:
     judge_all(args, results)
     kept.write_text(json.dumps(results))
     print_table(args, chosen, results, ["", *(f", {name}" for name in others.values())])
+    sys.exit("\n".join(above_bounds(args, results)) or 0)
 
 
 def judge_all(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
@@ -350,6 +353,21 @@ def judge_all(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> N
         for share in pool.map(judge_share, range(max(1, args.gpus))):
             for name, loss in share.items():
                 results[name]["in_fp32"] = loss
+
+
+def above_bounds(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> list[str]:
+    """The rows whose losses are further from fp32's than their bounds, at the rates and adapters given."""
+    found = []
+    for row in ROWS:
+        for key in (f"{variant} {lr:g}" for lr in args.lrs for variant in args.variants):
+            for seed in args.seeds if row.bound else ():
+                own, truth = results.get(f"{row.name}|{seed}|{key}"), results.get(f"{row.reference}|{seed}|{key}")
+                if own and truth and "loss" in own and "loss" in truth:
+                    pairs = zip(own["loss"][1:50], truth["loss"][1:50], strict=True)
+                    mean = statistics.fmean(abs(a / b - 1) for a, b in pairs)
+                    if row.bound is not None and mean > row.bound:
+                        found.append(f"{row.name}, seed {seed}, {key}: {mean:.3%}, at most {row.bound:.3%}")
+    return found
 
 
 def print_table(args: argparse.Namespace, rows: list[Row], results: dict[str, dict[str, Any]], ends: list[str]) -> None:
