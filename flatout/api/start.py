@@ -20,7 +20,7 @@ from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
-from flatout.environment import LAUNCHED, environment, prepare_torch, secret_of_nodes
+from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
@@ -179,7 +179,7 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         try:
-            return Supervisor(logs, words, faults, rendezvous, env, secret, to_stderr, out).run(start)
+            return Supervisor(logs, words, faults, rendezvous, env | {SECRET: secret}, to_stderr, out).run(start)
         finally:
             if nodes.index == 0:
                 remove_unfinished(config.folder)

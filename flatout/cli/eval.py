@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.cli.screen import import_transformers
 from flatout.errors import DataError, ResourceError, UsageError
@@ -14,6 +14,9 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, now_utc
 from flatout.io.own_output import write_output
 from flatout.io.redact import redacted
+
+if TYPE_CHECKING:
+    from flatout.eval.tasks import Tasks
 
 MAX_ANSWERS_BYTES = 64 << 20
 BATCH_SIZE, MAX_NEW_TOKENS = 8, 256
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--merged: {args.target} has no adapter to merge; leave it out")
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("reading tasks")
-        manager = open_tasks(tasks, args.include_path) if tasks else None
+        opened = open_tasks(tasks, args.include_path) if tasks else None
         console.on_phase(f"loading {trained.base}")
         model, tokenizer = load_trained(trained, device=device)
         num_merged = merge(model) if args.merged else 0
@@ -74,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{option}: the tokenizer has no chat template; use the one saved in the run's final/ folder")
     adapter = None if trained.adapter is None else str(trained.adapter)
     facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
-    if tasks:
-        _score_tasks(args, model, tokenizer, manager, tasks, facts)
+    if opened:
+        _score_tasks(args, model, tokenizer, opened, facts)
     if prompts:
         name = args.answers.stem
         # a file of questions may have the name of a task
@@ -84,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _score_tasks(
-    args: argparse.Namespace, model: Any, tokenizer: Any, manager: Any, tasks: list[str], facts: dict[str, Any]
-) -> None:
+def _score_tasks(args: argparse.Namespace, model: Any, tokenizer: Any, tasks: Tasks, facts: dict[str, Any]) -> None:
     """Score lm-eval's tasks, print them and write the results."""
     from rich.console import Console
 
@@ -98,7 +99,6 @@ def _score_tasks(
         rows = score_tasks(
             model,
             tokenizer,
-            manager,
             tasks,
             on_phase=console.on_phase,
             limit=args.limit,
@@ -106,7 +106,7 @@ def _score_tasks(
             chat=args.chat,
         )
     _print_tasks(rows)
-    _write(args, "-".join(tasks), {**facts, "chat": args.chat, "tasks": rows})
+    _write(args, "-".join(tasks.names), {**facts, "chat": args.chat, "tasks": rows})
 
 
 def _score_answers(

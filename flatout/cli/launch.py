@@ -10,8 +10,7 @@ from typing import Literal
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
-from flatout.launch.kubernetes import manifest
-from flatout.launch.slurm import sbatch_script
+from flatout.launch.jobs import Job, manifest, sbatch_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.slurm:
         folder, submit = Path.cwd(), "sbatch"
         text = sbatch_script(
-            args.name or config.name, args.nodes, gpus, words, folder=folder, log_dir=folder / config.folder,
-            python=sys.executable, partition=args.partition, account=args.account, time=args.time,
+            Job(args.name or config.name, args.nodes, gpus, words, python=sys.executable), folder=folder,
+            log_dir=folder / config.folder, partition=args.partition, account=args.account, time=args.time,
             max_restarts=config.faults.max_restarts,
         )  # fmt: skip
     else:
@@ -59,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
         secret = f"{name}-secret" if args.nodes > 1 else None
         runtime = args.runtime or "torch-distributed"
-        text = manifest(name, args.nodes, gpus, words, args.image, args.claim, args.mount, kind, secret, runtime)
+        job = Job(name, args.nodes, gpus, words)
+        text = manifest(job, args.image, args.claim, args.mount, kind=kind, secret=secret, runtime=runtime)
         if secret is not None:
             literal = '--from-literal=secret="$(openssl rand -hex 32)"'
             submit = f"kubectl create secret generic {secret} {literal} && {submit}"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from flatout.errors import UsageError
 from flatout.models.load.model import library_errors
@@ -22,8 +22,15 @@ _BAR = re.compile(r"\r(?:([^\r]*?): )? *\d+%\|.*?\| (\d+)/(\d+) \[")
 _LINE_UP = "\x1b[A"
 
 
-def open_tasks(names: Sequence[str], folder: Path | None) -> Any:
-    """Return lm-eval's TaskManager with these tasks; `folder` holds further task files, which can run code.
+class Tasks(NamedTuple):
+    """Names of lm-eval's tasks, and its TaskManager that knows them."""
+
+    names: Sequence[str]
+    manager: Any
+
+
+def open_tasks(names: Sequence[str], folder: Path | None) -> Tasks:
+    """Find lm-eval's tasks by name; `folder` holds further task files, which can run code.
 
     Raises UsageError if lm-eval is not installed, the folder is missing, or a task is unknown.
     """
@@ -42,7 +49,7 @@ def open_tasks(names: Sequence[str], folder: Path | None) -> Any:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UsageError(f"--tasks: lm-eval has no task {name[:80]!r}; {hint}`lm-eval ls tasks` lists all")
-    return manager
+    return Tasks(names, manager)
 
 
 class BarReader(io.TextIOBase):
@@ -65,8 +72,7 @@ class BarReader(io.TextIOBase):
 def score_tasks(
     model: Any,
     tokenizer: Any,
-    manager: Any,
-    names: Sequence[str],
+    tasks: Tasks,
     *,
     limit: int | None,
     batch_size: int,
@@ -83,15 +89,15 @@ def score_tasks(
     from lm_eval.models.huggingface import HFLM
 
     with (
-        library_errors(f"--tasks: lm-eval cannot run {', '.join(names)}", "; its data may need a download"),
+        library_errors(f"--tasks: lm-eval cannot run {', '.join(tasks.names)}", "; its data may need a download"),
         redirect_stderr(BarReader(on_phase, sys.stderr)),
     ):
         found = simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-            tasks=list(names),
+            tasks=list(tasks.names),
             limit=limit,
             apply_chat_template=chat,
-            task_manager=manager,
+            task_manager=tasks.manager,
             log_samples=False,
         )
     rows = []

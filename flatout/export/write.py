@@ -76,7 +76,7 @@ def export(
     note, place = f"{num_merged} layers merged" if num_merged else "no adapter to merge", shlex.quote(str(out))
     if is_gguf:
         converter = _find_tool("convert_hf_to_gguf.py", llama_cpp) if llama_cpp or why_not(model) else None
-        written = _write_gguf(model, tokenizer, out, name, kind, converter, quantizer, for_ollama=to == "ollama")
+        written = _write_gguf(model, tokenizer, out, name, kind, (converter, quantizer), for_ollama=to == "ollama")
         return replace(written, note=f"{note}; {written.note}")
     _write_folder(model, tokenizer, out)
     if to == "vllm":
@@ -177,12 +177,15 @@ def _write_gguf(
     out: Path,
     name: str,
     kind: str | None,
-    converter: Path | None,
-    quantizer: Path | None,
+    tools: tuple[Path | None, Path | None],
     *,
     for_ollama: bool,
 ) -> Exported:
-    """Write a GGUF file by the gguf package or llama.cpp's converter, and for Ollama a Modelfile."""
+    """Write a GGUF file by the gguf package or llama.cpp's converter, and for Ollama a Modelfile.
+
+    `tools` are that converter and llama.cpp's quantizer, where they are needed.
+    """
+    converter, quantizer = tools
     own = {"bfloat16": "bf16", "float16": "f16"}.get(str(model.dtype).removeprefix("torch."), "f32")
     durable_io, empty, plain_kind = DurableIO(), _aside(out), own if quantizer else kind or own
     path, stop_ids = out / f"{name}-{kind or own}.gguf", stop_token_ids(model, tokenizer, ())

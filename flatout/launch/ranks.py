@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STATUS_BOARD, STORE_SOCKET
+from flatout.environment import LOGS, PARENT, RANK_VARIABLES, STATUS_BOARD, STORE_SOCKET
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.child_process import start_python
@@ -70,13 +70,12 @@ def shared_environment(
     *,
     visible: Sequence[str] | None,
     logs: Path,
-    secret: str,
 ) -> dict[str, str]:
     """Return `parent` plus what all ranks of this node need; the user's settings for libraries are kept."""
     # drop what another launcher or a cluster set to describe this process: it does not apply to the ranks
     others = ("PET_", "TORCHELASTIC_")
     env = {name: value for name, value in parent.items() if not name.startswith(others) and name not in RANK_VARIABLES}
-    env |= {LOGS: str(logs), SECRET: secret, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    env |= {LOGS: str(logs), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if visible is not None:
         env[VISIBLE] = ",".join(visible)
     if info.host == LOOPBACK:

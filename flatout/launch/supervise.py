@@ -37,8 +37,9 @@ class _Stopped(Exception):  # noqa: N818  (a signal, not an error)
 class Supervisor:
     """Restarts the ranks until an attempt completes, is asked to stop, or fails for good or too often (max_restarts).
 
-    `words` follow `python -m flatout`. `log` gets one line per restart; the first rank's log is copied to `out` as
-    it grows. The first signal to this process asks the ranks to save and stop; a second one kills them.
+    `words` follow `python -m flatout`. `env` has the secret with which ranks authenticate. `log` gets one line per
+    restart; the first rank's log is copied to `out` as it grows. The first signal to this process asks the ranks to
+    save and stop; a second one kills them.
     """
 
     def __init__(
@@ -48,12 +49,11 @@ class Supervisor:
         faults: FaultsConfig,
         rendezvous: Rendezvous,
         env: Mapping[str, str],
-        secret: str,
         log: Callable[[str], None],
         out: TextIO,
     ) -> None:
         self._logs, self._words, self._faults, self._rendezvous = logs, words, faults, rendezvous
-        self._env, self._secret, self._log, self._out = env, secret, log, out
+        self._env, self._log, self._out = env, log, out
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._signals = StopSignals(self._kill, on_first=self._stop_unless_started)
         self._is_killed = False
@@ -112,7 +112,7 @@ class Supervisor:
         num_ranks = int(start.num_procs)
         info = self._rendezvous.next_rendezvous(num_ranks)
         folder = new_attempt(self._logs)
-        env = shared_environment(self._env, info, num_ranks, visible=start.visible, logs=folder, secret=self._secret)
+        env = shared_environment(self._env, info, num_ranks, visible=start.visible, logs=folder)
         num_oom_kills = count_oom_kills()
         board = StatusBoard.new(num_ranks)
         self._ranks = start_ranks(self._words, info, num_ranks, env, folder, board)

@@ -45,6 +45,9 @@ HOOKS = {"_repr_html_", "extra_repr", "get_mask_sizes", "get_seq_length", "on_fi
 # the median function has this many lines: neither crumbs nor scrolls
 LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 
+# functions with more parameters than a reader keeps in mind; lower the number when one has become narrower
+MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 23
+
 # lines of each package, rounded up; lower a number when its package has shrunk
 MAX_PACKAGE_LINES = {
     "__init__": 60,
@@ -231,6 +234,19 @@ def test_functions_are_neither_crumbs_nor_scrolls() -> None:
         and not any(word in ast.unparse(how) for how in node.decorator_list for word in ("property", "validator"))
     ]
     assert LEAST_MEDIAN_LINES <= statistics.median(lengths) <= MOST_MEDIAN_LINES
+
+
+def test_few_functions_take_more_than_seven_parameters() -> None:
+    wide = {
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in trees().items()
+        if not path.startswith("flatout/kernels/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and len({one.arg for one in (*node.args.args, *node.args.kwonlyargs)} - {"self", "cls", "ctx"})
+        > MOST_PARAMETERS
+    }
+    assert len(wide) <= MAX_WIDE_FUNCTIONS, "pass one value that holds what belongs together"
 
 
 def test_no_package_outgrows_its_budget() -> None:

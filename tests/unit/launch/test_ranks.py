@@ -22,7 +22,7 @@ PARENT = {"PATH": "/bin", "RANK": "3", "PET_NNODES": "2", "TORCHELASTIC_RUN_ID":
 
 
 def environment_for(info: RendezvousInfo, parent: dict[str, str]) -> dict[str, str]:
-    return shared_environment(parent, info, 2, visible=("1", "2"), logs=Path("/logs"), secret="secret")
+    return shared_environment({**parent, "FLATOUT_SECRET": "secret"}, info, 2, visible=("1", "2"), logs=Path("/logs"))
 
 
 def test_the_environment_of_the_ranks() -> None:
