@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from flatout.api.start import train as train
     from flatout.config.schema import Config as Config
     from flatout.errors import FlatoutError as FlatoutError
-    from flatout.models.objective import LossSums as LossSums
-    from flatout.models.objective import Objective as Objective
-    from flatout.models.objective import TokenHead as TokenHead
+    from flatout.objectives.labels import LabelTokens as LabelTokens
+    from flatout.objectives.protocol import Figure as Figure
+    from flatout.objectives.protocol import Objective as Objective
     from flatout.track.callback import Callback as Callback
 
 # what each module offers here; imported on first use
@@ -30,7 +30,8 @@ _MODULES = {
     "flatout.api.start": ("train",),
     "flatout.config.schema": ("Config",),
     "flatout.errors": ("FlatoutError",),
-    "flatout.models.objective": ("LossSums", "Objective", "TokenHead"),
+    "flatout.objectives.labels": ("LabelTokens",),
+    "flatout.objectives.protocol": ("Figure", "Objective"),
     "flatout.track.callback": ("Callback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from pydantic import BaseModel
 
@@ -33,9 +33,6 @@ from flatout.track.callback import Callback, deliver
 from flatout.track.console import ConsoleCallback, RankOutput
 from flatout.track.run_log import LineFollower, read_end, read_start, record_of
 from flatout.track.trackers import require_installed
-
-if TYPE_CHECKING:
-    from flatout.models.objective import Objective
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
 # what stands for a section of the configuration; anything else is an object in memory
@@ -90,7 +87,6 @@ def train(
     tokenizer: Any = None,
     data: Any = None,
     callbacks: Sequence[Callback] = (),
-    objective: Objective | None = None,
     **settings: Any,
 ) -> Run:
     """Train, or resume an interrupted run, as `flatout train` does; return the finished run.
@@ -100,7 +96,7 @@ def train(
     the object is not changed. Further `settings` are sections or keywords: `lr=1e-4`, `lora={"rank": 8}`.
 
     With several `gpus`, one process per GPU is started. `callbacks` stay in this process: they get records as the run
-    writes them, but no `on_stage` and `on_phase`. An `objective` cannot be sent there; use torchrun for it.
+    writes them, but no `on_stage` and `on_phase`.
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
@@ -108,15 +104,9 @@ def train(
     place = _launch_mode(resolved)
     if not isinstance(place, SpawnRanks):
         prepare_torch(place.environment)
-        from flatout.models.objective import CROSS_ENTROPY
         from flatout.trainer.run import train as train_here
 
-        return Run(train_here(resolved, callbacks=callbacks, objective=objective or CROSS_ENTROPY).folder)
-    if objective is not None:
-        raise UsageError(
-            f"objective is an object of this process, but gpus: {resolved.gpus} starts others; start this script with "
-            f"`torchrun --nproc-per-node {place.num_procs} SCRIPT` without gpus, or train on one GPU"
-        )
+        return Run(train_here(resolved, callbacks=callbacks).folder)
     DurableIO().make_dir(resolved.folder)
     file, text = resolved.folder / "python.yaml", dump_config(resolved, only_given=True)
     if redacted(text) != text:

@@ -43,7 +43,8 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     changes = []
     for key in sorted(before.keys() | after.keys()):
-        effect, why = RESUME_EFFECTS.get(key, ("numerics", "a setting that this flatout does not know"))
+        unknown = "changes the loss" if key.startswith("objective.") else "a setting that this flatout does not know"
+        effect, why = RESUME_EFFECTS.get(key, ("numerics", unknown))
         changes.append(Change(key, before.get(key, ABSENT), after.get(key, ABSENT), effect, why))
     return [change for change in changes if change.saved != change.now]
 

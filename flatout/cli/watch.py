@@ -145,11 +145,16 @@ def _figures(log: RunLog, width: int) -> Iterator[tuple[str, RenderableType]]:
     if log.steps:
         last = log.steps[-1]
         yield "loss", f"{last.loss:<8.4f} {sparkline([step.loss for step in log.steps], room)}"
+        for name, value in last.metrics.items():
+            yield name, f"{value:<8.4g} {sparkline([step.metrics.get(name, value) for step in log.steps], room)}"
     if log.evals:
         last_eval = log.evals[-1]
-        best = min(log.evals, key=lambda one: one.eval_loss)
+        # by eval.best, which need not be the loss
+        best = next((one for one in reversed(log.evals) if one.is_best), last_eval)
         line = sparkline([one.eval_loss for one in log.evals], room)
         yield "eval", f"{last_eval.eval_loss:<8.4f} {line}  best {best.eval_loss:.4f}, step {best.step:,}"
+        for name, value in last_eval.metrics.items():
+            yield "", f"{value:<8.4g} {name}"
     if log.steps:
         mfu = "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
         memory = f"  memory {last.memory_bytes / 2**30:.1f} GiB, peak {last.peak_memory_bytes / 2**30:.1f}"

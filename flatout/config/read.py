@@ -265,6 +265,14 @@ def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     return values
 
 
+def line_of(error: BaseException, path: Path) -> str:
+    """Return `:LINE` of a Python file at which an error arose; empty if it is not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
+    line = error.lineno if isinstance(error, SyntaxError) else line
+    return f":{line}" if line else ""
+
+
 def run_python(path: Path) -> dict[str, Any]:
     """Run a Python file and return its globals. Raises UsageError with the line at which it failed."""
     _read_text(path)
@@ -273,11 +281,8 @@ def run_python(path: Path) -> dict[str, Any]:
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
-        line = error.lineno if isinstance(error, SyntaxError) else line
         raise UsageError(
-            f"{path}{f':{line}' if line else ''}: the configuration's own code failed with {type(error).__name__}: "
+            f"{path}{line_of(error, path)}: the configuration's own code failed with {type(error).__name__}: "
             f"{error}; fix it, or write the settings as YAML"
         ) from error
 

@@ -13,6 +13,7 @@ from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
+from flatout.config.objective import ObjectiveConfig
 from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
 from flatout.config.parallel import (
     STRATEGIES,
@@ -88,9 +89,11 @@ class EvalConfig(Section):
     every_steps: Every | None = None
     """Steps between evaluations, or a share of the run below 1; null: only at the end."""
     patience: int | None = Field(default=None, ge=1)
-    """Stop early after this many evaluations without a new best loss."""
+    """Stop early after this many evaluations without a new best."""
+    best: str = "loss"
+    """The figure that decides what is best: loss, or another that the objective names, such as token_accuracy."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Minimum improvement in loss that counts as a new best."""
+    """Minimum improvement of it that counts as a new best."""
     prompts: list[str] | PathText | None = None
     """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
     line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. Each
@@ -120,7 +123,7 @@ class EvalConfig(Section):
             raise ValueError("patience needs every_steps")
         if not (self.fraction or self.data):
             why = "no rows to evaluate on; set eval.fraction or eval.data"
-            refuse_unused(self, ("every_steps", "patience", "min_delta", "max_new_tokens", "temperature"), why)
+            refuse_unused(self, ("every_steps", "patience", "best", "min_delta", "max_new_tokens", "temperature"), why)
             if self.prompts:
                 raise ValueError(f"prompts has no effect with {why}")
         if self.prompts == []:
@@ -196,6 +199,7 @@ class Config(Section):
     full: FullConfig = FullConfig()
     experts: ExpertsConfig = ExpertsConfig()
     batch: BatchConfig = BatchConfig()
+    objective: Annotated[ObjectiveConfig, short_form({"type": "string"})] = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
@@ -244,7 +248,6 @@ class Config(Section):
     @field_validator("compile", "cuda_graphs", mode="before")
     @classmethod
     def _yaml_off(cls, value: object) -> object:
-        # YAML reads a bare `off` as false
         return "off" if value is False else value
 
     @model_validator(mode="before")
@@ -302,10 +305,10 @@ class Config(Section):
             except re.error as error:
                 raise ValueError(f"freeze: {pattern!r} is not a valid regular expression: {error}") from error
         known = {"data", "model", *RESUME_EFFECTS, *(name.partition(".")[0] for name in RESUME_EFFECTS)}
+        known |= {f"objective.{name}" for name in self.objective.fields}
         if unknown := sorted(set(self.checkpoint.allow_change) - known):
-            raise ValueError(
-                f"checkpoint.allow_change: {unknown[0]!r} is not a setting; name one such as optim.lr, or a section"
-            )
+            what = "is not a setting; name one such as optim.lr, or a section"
+            raise ValueError(f"checkpoint.allow_change: {unknown[0]!r} {what}")
         return self
 
     @model_validator(mode="after")

@@ -9,11 +9,17 @@ from pydantic import BaseModel
 
 from flatout.config.data import data_section
 from flatout.config.model import model_section
+from flatout.config.objective import objective_section
 from flatout.config.track import track_section
 from flatout.errors import UsageError
 
 # sections with a short form
-LONG_FORMS: Mapping[str, Callable[[Any], Any]] = {"model": model_section, "data": data_section, "track": track_section}
+LONG_FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "model": model_section,
+    "data": data_section,
+    "objective": objective_section,
+    "track": track_section,
+}
 # keyword of Config(...) and flatout.train(...) -> the setting
 SHORTCUTS = {
     "rank": "lora.rank",

@@ -13,17 +13,12 @@ from transformers import PreTrainedModel
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
 from flatout.models.blocks import hidden_states
 from flatout.models.compile.cuda_graphs import GraphedDecoder
-from flatout.models.objective import (
-    CROSS_ENTROPY,
-    LossSums,
-    Objective,
-    TokenHead,
-    checked_sums,
-    compute_dtype,
-    head_product,
-)
+from flatout.models.objective import TokenHead, compute_dtype, head_product, sums_of
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.terms import Terms
+from flatout.objectives.cross_entropy import CrossEntropy
+from flatout.objectives.labels import LabelTokens, LossSums
+from flatout.objectives.protocol import Objective
 
 
 def packed_loss(
@@ -32,34 +27,42 @@ def packed_loss(
     *,
     decoder: Callable[[PackedBatch], torch.Tensor] | None = None,
     tile_rows: int = DEFAULT_TILE_ROWS,
-    objective: Objective = CROSS_ENTROPY,
 ) -> LossSums:
-    """Compute an objective's sums over a packed batch.
+    """Compute the summed cross-entropy of a packed batch, whatever a run trains.
 
-    `decoder` computes the last hidden states instead of `hidden_states`. Terms are not added. Raises
-    UsageError for a model without an output head.
+    `decoder` computes the last hidden states instead of `hidden_states`. Raises UsageError for a model without an
+    output head.
     """
+    return read_labels(model, batch, decoder, tile_rows).cross_entropy()
+
+
+def read_labels(
+    model: PreTrainedModel,
+    batch: PackedBatch,
+    decoder: Callable[[PackedBatch], torch.Tensor] | None = None,
+    tile_rows: int = DEFAULT_TILE_ROWS,
+) -> LabelTokens:
+    """Return what an objective reads of a batch; arguments and errors as of `packed_loss`."""
     states = hidden_states(model, batch) if decoder is None else decoder(batch)
-    rows = states.index_select(0, objective.rows(batch))
-    return checked_sums(objective, objective.loss_sums(rows, batch, TokenHead(model, tile_rows)))
+    return LabelTokens(states, batch, TokenHead(model, tile_rows))
 
 
 class PackedLoss(nn.Module):
-    """`packed_loss` of one model as a module, for strategies to shard: the model's forward does not use its head."""
+    """An objective's sums as a module, for strategies to shard: the model's forward does not use its head."""
 
     def __init__(
-        self, model: PreTrainedModel, *, tile_rows: int = DEFAULT_TILE_ROWS, objective: Objective = CROSS_ENTROPY
+        self, model: PreTrainedModel, *, tile_rows: int = DEFAULT_TILE_ROWS, objective: Objective | None = None
     ) -> None:
         super().__init__()
         self.model = model
         self.tile_rows = tile_rows
-        self.objective = objective
+        self.objective = objective or CrossEntropy()
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
         self.terms = Terms()
 
-    def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `LossSums` as a plain tuple, in which every strategy can find the tensors.
+    def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, ...]:
+        """Return the objective's sums in the order of their names; strategies find the tensors in a plain tuple.
 
         With `predict`, return `next_logits` instead; strategies gather sharded weights only around this method.
         """
@@ -69,15 +72,13 @@ class PackedLoss(nn.Module):
             states = hidden_states(self.model, batch)
             for term in self.terms.observing:
                 term.observe(self.model, batch, states)
-            nothing = states.new_zeros(())
-            return nothing, nothing
-        loss_sum, num_correct = packed_loss(
-            self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows, objective=self.objective
-        )
+            return (states.new_zeros(()),)
+        labels = read_labels(self.model, batch, self.decoder, self.tile_rows)
+        loss_sum, *others = sums_of(self.objective, labels)
         if torch.is_grad_enabled():
             for term in self.terms.every:
                 loss_sum = term.add(loss_sum, self.model, batch)
-        return loss_sum, num_correct
+        return loss_sum, *others
 
 
 def next_logits(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

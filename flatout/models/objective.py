@@ -1,40 +1,27 @@
-"""The training loss as a plug: what it needs of a micro-batch, and what a step's sum is divided by."""
+"""What an objective reads of a micro-batch: log-probabilities of label tokens, from the model's output head."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, TypeGuard
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from flatout.errors import UsageError
+from flatout.config.read import line_of
+from flatout.errors import FlatoutError, UsageError
 from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.lora.saved import SavedModule, TrainedRows
-from flatout.models.packed import PackedBatch
-
-
-class LossSums(NamedTuple):
-    """Sums, not means, over one micro-batch's rows: the caller divides once, by the step's global divisor.
-
-    `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose argmax is right.
-    """
-
-    loss_sum: torch.Tensor
-    num_correct: torch.Tensor
-
-
-class TokenLosses(NamedTuple):
-    """Cross-entropy (L,) fp32 (fp64 in fp64) of each row, with its graph, and whether its argmax is right (L,)."""
-
-    losses: torch.Tensor
-    is_correct: torch.Tensor
+from flatout.objectives.labels import LabelTokens, LossSums, TokenLosses
+from flatout.objectives.protocol import Objective
 
 
 class TokenHead:
@@ -60,15 +47,8 @@ class TokenHead:
 
     def cross_entropy(self, rows: torch.Tensor, ids: torch.Tensor) -> LossSums:
         """Return the summed cross-entropy of hidden states `rows` (L, D) for the tokens `ids` (L,), in tiles."""
-        if (product := head_product(self._head)) is not None:
-            weight = product[0] if self._num_logits is None else product[0][: self._num_logits]
-            with record_function("flatout::head"):
-                return LossSums(
-                    *token_loss(
-                        rows, weight, ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
-                        tile_rows=self._tile_rows, compute_dtype=compute_dtype(rows),
-                    )
-                )  # fmt: skip
+        if (found := self._fused(rows, ids, by_row=False)) is not None:
+            return LossSums(*found)
 
         # any other head (with LoRA, a bias, ...) is called as a module
         def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +61,15 @@ class TokenHead:
         )
 
     def token_losses(self, rows: torch.Tensor, ids: torch.Tensor) -> TokenLosses:
-        """Return the cross-entropy of each row of `rows` (L, D) for the token in `ids` (L,), in tiles."""
+        """Return the cross-entropy of each row of `rows` (L, D) for the token in `ids` (L,), in tiles.
+
+        With a frozen head, it takes as long as `cross_entropy`.
+        """
+        if not len(rows):
+            # every weight that the loss reaches stays in its graph
+            return TokenLosses(self.cross_entropy(rows, ids).loss_sum.expand(0), ids.bool())
+        if (found := self._fused(rows, ids, by_row=True)) is not None:
+            return TokenLosses(*found)
 
         def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = self.logits(tile)
@@ -90,70 +78,67 @@ class TokenHead:
         tiles = self._in_tiles(tile_losses, rows, ids)
         return TokenLosses(torch.cat([losses for losses, _ in tiles]), torch.cat([right for _, right in tiles]))
 
+    def _fused(
+        self, rows: torch.Tensor, ids: torch.Tensor, *, by_row: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `token_loss` of a head that is a matrix product and nothing else; None for any other."""
+        if (product := head_product(self._head)) is None:
+            return None
+        weight = product[0] if self._num_logits is None else product[0][: self._num_logits]
+        with record_function("flatout::head"):
+            return token_loss(
+                rows, weight, ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
+                tile_rows=self._tile_rows, compute_dtype=compute_dtype(rows), by_row=by_row,
+            )  # fmt: skip
+
     def _in_tiles(self, tile_loss: Any, rows: torch.Tensor, ids: torch.Tensor) -> list[Any]:
         """Call `tile_loss` on each tile, which is recomputed in the backward pass: its logits are not kept."""
         tiles = zip(rows.split(self._tile_rows), ids.split(self._tile_rows), strict=True)
         return [checkpoint(tile_loss, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles]
 
 
-class Objective(Protocol):
-    """A training loss that is a sum over rows of hidden states, divided once by a number known before step 0.
+def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ...]:
+    """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
 
-    The gradient of a step is that of sum(loss_sums) / sum(sample_divisor), over all micro-batches and ranks, and over
-    the same samples: it does not depend on how a step is split. Every rank makes an equal objective.
+    A micro-batch without labels adds nothing. Raises UsageError for a wrong return, and for errors of a person's file.
     """
-
-    @property
-    def name(self) -> str:
-        """Identifies the loss with its settings: a run does not resume with an objective of another name."""
-
-    def sample_divisor(self, token_ids: NDArray[Any], loss_mask: NDArray[Any]) -> float:
-        """Return what one sample adds to the divisor; called once per sample before step 0, at least 0.
-
-        `token_ids` int32 (n,), `loss_mask` bool (n,); the first token is never predicted, whatever its mask says.
-        """
-
-    def rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the rows (R,) int64 of the stream whose hidden states `loss_sums` needs."""
-
-    def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
-        """Return the sums over a micro-batch; `rows` (R, D) are the hidden states of the rows asked for."""
-
-
-class CausalCrossEntropy:
-    """Cross-entropy of the next token, divided by the number of label tokens; the loss of every run by default."""
-
-    name = "cross_entropy"
-
-    def sample_divisor(self, token_ids: NDArray[Any], loss_mask: NDArray[Any]) -> float:
-        """Return the number of label tokens."""
-        return float(loss_mask[1:].sum())
-
-    def rows(self, batch: PackedBatch) -> torch.Tensor:
-        """Return the rows whose next token has loss."""
-        return batch.label_rows
-
-    def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
-        """Return the summed cross-entropy; 0, still attached to the graph, for a batch without labels."""
-        return head.cross_entropy(rows, batch.label_ids)
-
-
-CROSS_ENTROPY = CausalCrossEntropy()
-
-
-def checked_sums(objective: Objective, found: Any) -> LossSums:
-    """Return what an objective returned as LossSums. Raises UsageError for anything else."""
-    if isinstance(found, LossSums) and all(isinstance(one, torch.Tensor) and one.dim() == 0 for one in found):
-        return found
-    kind = f"a {type(found).__name__}"
-    if isinstance(found, LossSums):
-        kind = "LossSums of " + " and ".join(
-            f"shape {tuple(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__ for one in found
-        )
-    raise UsageError(
-        f"objective {objective.name}: loss_sums returned {kind}; expected LossSums(loss_sum, num_correct), two tensors "
-        "without dimensions"
+    names = objective.sum_names
+    if not labels.batch.num_label_tokens:
+        # every weight that the loss reaches stays in its graph
+        loss_sum, _ = labels.cross_entropy()
+        return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
+    try:
+        found = objective(labels)
+    except (FlatoutError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if (
+            not (file := getattr(sys.modules.get(type(objective).__module__), "__file__", None))
+            or not objective._source
+        ):
+            raise
+        raise UsageError(
+            f"{file}{line_of(error, Path(file))}: objective {objective.name} failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    is_whole = isinstance(found, Mapping) and set(found) == set(names)
+    shapes = (
+        {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
+        if is_whole
+        else {}
     )
+    if not is_whole or any(shape != () for shape in shapes.values()):
+        kind = (
+            f"a {type(found).__name__}"
+            if not isinstance(found, Mapping)
+            else f"{', '.join(map(str, found)) or 'nothing'}"
+        )
+        what = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or kind
+        raise UsageError(
+            f"objective {objective.name} returned {what}; expected a mapping of {', '.join(names)} to tensors without "
+            "dimensions, sums over the micro-batch"
+        )
+    return found["loss"], *(found[name].detach() for name in names[1:])
 
 
 def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None:

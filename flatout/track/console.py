@@ -245,7 +245,8 @@ def step_figures(record: StepRecord, eta_s: float) -> list[str]:
     ]
     if record.mfu is not None:
         figures.append(f"MFU {record.mfu:.0%}")
-    return [*figures, f"{record.peak_memory_bytes / 2**30:.1f} GiB"]
+    figures.append(f"{record.peak_memory_bytes / 2**30:.1f} GiB")
+    return [*figures, *(f"{name} {value:.4g}" for name, value in record.metrics.items())]
 
 
 def fit(parts: Sequence[str], width: int) -> str:

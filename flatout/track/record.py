@@ -17,7 +17,8 @@ MAX_EXPERT_MAPS = 16
 class StepRecord:
     """One optimizer step over all ranks. `step` counts completed steps from 1; a later line replaces the same step's.
 
-    `loss` is the mean over label tokens of the global step, `grad_norm` the global L2 norm before clipping,
+    `loss` is the objective's over the global step, such as the mean over label tokens; `token_accuracy` is None and
+    `metrics` has other figures by name where the objective says so. `grad_norm` is the global L2 norm before clipping,
     `num_tokens` real tokens without padding, `padding_avoided` the share of what a naive loader would have made that is
     padding and was not computed, `padding_share` the share of padding in what was (rows), `shared_share` the share of
     `num_tokens` that was not computed again, as samples share it. `flops_per_s` are achieved over all ranks: real
@@ -44,7 +45,7 @@ class StepRecord:
     num_steps: int
     epoch: float
     loss: float
-    token_accuracy: float
+    token_accuracy: float | None
     lr: float
     grad_norm: float
     num_samples: int
@@ -85,15 +86,22 @@ class StepRecord:
     expert_loads: tuple[tuple[float, ...], ...] = ()
     padding_share: float = 0.0
     shared_share: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalFigures:
-    """Mean loss and token accuracy over the label tokens of one evaluation data set."""
+    """Figures over one evaluation data set; `token_accuracy` and `metrics` as in StepRecord."""
 
     loss: float
-    token_accuracy: float
+    token_accuracy: float | None
     num_label_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, name: str) -> float:
+        """Return a figure by its name."""
+        named = {**self.metrics, "loss": self.loss, "token_accuracy": self.token_accuracy}
+        return float(named[name] or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +113,13 @@ class EvalRecord:
 
     step: int
     eval_loss: float
-    eval_token_accuracy: float
+    eval_token_accuracy: float | None
     num_label_tokens: int
     is_best: bool
     eval_s: float
     eval_tokens_per_s: float = 0.0
     by_data: Mapping[str, EvalFigures] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +234,23 @@ def describe_record(record: Record) -> tuple[str, str]:
         return "answers", f"step {record.step}: {done}"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
-        text = f"loss {record.eval_loss:.4f}  accuracy {record.eval_token_accuracy:.1%}"
+        accuracy = "" if record.eval_token_accuracy is None else f"  accuracy {record.eval_token_accuracy:.1%}"
+        text = f"loss {record.eval_loss:.4f}{accuracy}{describe_metrics(record.metrics)}"
         each = "".join(f"  {name} {one.loss:.4f}" for name, one in record.by_data.items())
         return "eval", f"step {record.step}: {text}{best}{each}"
     mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
+    accuracy = "" if record.token_accuracy is None else f"  acc {record.token_accuracy:.1%}"
     return "step", (
-        f"{record.step}/{record.num_steps}  loss {record.loss:.4f}  acc {record.token_accuracy:.1%}  "
+        f"{record.step}/{record.num_steps}  loss {record.loss:.4f}{accuracy}{describe_metrics(record.metrics)}  "
         f"lr {record.lr:.2e}  norm {record.grad_norm:.2f}  "
         f"{record.tokens_per_s:,.0f} tok/s ({record.label_tokens_per_s:,.0f} label)  "
         f"{mfu}padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
+
+
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the figures that an objective names as text behind others; empty without any."""
+    return "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
 
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:

@@ -69,6 +69,7 @@ class RunSummary:
     saved_step: int
     first_loss: float | None
     last_loss: float | None
+    last_metrics: Mapping[str, float]
     evaluation: EvalSummary | None
     evaluation_by_data: Mapping[str, EvalSummary]
     num_tokens: int
@@ -102,6 +103,7 @@ def summarize(log: RunLog) -> RunSummary:
         saved_step=int(max((_number(one, "step") for one in log.events if one.get("kind") == "saved"), default=0)),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
+        last_metrics=steps[-1].metrics if steps else {},
         evaluation=_summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals),
         evaluation_by_data={
             name: summary
@@ -192,6 +194,7 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     if summary.first_loss is not None:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
         rows.append(("loss", f"{summary.first_loss:.4f} first, {summary.last_loss:.4f} last"))
+    rows += [(name, f"{value:.4g} last") for name, value in summary.last_metrics.items()]
     if one := summary.evaluation:
         rows.append(("eval", _describe_losses(one)))
     rows += [("", f"{name}: {_describe_losses(one)}") for name, one in summary.evaluation_by_data.items()]

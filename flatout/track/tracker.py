@@ -68,13 +68,16 @@ def parameters(start: RunStart) -> dict[str, bool | int | float | str]:
 def metrics(record: StepRecord | EvalRecord) -> dict[str, float]:
     """Return all numbers of a record, as `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`."""
     if isinstance(record, StepRecord):
-        return _numbers(record, "train/", leave_out=("step", "num_steps"))
+        found = _numbers(record, "train/", leave_out=("step", "num_steps"))
+        return found | {f"train/{name}": value for name, value in record.metrics.items()}
     found = {
         name.replace("/eval_", "/"): value for name, value in _numbers(record, "eval/", leave_out=("step",)).items()
     }
     found["eval/time_s"] = found.pop("eval/s")
+    found |= {f"eval/{name}": value for name, value in record.metrics.items()}
     for data, figures in record.by_data.items():
         found |= _numbers(figures, f"eval/{data}/")
+        found |= {f"eval/{data}/{name}": value for name, value in figures.metrics.items()}
     return found
 
 

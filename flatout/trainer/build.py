@@ -29,7 +29,6 @@ from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
-from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.models.terms import Terms
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.control_group import ControlGroup
@@ -62,7 +61,6 @@ def build_run(
     reporter: Reporter,
     rank: Rank,
     watch: PeerWatch | None = None,
-    objective: Objective = CROSS_ENTROPY,
     memory_check: MemoryCheck | None = None,
 ) -> Run:
     """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
@@ -75,12 +73,11 @@ def build_run(
         stood_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         run, no_graphs, sizes = assemble_run(
             config, planned, checkpoints, saved, reporter, rank, watch or PeerWatch(config.faults, reporter.event),
-            objective,
         )  # fmt: skip
         if memory_check is None or saved is not None:
             break
         found, is_off = memory_check.check(run, stood_bytes)
-        planned = plan_again(config, run.planned, found, reporter, rank, objective) if is_off else run.planned
+        planned = plan_again(config, run.planned, found, reporter, rank) if is_off else run.planned
         if planned.split == run.planned.split:
             memory_check.record(found)
             run = replace(run, planned=replace(planned, device=found), memory=planned.memory, prompts=planned.prompts)
@@ -105,18 +102,17 @@ def assemble_run(
     reporter: Reporter,
     rank: Rank,
     watch: PeerWatch,
-    objective: Objective,
 ) -> tuple[Run, str | None, list[int]]:
     """Return the run, why it records no CUDA graphs (None: it does), and the bytes of each tensor it will save.
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
     device = choose_device(config.wanted_device, rank)
-    loaded, planned, proofs = load_or_replan(config, planned, checkpoints.group, reporter, rank, objective)
+    loaded, planned, proofs = load_or_replan(config, planned, checkpoints.group, reporter, rank)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     feed, eval_feeds = make_feeds(planned, device, rank, size_buckets)
-    loss = make_loss(loaded, planned, config, objective, reporter)
+    loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
     compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter, proofs)
     named = trainable_parameters(loaded.model)
@@ -147,7 +143,6 @@ def assemble_run(
         fused_lora=fused,
         watch=watch,
         rank_meter=RankMeter(device),
-        divisors=planned.divisors,
         terms=loss.terms,
     )
     if saved is not None:
@@ -162,12 +157,11 @@ def plan_again(
     device: Device | None,
     reporter: Reporter,
     rank: Rank,
-    objective: Objective,
     problems: tuple[str | None, str | None] | None = None,
 ) -> PlannedRun:
     """Return the run's plan, made again for this device or with these `problems` (None: those known before)."""
     problems = problems or planned.problems
-    again = plan_run(config, reporter, rank, lambda: device, objective, *problems)
+    again = plan_run(config, reporter, rank, lambda: device, *problems)
     return replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
 
 
@@ -183,18 +177,16 @@ def make_feeds(
 ) -> tuple[Feed, tuple[Feed, ...]]:
     """Return the feed of training, and one for each evaluation data set."""
     share = share_of(planned.parallel_layout, rank)
-    needs = planned.needs
+    needs = planned.objective.asked_columns
     feed = Feed(planned.store, device, share, size_buckets=size_buckets, needs=needs, **planned.plan.batch_bounds)
     return feed, tuple(
         Feed(each.store, device, share, max_documents=each.max_documents, needs=needs) for each in planned.eval_sets
     )
 
 
-def make_loss(
-    loaded: LoadedModel, planned: PlannedRun, config: Config, objective: Objective, reporter: Reporter
-) -> PackedLoss:
+def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> PackedLoss:
     """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
-    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=objective)
+    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
     routers = Routers(loaded.model, config.experts)
     if routers.layers:
         loss.terms = Terms(routers)
@@ -208,7 +200,6 @@ def load_or_replan(
     group: ControlGroup,
     reporter: Reporter,
     rank: Rank,
-    objective: Objective,
 ) -> tuple[LoadedModel, PlannedRun, Proofs]:
     """Load the model; return it with its plan, which is made again if shared prefixes or packing are inexact."""
     device = choose_device(config.wanted_device, rank)
@@ -224,7 +215,7 @@ def load_or_replan(
     # here no frame of the failed check holds the model any more
     free_memory(device)
     problems = (None, found) if shared else (found, None)
-    again = plan_again(config, planned, planned.device, reporter, rank, objective, problems)
+    again = plan_again(config, planned, planned.device, reporter, rank, problems)
     proofs = Proofs(config, again, group, reporter)
     return load_trainable(config, again, device, reporter, proofs), again, proofs
 

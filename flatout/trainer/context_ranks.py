@@ -12,7 +12,7 @@ from flatout.models.collectives import RankGroup
 from flatout.models.context.check import check_share
 from flatout.models.context.share import ContextShare
 from flatout.models.load.model import LoadedModel
-from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
 from flatout.planner.layout import ParallelLayout
@@ -31,8 +31,8 @@ def check_context(config: Config, rank: Rank, objective: Objective) -> None:
             "--ranks of flatout plan); set it to 1 or a divisor"
         )
     why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
-    if why is None and objective is not CROSS_ENTROPY:
-        why = f"objective {objective.name} may read whole samples"
+    if why is None and objective.couples != "token":
+        why = f"objective {objective.name} reads all tokens of a {objective.couples}, of which a rank has a share"
     if why is not None:
         raise UsageError(f"context.parallel: {num_ranks} does not work with {config.model.name}: {why}; set it to 1")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +12,6 @@ from flatout.errors import NumericError
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
 from flatout.trainer.passes import inference, sum_unless_stopped, until_stopped
-from flatout.trainer.planning import loss_divisor
 from flatout.trainer.state import Run
 from flatout.trainer.step import autocast
 
@@ -35,7 +35,8 @@ def evaluate_now(run: Run) -> bool:
             f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; check its "
             "rows, lower optim.lr or set model.precision: fp32"
         )
-    is_best = progress.best_eval_loss is None or loss < progress.best_eval_loss - run.config.eval.min_delta
+    judged = total.of(run.config.eval.best)
+    is_best = _is_better(run, judged)
     eval_s = time.perf_counter() - started
     run.reporter.record(
         EvalRecord(
@@ -47,13 +48,14 @@ def evaluate_now(run: Run) -> bool:
             eval_s=eval_s,
             eval_tokens_per_s=sum(each.plan.num_tokens for each in run.eval_sets) / eval_s,
             by_data=by_data if len(by_data) > 1 else {},
+            metrics=total.metrics,
         )
     )
     answer_prompts(run)
     if progress.first_eval_loss is None:
         progress.first_eval_loss = loss
     if is_best:
-        progress.best_eval_loss, progress.best_step = loss, progress.step
+        progress.best_eval_loss, progress.best_figure, progress.best_step = loss, judged, progress.step
     progress.last_eval_loss, progress.last_eval_step = loss, progress.step
     progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
     patience = run.config.eval.patience
@@ -63,22 +65,40 @@ def evaluate_now(run: Run) -> bool:
     return is_best
 
 
+def _is_better(run: Run, judged: float) -> bool:
+    """Whether this value of the figure that `eval.best` names is a new best."""
+    progress, name = run.progress, run.config.eval.best
+    # a checkpoint of an earlier version has the best loss only
+    best = progress.best_eval_loss if progress.best_figure is None and name == "loss" else progress.best_figure
+    figures = run.planned.objective.figures
+    gain = (
+        0.0 if best is None else judged - best if name != "loss" and figures[name].better == "higher" else best - judged
+    )
+    return best is None or gain > run.config.eval.min_delta
+
+
 def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
     """Return figures over all evaluation data sets and of each, without dropout; collective. Raises PassesStopped."""
-    totals = torch.zeros(len(run.eval_sets), 2, dtype=torch.float64, device=run.device)
+    num_sums = len(run.planned.objective.sum_names)
+    totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
         for total, each, feed in zip(totals, run.eval_sets, run.eval_feeds, strict=True):
             for batch in until_stopped(run, feed.batches(each.plan.ranks[run.data_rank])):
                 with autocast(run):
-                    loss_and_correct = run.loss(batch)
-                total += torch.stack([value.double() for value in loss_and_correct])
-    sums = [
-        (loss_sum, num_correct, loss_divisor(each.plan, each.divisors), each.plan.num_label_tokens)
-        for each, (loss_sum, num_correct) in zip(run.eval_sets, sum_unless_stopped(run, totals).tolist(), strict=True)
-    ]
-    by_data = {each.name: _figures(*own) for each, own in zip(run.eval_sets, sums, strict=True)}
-    return _figures(*map(sum, zip(*sums, strict=True))), by_data
+                    found = run.loss(batch)
+                total += torch.stack([value.double() for value in found])
+    by_data, every = {}, []
+    for each, sums in zip(run.eval_sets, sum_unless_stopped(run, totals).tolist(), strict=True):
+        own = (sums, each.normalizers.of(each.plan), each.plan.num_label_tokens)
+        by_data[each.name] = _figures(run, *own)
+        every.append(own)
+    sums, counts = (
+        [sum(part) for part in zip(*parts, strict=True)] for parts in zip(*(own[:2] for own in every), strict=True)
+    )
+    return _figures(run, sums, counts, sum(own[2] for own in every)), by_data
 
 
-def _figures(loss_sum: float, num_correct: float, divisor: float, num_label_tokens: int) -> EvalFigures:
-    return EvalFigures(loss_sum / divisor, num_correct / num_label_tokens, num_label_tokens)
+def _figures(run: Run, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
+    loss, *others = (value / count for value, count in zip(sums, counts, strict=True))
+    metrics = dict(zip(run.planned.objective.figures, others, strict=True))
+    return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)

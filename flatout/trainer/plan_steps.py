@@ -12,7 +12,6 @@ from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
-from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.devices import Device
@@ -43,7 +42,6 @@ def plan_layout(
     rank: Rank,
     device: Device | None,
     reporter: Reporter,
-    objective: Objective,
     problems: tuple[str | None, str | None],
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
     """Plan with rows or packed samples, with shared prefixes where they pay; also return a line about these.
@@ -55,7 +53,7 @@ def plan_layout(
     text_config = read_text_config(config.model.name, config.model.revision)
     rows = takes_rows(config, text_config, reporter, unpackable)
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, objective, rows=rows, inexact=unsharable)
+    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, rows=rows, inexact=unsharable)
     reporter.phase("planning")
     run = (config, shape, store, train_ids, rank, device)
     plan, parallel_layout, memory = plan_training(*run, rows=rows, prefixes=prefixes)
@@ -146,7 +144,6 @@ def index_prefixes(
     text_config: Any,
     store: TokenStore,
     train_ids: NDArray[np.int64] | None,
-    objective: Objective,
     *,
     rows: bool,
     inexact: str | None,
@@ -163,8 +160,6 @@ def index_prefixes(
     problem = inexact or ("each sample is a row of its own" if rows else None)
     if config.context.parallel > 1:
         problem = problem or "with context.parallel, ranks share each sample's tokens"
-    if objective is not CROSS_ENTROPY:
-        problem = problem or f"objective {objective.name} may read whole samples"
     if config.lora.dropout:
         problem = problem or "with lora.dropout, samples must have masks of their own"
     problem = problem or sharing_problem(text_config, int(lengths.max()))

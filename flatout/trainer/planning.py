@@ -14,12 +14,14 @@ from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
 from flatout.checkpoint.write import data_of
+from flatout.config.objective import ObjectiveConfig
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.models.load.model import gpu_features
-from flatout.models.objective import CROSS_ENTROPY, Objective
+from flatout.objectives.load import load_objective
+from flatout.objectives.protocol import Objective
 from flatout.optim.lr_schedule import warmup_note
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
@@ -37,6 +39,7 @@ from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
 from flatout.trainer.model_shape import read_shape
+from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.plan_steps import plan_layout
 from flatout.trainer.prompts import PromptSet, plan_prompts
 
@@ -52,12 +55,12 @@ NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.to
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One evaluation data set; `plan` is one pass over it, `divisors` as in `PlannedRun`."""
+    """One evaluation data set; `plan` is one pass over it."""
 
     name: str
     store: TokenStore
     plan: StepPlan
-    divisors: NDArray[np.float64] | None = None
+    normalizers: Normalizers
 
     @property
     def max_documents(self) -> int:
@@ -69,9 +72,8 @@ class EvalSet:
 class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
-    `divisors` (num_samples,) is what each sample adds to the divisor of its step; None: its label tokens. `sharing`
-    says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`. `problems` are what
-    `plan_run` was told as `unpackable` and `unsharable`. `needs` are the columns that the objective asks for.
+    `sharing` says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`. `problems`
+    are what `plan_run` was told as `unpackable` and `unsharable`.
     """
 
     shape: ModelShape
@@ -82,12 +84,12 @@ class PlannedRun:
     parallel_layout: ParallelLayout
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
-    divisors: NDArray[np.float64] | None = None
+    objective: Objective
+    normalizers: Normalizers
     device: Device | None = None
     sharing: str = ""
     recalls: bool = False
     problems: tuple[str | None, str | None] = (None, None)
-    needs: tuple[str, ...] | None = None
 
     @property
     def split(self) -> list[Any]:
@@ -109,7 +111,6 @@ def plan_run(
     reporter: Reporter,
     rank: Rank,
     device_of: Callable[[], Device | None] = lambda: None,
-    objective: Objective = CROSS_ENTROPY,
     unpackable: str | None = None,
     unsharable: str | None = None,
 ) -> PlannedRun:
@@ -119,12 +120,13 @@ def plan_run(
     `unsharable` say why a model that its config would allow to pack, and to share prefixes, must not with `auto`.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
+    objective = checked_objective(config, reporter)
     reporter.phase("reading the model's configuration")
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
-    store, needs = open_tokens(config.data, config, reporter), columns_of(objective)
-    store.require_columns(needs or (), f"objective {objective.name}")
+    store, needs = open_tokens(config.data, config, reporter), objective.needs
+    store.require_columns(needs, f"objective {objective.name}")
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
@@ -143,7 +145,7 @@ def plan_run(
             reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
     device = device_of()
     plan, parallel_layout, memory, sharing = plan_layout(
-        config, shape, (store, train_ids), rank, device, reporter, objective, (unpackable, unsharable)
+        config, shape, (store, train_ids), rank, device, reporter, (unpackable, unsharable)
     )
     if note := warmup_note(config.schedule, plan.num_steps):
         reporter.stage("schedule", note)
@@ -153,17 +155,31 @@ def plan_run(
         check_backward_update(config, plan, rank)
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
     eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
-    divisors = sample_divisors(objective, store, reporter)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     prompts = plan_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store, needs), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store, needs) for each in eval_sets]
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
-    if divisors is not None:
-        fingerprints["objective"] = {"name": objective.name, "divisors": xxh3_64_hexdigest(divisors.tobytes())}
-    facts = (fingerprints, divisors, device, sharing, False, (unpackable, unsharable), needs)
+    if config.objective != ObjectiveConfig():
+        fingerprints["objective"] = objective.identity
+    counted = make_normalizers(objective, store)
+    facts = (fingerprints, objective, counted, device, sharing, False, (unpackable, unsharable))
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
+
+
+def checked_objective(config: Config, reporter: Reporter) -> Objective:
+    """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no figure of it."""
+    objective = load_objective(config.objective)
+    if config.eval.best not in objective.sum_names:
+        raise UsageError(
+            f"eval.best: {config.eval.best!r} is no figure of objective {objective.name}; it has "
+            f"{', '.join(objective.sum_names)}"
+        )
+    if config.objective != ObjectiveConfig():
+        ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
+        reporter.stage("objective", f"{objective.line}{ran}")
+    return objective
 
 
 def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bool) -> None:
@@ -181,39 +197,6 @@ def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bo
             f"0..{shape.num_logits - 1} only (unpadded_vocab_size in its config.json); use its own tokenizer without "
             "data.new_tokens"
         )
-
-
-def sample_divisors(objective: Objective, store: TokenStore, reporter: Reporter) -> NDArray[np.float64] | None:
-    """Return what each sample adds to the divisor of its step; None where that is its label tokens.
-
-    Raises DataError for a value that is negative or not finite, and if all are 0.
-    """
-    if objective is CROSS_ENTROPY:
-        return None
-    values = np.empty(store.num_samples)
-    for index in range(store.num_samples):
-        found: Any = objective.sample_divisor(*store.sample(index).pair)
-        try:
-            values[index] = found
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"objective {objective.name}: sample_divisor returned a {type(found).__name__}; expected a number"
-            ) from error
-        if not 0 <= values[index] < np.inf:
-            raise DataError(
-                f"{store.origin(index)}: sample_divisor of objective {objective.name} is {values[index]}; it must be "
-                "a finite number, at least 0"
-            )
-        if index % 10_000 == 0:
-            reporter.phase("reading divisors of sample", index, store.num_samples)
-    if not values.any():
-        raise DataError(f"sample_divisor of objective {objective.name} is 0 for every sample: nothing can be learnt")
-    return values
-
-
-def loss_divisor(step: StepPlan, divisors: NDArray[np.float64] | None) -> float:
-    """Return what the summed loss of a step is divided by, known before the first forward pass."""
-    return step.num_label_tokens if divisors is None else float(divisors[list(step.sample_ids)].sum())
 
 
 def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenStore:
@@ -243,7 +226,7 @@ def plan_evaluation(
     for name in config.eval.data_names:
         eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
         stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter)
-        stores[name].require_columns(columns_of(objective) or (), f"objective {objective.name}")
+        stores[name].require_columns(objective.needs, f"objective {objective.name}")
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():
@@ -270,20 +253,14 @@ def plan_evaluation(
         if num_seen:
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
-        eval_sets.append(EvalSet(name, eval_store, eval_plan, sample_divisors(objective, eval_store, reporter)))
+        eval_sets.append(EvalSet(name, eval_store, eval_plan, make_normalizers(objective, eval_store)))
     return tuple(eval_sets)
 
 
-def _identity(store: TokenStore, needs: Sequence[str] | None) -> dict[str, Any]:
+def _identity(store: TokenStore, needs: Sequence[str]) -> dict[str, Any]:
     """Return what a checkpoint remembers of a data set; of its own columns, those that the objective reads."""
     found = {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
     return found | ({"columns": {name: store.columns[name].fingerprint for name in needs}} if needs else {})
-
-
-def columns_of(objective: Objective) -> tuple[str, ...] | None:
-    """Return the columns that the loader gathers for an objective; None if it needs neither columns nor samples."""
-    needs, couples = tuple(getattr(objective, "needs", ())), getattr(objective, "couples", "token")
-    return None if couples == "token" and not needs else needs
 
 
 def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:

@@ -72,7 +72,8 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
         raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
         raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
-    if absent := {one.name for one in fields(Progress)} - facts["progress"].keys():
+    # best_figure is newer than the format
+    if absent := {one.name for one in fields(Progress)} - facts["progress"].keys() - {"best_figure"}:
         raise CheckpointError(f"facts: progress.{min(absent)} is missing")
     history = asdict(saved.loss_history)
     if not all(math.isfinite(value) for value in history.values()) or history["variance"] < 0:
@@ -81,8 +82,10 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
     if found != step:
         raise CheckpointError(f"facts: progress.step: found {found}, but this is the checkpoint of step {step}")
     for name, value in asdict(saved.progress).items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise CheckpointError(f"facts: progress.{name}: found {value}, expected a finite number of at least 0")
+        least = -math.inf if name.endswith(("_loss", "_figure")) else 0
+        if value is not None and not (math.isfinite(value) and value >= least):
+            expected = "a finite number" + (" of at least 0" if not least else "")
+            raise CheckpointError(f"facts: progress.{name}: found {value}, expected {expected}")
         if name in ("num_updates", "last_eval_step", "best_step") and value is not None and value > step:
             raise CheckpointError(f"facts: progress.{name}: found {value} after {step} steps")
     try:

@@ -29,7 +29,6 @@ from flatout.io.redact import redacted
 from flatout.models.export import save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
-from flatout.models.objective import CROSS_ENTROPY, Objective
 from flatout.models.stops import GENERATION_CONFIG, give_template, set_stops, stop_token_ids
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
@@ -85,7 +84,6 @@ def train(
     callbacks: Sequence[Callback] = (),
     console: ConsoleCallback | None = None,
     on_peer_lost: OnPeerLost | None = None,
-    objective: Objective = CROSS_ENTROPY,
     start_up: StartUpClock | None = None,
     recalls: bool = False,
 ) -> Result:
@@ -120,7 +118,7 @@ def train(
         )
         try:
             with watch.guard():
-                result = _train(config, reporter, rank, watch, objective, recalls)
+                result = _train(config, reporter, rank, watch, recalls)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or raised
@@ -180,9 +178,7 @@ def ended_by(error: BaseException) -> RunEnd:
     return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
 
 
-def _train(
-    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, objective: Objective, recalls: bool
-) -> Result:
+def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, recalls: bool) -> Result:
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
@@ -201,7 +197,7 @@ def _train(
         return MemoryCheck(config, meet(), reporter, recalls=recalls)
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    planned = plan_run(config, reporter, rank, find_device, objective)
+    planned = plan_run(config, reporter, rank, find_device)
     reporter.phase("reading the model's fingerprint")
     fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
     planned = replace(planned, fingerprints=fingerprints, recalls=recalls)
@@ -220,7 +216,7 @@ def _train(
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
-    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, objective, memory_check())
+    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, memory_check())
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)

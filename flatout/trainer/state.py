@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,7 +32,10 @@ from flatout.trainer.stop_request import StopRequest
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights."""
+    """How far the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights.
+
+    `best_eval_loss` and `best_figure` (`eval.best`) are those of `best_step`.
+    """
 
     step: int = 0
     num_updates: int = 0
@@ -47,6 +48,7 @@ class Progress:
     last_eval_loss: float | None = None
     last_eval_step: int | None = None
     best_eval_loss: float | None = None
+    best_figure: float | None = None
     best_step: int | None = None
     num_evals_without_best: int = 0
     stopped_early: bool = False
@@ -86,10 +88,7 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold.
-
-    `divisors` as in `PlannedRun`.
-    """
+    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold."""
 
     config: Config
     rank: Rank
@@ -117,7 +116,6 @@ class Run:
     watch: PeerWatch
     rank_meter: RankMeter
     terms: Terms
-    divisors: NDArray[np.float64] | None = None
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

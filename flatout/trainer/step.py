@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,6 @@ from flatout.optim.update import (
 from flatout.parallel.shards import local_part
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.planning import loss_divisor
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import Run
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
@@ -38,14 +37,16 @@ from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_fini
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one step. `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
+    """The result of one step. `figures` are the objective's means by name, without the loss.
+
+    `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
     `ranks` has what each rank measured, in their order, `terms` the sums of `Terms.sums` over them. `ended` marks the
     step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
-    token_accuracy: float
+    figures: Mapping[str, float]
     grad_norm: float
     lr: float
     skipped: str | None = None
@@ -76,17 +77,16 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     if divisor_of(run, step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.feed.wait_s)
-    loss_sum, num_correct = accumulate_gradients(run, step)
+    sums = accumulate_gradients(run, step)
     figures = run.rank_meter.figures(run.feed.wait_s)
     run.watch.set_phase("sum")
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
         run.strategy.sum_gradients(run.parameters)
     # filled on the device, so that the host does not wait
-    stop = torch.full_like(loss_sum, float(run.stop.requested))
-    own = scatter_figures(figures, run.rank, loss_sum.device)
-    every = [torch.stack([loss_sum, num_correct, stop]), own, run.terms.sums]
-    totals = run.strategy.sum_values(torch.cat(every))
+    stop = torch.full_like(sums[:1], float(run.stop.requested))
+    own = scatter_figures(figures, run.rank, sums.device)
+    totals = run.strategy.sum_values(torch.cat([sums, stop, own, run.terms.sums]))
     return apply_update(run, step, totals, figures)
 
 
@@ -95,11 +95,12 @@ def skip_step(run: Run) -> Pending:
     run.rank_meter.start_step(run.feed.wait_s)
     figures = run.rank_meter.figures(run.feed.wait_s)
     gathered = run.strategy.sum_values(scatter_figures(figures, run.rank, run.device))
-    return lambda: StepOutcome(0.0, 0.0, 0.0, 0.0, "no label tokens", gathered_figures(gathered.tolist()) or (figures,))
+    nothing, why = dict.fromkeys(run.planned.objective.figures, 0.0), "no label tokens"
+    return lambda: StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered.tolist()) or (figures,))
 
 
-def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
-    """Run this rank's micro-batches; return the summed loss and the number of correct label tokens, 0-d fp64.
+def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
+    """Run this rank's micro-batches; return the objective's sums, fp64, the loss first.
 
     On out-of-memory, gradients are dropped and the same samples are run again in smaller micro-batches, with the same
     divisor. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could not
@@ -114,11 +115,12 @@ def accumulate_gradients(run: Run, step: StepPlan) -> tuple[Tensor, Tensor]:
         lower_cap(run, step, micro_batches, failed=sums)
 
 
-def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor] | MicroBatch:
+def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> Tensor | MicroBatch:
     """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
     run.fused_lora.refresh()
     index, divisor = 0, divisor_of(run, step)
-    loss_sum, num_correct = torch.zeros(2, dtype=torch.float64, device=run.device)
+    sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
+    each = sums.unbind()
     try:
         with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
             start_terms(run, step, micro_batches)
@@ -129,15 +131,15 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
                 with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-                    batch_loss, batch_correct = run.loss(batch)
+                    found = run.loss(batch)
                 with run.rank_meter.phase("backward"):
                     # the plan fixes this divisor before step 0, so ranks need no collective for it
-                    run.scaler.scale(batch_loss / divisor).backward()
-            loss_sum += batch_loss.detach()
-            num_correct += batch_correct
+                    run.scaler.scale(found[0] / divisor).backward()
+            for total, value in zip(each, found, strict=True):
+                total += value.detach()
     except torch.OutOfMemoryError:
         return micro_batches[index]
-    return loss_sum, num_correct
+    return sums
 
 
 def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
@@ -154,7 +156,7 @@ def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -
 
 def divisor_of(run: Run, step: StepPlan) -> float:
     """Return what the summed loss of a step is divided by."""
-    return loss_divisor(step, run.divisors)
+    return run.planned.normalizers.of_loss(step)
 
 
 def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
@@ -204,8 +206,8 @@ def release_memory(run: Run) -> None:
 def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `totals` are sums over ranks: loss, correct tokens, stop requests, and what `scatter_figures` returned; `figures`
-    are this rank's. Then follow `Terms.sums`.
+    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `Terms.sums`;
+    `figures` are this rank's.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
     """
@@ -224,7 +226,10 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
                 run.terms.after_update(term_sums)
         return lambda: outcome
 
-    skip = set_found_inf(run.optimizer, ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[2] > 0))
+    skip = set_found_inf(
+        run.optimizer,
+        ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[len(run.planned.objective.sum_names)] > 0),
+    )
     _update(run, norm, lr)
     run.terms.after_update(term_sums, skip)
     run.state.num_in_flight += 1
@@ -271,7 +276,8 @@ def _read_totals(
     ended: torch.cuda.Event | float | None = None,
 ) -> StepOutcome | None:
     """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
-    loss_total, correct_total, num_stopping, *gathered, grad_norm = totals
+    num_sums = len(run.planned.objective.sum_names)
+    sums, (num_stopping, *gathered, grad_norm) = totals[:num_sums], totals[num_sums:]
     num_figures = len(gathered) - run.terms.num_sums
     gathered, term_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:
@@ -279,7 +285,7 @@ def _read_totals(
         run.optimizer.zero_grad(set_to_none=True)
         clear_found_inf(run.optimizer)
         return None
-    loss = loss_total / divisor_of(run, step)
+    loss = sums[0] / divisor_of(run, step)
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
@@ -292,9 +298,9 @@ def _read_totals(
         require_finite(run, step, loss, grad_norm)
     else:
         skipped = guard_spike(run, step, loss)
-    accuracy = correct_total / max(1, step.num_label_tokens)
+    named = run.planned.normalizers.figures(sums, step)
     return StepOutcome(
-        loss, accuracy, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
+        loss, named, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
     )
 
 
@@ -326,20 +332,20 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     start_terms(run, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-        batch_loss, batch_correct = run.loss(batch)
-    loss_sum, num_correct = torch.stack([batch_loss.detach().double(), batch_correct.double()]).tolist()
+        found = run.loss(batch)
+    loss_sum, *others = torch.stack([value.detach().double() for value in found]).tolist()
     require_finite(run, step, loss_sum, 0.0)
-    lr, accuracy = next_lr(run), num_correct / max(1, step.num_label_tokens)
+    lr, named = next_lr(run), run.planned.normalizers.figures([loss_sum, *others], step)
     if skipped := guard_spike(run, step, loss_sum / divisor):
         figures = (run.rank_meter.figures(run.feed.wait_s),)
-        left_out = StepOutcome(loss_sum / divisor, accuracy, 0.0, lr, skipped, figures)
+        left_out = StepOutcome(loss_sum / divisor, named, 0.0, lr, skipped, figures)
         return lambda: left_out
     update.start(lr)
     # weights change inside the backward pass
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (batch_loss / divisor).backward()
+        (found[0] / divisor).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
@@ -349,5 +355,5 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     term_sums = run.terms.sums
     run.terms.after_update(term_sums)
     loss, figures = loss_sum / divisor, (run.rank_meter.figures(run.feed.wait_s),)
-    outcome = StepOutcome(loss, accuracy, grad_norm, lr, ranks=figures, terms=tuple(term_sums.tolist()))
+    outcome = StepOutcome(loss, named, grad_norm, lr, ranks=figures, terms=tuple(term_sums.tolist()))
     return lambda: outcome

@@ -33,17 +33,20 @@ class _Measure:
     title: str
     unit: str
     values: Mapping[str, Callable[[StepRecord], float | None]]
-    eval_value: Callable[[EvalRecord], float] | None = None
+    eval_value: Callable[[EvalRecord], float | None] | None = None
     from_zero: bool = False
     is_smoothed: bool = False
     has_log: bool = False
 
 
 _MEASURES = (
-    _Measure("Loss", "nats per label token", {"training": lambda r: r.loss}, lambda e: e.eval_loss, False, True, True),
     _Measure(
-        "Token accuracy", "% of label tokens", {"training": lambda r: 100 * r.token_accuracy},
-        lambda e: 100 * e.eval_token_accuracy, is_smoothed=True,
+        "Loss", "nats per label token, or as the objective says", {"training": lambda r: r.loss}, lambda e: e.eval_loss,
+        is_smoothed=True, has_log=True,
+    ),
+    _Measure(
+        "Token accuracy", "% of label tokens", {"training": lambda r: percent(r.token_accuracy)},
+        lambda e: percent(e.eval_token_accuracy), is_smoothed=True,
     ),
     _Measure("Throughput", "tokens/s, all ranks", {
         "tokens": lambda r: r.tokens_per_s,
@@ -51,7 +54,7 @@ _MEASURES = (
         "with filler": lambda r: r.processed_tokens_per_s or None,
     }, from_zero=True, is_smoothed=True),
     _Measure(
-        "Model FLOPs utilization", "% of the nominal peak", {"MFU": lambda r: None if r.mfu is None else 100 * r.mfu},
+        "Model FLOPs utilization", "% of the nominal peak", {"MFU": lambda r: percent(r.mfu)},
         from_zero=True, is_smoothed=True,
     ),
     _Measure("Memory", "GiB, highest of all ranks", {
@@ -104,7 +107,7 @@ class _Run:
         ]
         if measure.eval_value:
             lines.append(
-                _Line("evaluation", self.eval_axes, np.array([measure.eval_value(one) for one in evals]), True)
+                _Line("evaluation", self.eval_axes, np.array([measure.eval_value(one) for one in evals], float), True)
             )
         for name in dict.fromkeys(name for one in evals for name in one.by_data) if measure.has_log else ():
             if measure.eval_value:
@@ -120,7 +123,9 @@ def curves(logs: Mapping[str, RunLog]) -> str:
     x_names = {"step": "step", "tokens": "tokens", "time": f"{unit} of training"}
     runs = [_on_axes(name, log, seconds) for name, log in logs.items()]
     charts: list[str] = []
-    for measure in _MEASURES:
+    metrics = (one.metrics for log in logs.values() for ones in (log.steps, log.evals) for one in ones)
+    names = dict.fromkeys(name for found in metrics for name in found)
+    for measure in (*_MEASURES[:2], *map(_named, names), *_MEASURES[2:]):
         of_runs = [(run.name, run.lines(measure)) for run in runs]
         if len(runs) == 1:
             charts.append(_chart(measure.title, measure, of_runs[0][1], x_names))
@@ -133,6 +138,18 @@ def curves(logs: Mapping[str, RunLog]) -> str:
     if len(runs) == 1:
         charts += [_step_time(runs[0], x_names), _waiting(runs[0], x_names), *_experts(runs[0], x_names)]
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
+def percent(share: float | None) -> float | None:
+    """Return a share in percent; None if it was not measured."""
+    return None if share is None else 100 * share
+
+
+def _named(name: str) -> _Measure:
+    """Return the chart of a figure that an objective names."""
+    return _Measure(
+        name, "", {"training": lambda r: r.metrics.get(name)}, lambda e: e.metrics.get(name), is_smoothed=True
+    )
 
 
 def _on_axes(name: str, log: RunLog, unit_s: float) -> _Run:

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from flatout.io.json_file import encode_json
 from flatout.io.redact import printable
+from flatout.track.record import EvalRecord
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
 from flatout.view.facts import (
@@ -44,16 +45,23 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
         parts += ["## Start-up", table(["stage", "s"], started)]
     if log.evals:
         losses = [
-            (f"{e.step:,}", f"{e.eval_loss:.4f}", f"{e.eval_token_accuracy:.1%}", "best" if e.is_best else "")
+            (f"{e.step:,}", f"{e.eval_loss:.4f}", *figures_of(e).values(), "best" if e.is_best else "")
             for e in log.evals
         ]
-        parts += ["## Evaluations", table(["step", "loss", "token accuracy", ""], losses)]
+        parts += ["## Evaluations", table(["step", "loss", *figures_of(log.evals[-1]), ""], losses)]
     if kinds := Counter(str(event.get("kind")) for event in log.events):
         parts += ["## Events", table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
     if changed := changed_settings(settings_of(log)):
         settings = [(name, show(value), show(default)) for name, (value, default) in changed.items()]
         parts += ["## Settings that differ from their defaults", table(["", "value", "default"], settings)]
     return "\n\n".join(parts) + "\n"
+
+
+def figures_of(record: EvalRecord) -> dict[str, str]:
+    """Return what an evaluation measured besides the loss, by name."""
+    accuracy = record.eval_token_accuracy
+    shown = {} if accuracy is None else {"token accuracy": f"{accuracy:.1%}"}
+    return shown | {printable(name): f"{value:.4g}" for name, value in record.metrics.items()}
 
 
 def json_report(logs: Mapping[str, RunLog]) -> str:

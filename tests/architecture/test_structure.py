@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from flatout.config.objective import OBJECTIVES
 from flatout.config.parallel import STRATEGIES
 from flatout.track.trackers import TRACKERS
 
@@ -19,7 +20,6 @@ PACKAGE = ROOT / "flatout"
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {
     "flatout/data/rows/remote.py: _fetch_range": "fsspec calls it",
-    "flatout/models/objective.py: token_losses": "for objectives that users write",
 }
 # names of our own making, and the field's word in their place
 WORDS = {
@@ -42,6 +42,7 @@ MODULES = {
 }  # fmt: skip
 # methods that torch and transformers call, and the name of a function that only a decorator uses
 HOOKS = {"_repr_html_", "extra_repr", "get_mask_sizes", "get_seq_length", "on_finalized_text", "_"}
+HOOKS |= {"get_data", "get_filename"}
 # the median function has this many lines: neither crumbs nor scrolls
 LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 
@@ -57,7 +58,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1550,
     "cli": 2250,
     "compat": 2900,
-    "config": 2078,
+    "config": 2168,
     "data": 8337,
     "demo": 480,
     "doctor": 430,
@@ -66,9 +67,10 @@ MAX_PACKAGE_LINES = {
     "eval": 180,
     "export": 1050,
     "io": 1760,
-    "kernels": 3964,
+    "kernels": 4019,
     "launch": 1350,
     "models": 8368,
+    "objectives": 380,
     "optim": 700,
     "parallel": 1750,
     "planner": 3139,
@@ -76,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1190,
     "studio": 1180,
     "track": 2350,
-    "trainer": 4750,
+    "trainer": 4778,
     "verifier": 862,
     "view": 1350,
 }
@@ -169,6 +171,8 @@ def test_no_definition_that_only_tests_use() -> None:
     entry_points = {f"flatout/cli/{verb}.py: {name}" for verb in verbs() for name in ("add_arguments", "run")}
     classes = (traits.class_path.split(".") for traits in STRATEGIES.values())
     entry_points |= {f"flatout/parallel/strategies/{module}.py: {name}" for module, name in classes}
+    kinds = (class_path.split(".") for class_path in OBJECTIVES.values())
+    entry_points |= {f"flatout/objectives/{module}.py: {name}" for module, name in kinds}
     doors = re.findall(r'"flatout\.([\w.]+):(\w+)"', (ROOT / "frontdoors/flatout_frontdoors/__init__.py").read_text())
     entry_points |= {f"flatout/{module.replace('.', '/')}.py: {name}" for module, name in doors}
     trackers = (class_path.rpartition(".") for _, class_path in TRACKERS.values())

@@ -217,14 +217,18 @@ def test_models_whose_tokens_need_more_than_keys_are_refused(
         plan_run(make_config({**given, "model": model, "lora": {"rank": 4}}), Reporter(), Rank(0, 2))
 
 
-def test_an_objective_that_may_need_whole_documents_is_refused(tiny: Any, long_chats: Path) -> None:
-    class Other:
-        name = "mine"
-
+def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chats: Path, tmp_path: Path) -> None:
     given, _ = shared(tiny, long_chats, "lora")
-    objective: Any = Other()
-    with pytest.raises(FlatoutError, match="objective mine may read whole samples"):
-        plan_run(make_config(given), Reporter(), Rank(0, 2), objective=objective)
+    for couples in ("sample", "token"):
+        (tmp_path / "own.py").write_text(f"import flatout\nclass Own(flatout.Objective):\n    couples = {couples!r}\n")
+        config = make_config({**given, "objective": f"{tmp_path / 'own.py'}:Own"})
+        if couples == "token":
+            assert plan_run(config, Reporter(), Rank(0, 2)).parallel_layout.context_ranks == 2
+            continue
+        with pytest.raises(
+            FlatoutError, match="objective Own reads all tokens of a sample, of which a rank has a share"
+        ):
+            plan_run(config, Reporter(), Rank(0, 2))
 
 
 def test_a_plan_says_who_shares_and_how_long_documents_may_be(

@@ -56,6 +56,70 @@ def test_equals_cross_entropy(num_rows, width, vocabulary, scale, softcap, tile_
     equal(ours32, run(reference_loss, *inputs32, **arguments), 2e-4 if vocabulary > 100 else 5e-5)
 
 
+def by_row(losses_of, hidden, weight, targets, **arguments):
+    """Losses by row, which rows are right, and gradients of a loss in which rows have factors of their own."""
+    losses, is_correct = losses_of(hidden, weight, targets, **arguments)
+    factors = torch.linspace(-2, 3, len(targets), dtype=losses.dtype, device=losses.device)
+    trained = [tensor for tensor in (hidden, weight) if tensor.requires_grad]
+    return losses.detach(), is_correct, *torch.autograd.grad((losses * factors).tanh().sum(), trained)
+
+
+def plain_by_row(hidden, weight, targets, scale=1.0, softcap=None):
+    logits = F.linear(hidden, weight) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
+
+
+@pytest.mark.parametrize("trains_head", [True, False])
+@pytest.mark.parametrize("tile_rows", [1, 3, 64])
+@pytest.mark.parametrize(("num_rows", "width", "vocabulary"), [(0, 3, 4), (1, 1, 2), (7, 5, 11), (65, 3, 257)])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (2.5, 1.5)])
+def test_losses_by_row_have_gradients_of_their_own(
+    num_rows, width, vocabulary, scale, softcap, tile_rows, trains_head, monkeypatch
+):
+    """New memory starts as NaN: whatever is read must have been written."""
+    arguments = {"scale": scale, "softcap": softcap}
+    problems = [problem(num_rows, width, vocabulary, dtype) for dtype in (torch.float64, torch.float32)]
+    for _, weight, _ in problems:
+        weight.requires_grad_(trains_head)
+    truths = [by_row(plain_by_row, *inputs, **arguments) for inputs in problems]
+    for name in ("empty", "empty_like"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(
+            torch,
+            name,
+            lambda *a, real=real, **k: t.fill_(float("nan")) if (t := real(*a, **k)).is_floating_point() else t,
+        )
+    for inputs, truth, tolerance in zip(problems, truths, (1e-11, 2e-4), strict=True):
+        ours = by_row(tiled.token_loss, *inputs, **arguments, tile_rows=tile_rows, by_row=True)
+        assert torch.equal(ours[1], truth[1])
+        for mine, true in zip((ours[0], *ours[2:]), (truth[0], *truth[2:]), strict=True):
+            assert mine.dtype == true.dtype
+            torch.testing.assert_close(mine, true, atol=tolerance, rtol=tolerance)
+
+
+def test_losses_by_row_sum_to_the_loss_to_the_bit():
+    hidden, weight, targets = problem(20, 6, 17, torch.float32)
+    frozen = weight.detach()
+    loss_sum, num_correct = tiled.token_loss(hidden, frozen, targets)
+    losses, is_correct = tiled.token_loss(hidden, frozen, targets, by_row=True)
+    assert torch.equal(losses.sum(), loss_sum)
+    assert int(is_correct.sum()) == int(num_correct)
+    for one, other in zip(*(torch.autograd.grad(loss / 7, hidden) for loss in (loss_sum, losses.sum())), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_replaced_rows_are_trained_by_row_too():
+    hidden, weight, targets = problem(9, 4, 13)
+    ids, values = torch.tensor([2, 11]), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    factors = torch.linspace(-1, 2, 9, dtype=torch.float64)
+    whole = weight.detach().index_copy(0, ids, values)
+    truth = torch.autograd.grad((plain_by_row(hidden, whole, targets)[0] * factors).sum(), (hidden, values))
+    losses, _ = tiled.token_loss(hidden, weight.detach(), targets, trained_rows=(ids, values), tile_rows=4, by_row=True)
+    for mine, true in zip(torch.autograd.grad((losses * factors).sum(), (hidden, values)), truth, strict=True):
+        torch.testing.assert_close(mine, true, atol=1e-12, rtol=1e-12)
+
+
 def test_reference_is_torchs_cross_entropy():
     hidden, weight, targets = problem(9, 4, 13)
     loss_sum, num_correct = reference_loss(hidden, weight, targets)
@@ -222,12 +286,12 @@ def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
 
 @torch.enable_grad()
 def plain_terms(logits, targets, scale, softcap):
-    """Loss sum, correct rows and gradient by autograd; rows with the target -1 do not count."""
+    """Losses, correct rows and gradient by autograd; rows with the target -1 do not count."""
     leaf, is_row = logits.detach().double().requires_grad_(), targets >= 0
     shaped = leaf * scale if softcap is None else softcap * torch.tanh(leaf * scale / softcap)
-    loss = F.cross_entropy(shaped[is_row], targets[is_row], reduction="sum")
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), (shaped.argmax(-1) == targets).sum(), gradient.to(logits.dtype)
+    losses = F.cross_entropy(shaped, targets.clamp(min=0), reduction="none") * is_row
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    return losses.detach(), shaped.argmax(-1) == targets, gradient.to(logits.dtype)
 
 
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 300, 512])
@@ -241,8 +305,13 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
     for softcap in (None, 2.0):
         truth = run(reference_loss, *inputs, scale=0.5, softcap=softcap)
         equal(run(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True), truth, 5e-5)
+        truth = by_row(plain_by_row, *inputs, scale=0.5, softcap=softcap)
+        ours = by_row(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True, by_row=True)
+        for mine, true in zip(ours, truth, strict=True):
+            torch.testing.assert_close(mine, true, atol=5e-5, rtol=5e-5)
     assert not any(size % 128 for size in sizes)
-    assert sum(sizes) == 2 * -(-num_rows // 128) * 128
+    # once for the sum; by row a trained head takes a second pass
+    assert sum(sizes) == 2 * 3 * -(-num_rows // 128) * 128
 
 
 @pytest.mark.gpu
@@ -262,11 +331,12 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     targets[50:100] = logits[50:100].argmax(-1)
     targets[100:110] = -1
     # in fp64, as two gradients rounded to bf16 may differ by one part in 128
-    loss, num_correct, gradient = plain_terms(logits.double(), targets, scale, softcap)
-    found_loss, found_correct, found = tile_terms(logits.clone(), targets, scale, softcap)
+    losses, is_correct, gradient = plain_terms(logits.double(), targets, scale, softcap)
+    found_losses, found_correct, found = tile_terms(logits.clone(), targets, scale, softcap)
     is_row = targets >= 0
-    torch.testing.assert_close(found_loss.double(), loss, rtol=1e-6, atol=1e-4)
-    assert int(found_correct) == int(num_correct) >= 63
+    torch.testing.assert_close(found_losses.double(), losses, rtol=1e-6, atol=1e-5)
+    assert torch.equal(found_correct.bool(), is_correct)
+    assert int(is_correct.sum()) >= 63
     # the target's gradient is far larger than all others, which count on their own
     is_other = torch.arange(vocabulary, device="cuda")[None] != targets[:, None]
     for rows in (is_row[:, None] & is_other, is_row[:, None] & ~is_other):
@@ -277,7 +347,7 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     for value in ("nan", "inf") if softcap is None else ("nan",):
         broken = logits.clone()
         broken[150, vocabulary - 1] = float(value)
-        assert not tile_terms(broken, targets, scale, softcap)[0].isfinite()
+        assert tile_terms(broken, targets, scale, softcap)[0].isfinite().tolist() == [row != 150 for row in range(200)]
 
 
 def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
@@ -309,3 +379,10 @@ def test_fused_tiles_err_no_more_than_plain_ones_on_the_gpu(softcap):
             errors = [float((got[index].double() - truth[index]).norm()) for got in (plain, fused)]
             assert errors[1] <= bound * errors[0] + 1e-6 * float(truth[index].norm())
         assert int(fused[1]) == int(plain[1])
+        truth = by_row(plain_by_row, *[t.requires_grad_(t.is_floating_point()) for t in exact], softcap=softcap)
+        plain, fused = (
+            by_row(tiled.token_loss, *rounded, softcap=softcap, fused=on, by_row=True) for on in (False, True)
+        )
+        for bound, index in ((2, 0), (3, 2), (3, 3)):
+            errors = [float((got[index].double() - truth[index]).norm()) for got in (plain, fused)]
+            assert errors[1] <= bound * errors[0] + 1e-6 * float(truth[index].norm())

@@ -154,7 +154,8 @@ class SFTTrainer:
         evals = self.model.trained().log.evals
         if not evals:
             raise UsageError("evaluate: the run has no evaluation; pass eval_dataset")
-        return {"eval_loss": evals[-1].eval_loss, "eval_token_accuracy": evals[-1].eval_token_accuracy}
+        found, accuracy = {"eval_loss": evals[-1].eval_loss}, evals[-1].eval_token_accuracy
+        return found if accuracy is None else {**found, "eval_token_accuracy": accuracy}
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the trained adapter or model to a folder (None: that of the arguments), on rank 0."""

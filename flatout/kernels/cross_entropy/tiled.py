@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -39,18 +41,59 @@ def _plain_terms(
         logits.mul_(softcap)
     log_total = logits.logsumexp(-1, keepdim=True)
     picked = targets[:, None]
-    loss_sum = (log_total - logits.gather(-1, picked)).sum()
-    num_correct = (logits.argmax(-1, keepdim=True) == picked).sum()
+    losses = (log_total - logits.gather(-1, picked)).squeeze(-1)
+    is_correct = (logits.argmax(-1, keepdim=True) == picked).squeeze(-1)
     if not with_grad:
-        return loss_sum, num_correct, product.new_empty(0)
+        return losses, is_correct, product.new_empty(0)
     logit_grad = logits.sub_(log_total).exp_()
     logit_grad.scatter_add_(-1, picked, torch.full_like(log_total, -1.0))
     logit_grad = (logit_grad * slope if slope is not None else logit_grad).mul_(scale)
-    return loss_sum, num_correct, logit_grad.to(product.dtype)
+    return losses, is_correct, logit_grad.to(product.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """A head and how its tiles are computed; `row_ids` and `row_values` replace rows of its weight."""
+
+    scale: float
+    softcap: float | None
+    num_rows: int
+    dtype: torch.dtype
+    fused: bool
+    with_grad: bool
+    by_row: bool
+
+    def weight(self, weight: Tensor, row_ids: Tensor | None, row_values: Tensor | None) -> Tensor:
+        """Return the weight that is computed with."""
+        weight = weight.to(self.dtype)
+        if row_ids is None or row_values is None:
+            return weight
+        return weight.index_copy(0, row_ids, row_values.to(self.dtype))
+
+    def terms(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, with_grad: bool
+    ) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor, Tensor]]]:
+        """Yield each tile's rows, its hidden states and its `tile_terms`; both padded if fused."""
+        fused = self.fused and with_grad
+        terms = tile_terms if fused else partial(_plain_terms, with_grad=with_grad)
+        for start in range(0, len(hidden), self.num_rows):
+            rows = slice(start, start + self.num_rows)
+            tile, tile_targets = hidden[rows].to(self.dtype), targets[rows]
+            num_more = -len(tile) % ROWS_MULTIPLE
+            if fused and num_more:
+                # padding rows: no target, so no loss, and zero hidden states, which add nothing to weight gradients
+                tile = F.pad(tile, (0, 0, 0, num_more))
+                tile_targets = F.pad(tile_targets, (0, num_more), value=_NO_TARGET)
+            # no name here holds the logits: 0.6 GB in bf16 with a 150k vocabulary
+            yield rows, tile, terms(F.linear(tile, weight), tile_targets, self.scale, self.softcap)
 
 
 class _TiledLoss(torch.autograd.Function):
-    """Computes loss and gradient in one pass: the incoming gradient is a scalar, which can be applied afterwards."""
+    """Computes losses and their gradients in one pass over tiles, and scales the gradients afterwards.
+
+    The gradient of hidden states is scaled row by row, so rows may have gradients of their own. That of a weight is a
+    sum over rows: with `by_row` and a trained weight, the backward pass computes the logits again.
+    """
 
     @staticmethod
     def forward(
@@ -60,61 +103,81 @@ class _TiledLoss(torch.autograd.Function):
         row_ids: Tensor | None,
         row_values: Tensor | None,
         targets: Tensor,
-        scale: float,
-        softcap: float | None,
-        tile_rows: int,
-        compute_dtype: torch.dtype,
-        with_grad: bool,
-        fused: bool,
+        tiles: _Tiles,
     ) -> tuple[Tensor, Tensor]:
-        sum_dtype = torch.promote_types(compute_dtype, torch.float32)
+        sum_dtype = torch.promote_types(tiles.dtype, torch.float32)
+        compute_weight = tiles.weight(weight, row_ids, row_values)
+        trained = (ctx.needs_input_grad[1], row_ids is not None and ctx.needs_input_grad[3])
+        needs_grad = tiles.with_grad and (ctx.needs_input_grad[0] or any(trained))
+        hidden_grad = torch.empty_like(hidden) if needs_grad and ctx.needs_input_grad[0] else None
+        weight_grad = rows_grad = None
+        if needs_grad and not tiles.by_row:
+            weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if trained[0] else None
+            rows_grad = torch.zeros_like(row_values, dtype=sum_dtype) if trained[1] else None  # type: ignore[arg-type]
+        losses = torch.empty(len(hidden) if tiles.by_row else 0, dtype=sum_dtype, device=hidden.device)
+        is_correct = torch.empty(len(losses), dtype=torch.bool, device=hidden.device)
         loss_sum = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        compute_weight = weight.to(compute_dtype)
-        rows_grad = None
-        if row_ids is not None and row_values is not None:
-            compute_weight = compute_weight.index_copy(0, row_ids, row_values.to(compute_dtype))
-            if with_grad and ctx.needs_input_grad[3]:
-                rows_grad = torch.zeros_like(row_values, dtype=sum_dtype)
-        hidden_grad = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
-        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if with_grad and ctx.needs_input_grad[1] else None
-        needs_grad = any(grad is not None for grad in (hidden_grad, weight_grad, rows_grad))
-        fused = fused and needs_grad
-        terms = tile_terms if fused else partial(_plain_terms, with_grad=needs_grad)
-        for start in range(0, len(hidden), tile_rows):
-            rows = slice(start, start + tile_rows)
-            tile, tile_targets = hidden[rows].to(compute_dtype), targets[rows]
-            num_rows = len(tile)
-            num_more = -num_rows % ROWS_MULTIPLE
-            if fused and num_more:
-                # padding rows: no target, so no loss, and zero hidden states, which add nothing to weight gradients
-                tile = F.pad(tile, (0, 0, 0, num_more))
-                tile_targets = F.pad(tile_targets, (0, num_more), value=_NO_TARGET)
-            logits = F.linear(tile, compute_weight)
-            tile_loss, tile_correct, logit_grad = terms(logits, tile_targets, scale, softcap)
-            loss_sum += tile_loss
-            num_correct += tile_correct
+        for rows, tile, (tile_losses, tile_correct, logit_grad) in tiles.terms(
+            hidden, compute_weight, targets, with_grad=needs_grad
+        ):
+            num_rows = len(targets[rows])
+            if tiles.by_row:
+                losses[rows], is_correct[rows] = tile_losses[:num_rows], tile_correct[:num_rows]
+            else:
+                loss_sum += tile_losses.sum()
+                num_correct += tile_correct.sum()
             if hidden_grad is not None:
                 hidden_grad[rows] = (logit_grad @ compute_weight)[:num_rows]
-            if weight_grad is not None:
-                weight_grad += logit_grad.T @ tile
-            if rows_grad is not None:
-                rows_grad += logit_grad.index_select(1, row_ids).T @ tile  # type: ignore[arg-type]  # given
-            # free before the next tile: 0.6 GB in bf16 with a 150k vocabulary
-            del logits, logit_grad
-        ctx.save_for_backward(hidden_grad, weight_grad, rows_grad)
+            _add_weight_grads(weight_grad, rows_grad, row_ids, logit_grad, tile)
+            # free before the next tile
+            del logit_grad
+        again = (hidden, weight, row_ids, row_values, targets) if needs_grad and tiles.by_row and any(trained) else ()
+        ctx.save_for_backward(hidden_grad, weight_grad, rows_grad, *again)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if row_values is None else row_values.dtype)
-        ctx.mark_non_differentiable(num_correct)
-        return loss_sum, num_correct
+        ctx.tiles, ctx.trained = tiles, trained
+        found = (losses, is_correct) if tiles.by_row else (loss_sum, num_correct)
+        ctx.mark_non_differentiable(found[1])
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        hidden_grad, weight_grad, rows_grad, *again = ctx.saved_tensors
+        if again:
+            weight_grad, rows_grad = _weight_grads(again, loss_grad, ctx.tiles, *ctx.trained)
+        factors = (loss_grad[:, None], 1, 1) if ctx.tiles.by_row else (loss_grad,) * 3
         hidden_grad, weight_grad, rows_grad = (
-            None if grad is None else (grad * loss_grad).to(dtype) for grad, dtype in grads
+            None if grad is None else (grad * factor).to(dtype)
+            for grad, factor, dtype in zip((hidden_grad, weight_grad, rows_grad), factors, ctx.dtypes, strict=True)
         )
-        return hidden_grad, weight_grad, None, rows_grad, *(None,) * 7
+        return hidden_grad, weight_grad, None, rows_grad, None, None
+
+
+def _add_weight_grads(
+    weight_grad: Tensor | None, rows_grad: Tensor | None, row_ids: Tensor | None, logit_grad: Tensor, tile: Tensor
+) -> None:
+    """Add a tile's part to the gradients of a weight and of the rows that replace some of it; None: not trained."""
+    if weight_grad is not None:
+        weight_grad += logit_grad.T @ tile
+    if rows_grad is not None:
+        rows_grad += logit_grad.index_select(1, row_ids).T @ tile  # type: ignore[arg-type]  # given
+
+
+def _weight_grads(
+    inputs: Sequence[Any], loss_grad: Tensor, tiles: _Tiles, trains_weight: bool, trains_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of a weight and of the rows that replace some of it, for losses with gradients (L,)."""
+    hidden, weight, row_ids, row_values, targets = inputs
+    weight_grad = torch.zeros_like(weight, dtype=loss_grad.dtype) if trains_weight else None
+    rows_grad = torch.zeros_like(row_values, dtype=loss_grad.dtype) if trains_rows else None
+    compute_weight = tiles.weight(weight, row_ids, row_values)
+    for rows, tile, (_, _, logit_grad) in tiles.terms(hidden, compute_weight, targets, with_grad=True):
+        own = loss_grad[rows]
+        scaled = (tile * F.pad(own, (0, len(tile) - len(own)))[:, None]).to(tile.dtype)
+        _add_weight_grads(weight_grad, rows_grad, row_ids, logit_grad, scaled)
+        del logit_grad
+    return weight_grad, rows_grad
 
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
@@ -133,16 +196,18 @@ def token_loss(
     tile_rows: int = DEFAULT_TILE_ROWS,
     compute_dtype: torch.dtype | None = None,
     fused: bool | None = None,
+    by_row: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of an output head and the number of rows whose argmax is the target.
 
     hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are as in `reference.product_loss`, computed
     `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in fp32 (fp64 when the compute is fp64).
-    Returns the loss sum (0-d, with its graph) and the count (0-d int64). The weight's gradient is only computed if it
-    is trained, and is summed over tiles in fp32. With no rows, the result is 0 with a graph. With a frozen head,
-    forward and backward take two GEMMs in total. `trained_rows` (ids int64 (n,), values (n, D)) replace rows of a
-    frozen weight, and get a gradient. `fused` computes a tile's loss and gradient in one kernel (None:
-    decided by `is_fused`). Method: loss and gradient in one pass over tiles, as in Liger Kernel
+    Returns the loss sum (0-d, with its graph) and the count (0-d int64); with `by_row`, each row's loss (L,), with its
+    graph, and whether its argmax is the target (L,). With no rows, the result is 0 with a graph. With a frozen head,
+    forward and backward take two GEMMs in total, also by row. The weight's gradient is only computed if it is trained,
+    and is summed over tiles in fp32; by row, it takes two more GEMMs. `trained_rows` (ids int64 (n,), values (n, D))
+    replace rows of a frozen weight, and get a gradient. `fused` computes a tile's loss and gradient in one kernel
+    (None: decided by `is_fused`). Method: loss and gradient in one pass over tiles, as in Liger Kernel
     (arXiv:2410.10989, section 3.2).
     """
     if tile_rows < 1:
@@ -150,16 +215,6 @@ def token_loss(
     dtype = compute_dtype or hidden.dtype
     if fused is None:
         fused = is_fused(hidden.device, dtype)
-    loss_sum, num_correct = _TiledLoss.apply(
-        hidden,
-        weight,
-        *(trained_rows or (None, None)),
-        targets,
-        scale,
-        softcap,
-        tile_rows,
-        dtype,
-        torch.is_grad_enabled(),
-        fused,
-    )
-    return loss_sum, num_correct
+    tiles = _Tiles(scale, softcap, tile_rows, dtype, fused, torch.is_grad_enabled(), by_row)
+    found: tuple[Tensor, Tensor] = _TiledLoss.apply(hidden, weight, *(trained_rows or (None, None)), targets, tiles)
+    return found

@@ -113,11 +113,11 @@ def _row_terms(  # type: ignore[no-untyped-def]
 
 
 def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss sum (0-d fp32), correct rows (0-d int64) and d loss / d logits, which replaces the logits.
+    """Return losses (R,) fp32, which rows are correct (R,) int64, and d loss / d logits, which replaces the logits.
 
     logits (R, V) in 16 bit, contiguous on CUDA, are the output of the head's GEMM, targets int64 (R,). All arithmetic
-    is fp32. Rows with the target -1 count in no sum, but their gradient is not zero. The running maximum and sum are
-    those of Milakov and Gimelshein 2018 (arXiv:1805.02867).
+    is fp32. Rows with the target -1 have no loss and are not correct, but their gradient is not zero. The running
+    maximum and sum are those of Milakov and Gimelshein 2018 (arXiv:1805.02867).
     """
     num_rows, num_columns = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -127,4 +127,4 @@ def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | N
             logits, targets, losses, correct, num_columns, scale, 1.0 if softcap is None else softcap,
             CAPPED=softcap is not None, COLUMNS=_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
-    return losses.sum(), correct.sum(), logits
+    return losses, correct, logits

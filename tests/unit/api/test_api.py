@@ -171,7 +171,7 @@ def test_a_callback_of_started_ranks_that_raises_stops_the_run(
         ({"tokenizer": 3}, "tokenizer is a int"),
         ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
         ({"learning_rate": 1e-4}, "did you mean optim.lr"),
-        ({"objective": object(), "gpus": [0, 1]}, "torchrun"),
+        ({"objective": object(), "gpus": [0, 1]}, "expected a setting, got the object object"),
     ],
 )
 def test_wrong_calls_are_said_in_a_sentence(

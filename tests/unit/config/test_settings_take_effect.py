@@ -130,6 +130,9 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 # what needs a GPU, several ranks or several runs, and the test that shows its effect
 SHOWN_BY: dict[str, str] = {
+    "eval.best": "test_best_is_judged_by_the_named_figure",
+    "objective.kind": "test_settings_of_objectives_are_checked_without_running_code",
+    "objective.path": "test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown",
     "gpus": "test_several_gpus_are_refused_in_one_process",
     "eval.temperature": "unit/trainer/test_answers.py",
     "model.experts": "parity/test_experts.py",

@@ -67,7 +67,7 @@ def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch: pytest.MonkeyPa
     meter = Meter(run)
     assert stages == ["MFU against 989 TFLOP/s, bf16 dense, NVIDIA H200; recomputation not counted"]
     for step in steps(run):
-        meter.end_step(step, StepOutcome(1.0, 0.5, 0.1, 1e-3))
+        meter.end_step(step, StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3))
     first, second = records
     assert first.flops_per_s == pytest.approx(useful_flops(run, steps(run)[0]) / first.step_s)
     assert first.mfu == pytest.approx(first.flops_per_s / (2 * 989e12))
@@ -81,8 +81,8 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
     busy = RankFigures(forward_s=2.0, backward_s=4.0, data_wait_s=1.0, peak_memory_bytes=8.0)
     idle = RankFigures(peak_memory_bytes=6.0)
     first, second = steps(run)
-    meter.end_step(first, StepOutcome(1.0, 0.5, 0.1, 1e-3, ranks=(busy, idle)))
-    meter.end_step(second, StepOutcome(0.0, 0.0, 0.0, 0.0, "no label tokens", ranks=(idle, idle)))
+    meter.end_step(first, StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, ranks=(busy, idle)))
+    meter.end_step(second, StepOutcome(0.0, {"token_accuracy": 0.0}, 0.0, 0.0, "no label tokens", ranks=(idle, idle)))
     (record,) = records
     assert (record.forward_s, record.backward_s, record.data_wait_s) == (2.0, 4.0, 0.25)
     assert (record.peak_memory_bytes, record.mean_peak_memory_bytes) == (6, 6)
@@ -93,7 +93,7 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
 def test_no_utilisation_where_no_peak_is_known() -> None:
     records, stages = [], []
     run = make_run(records, stages)
-    Meter(run).end_step(steps(run)[0], StepOutcome(1.0, 0.5, 0.1, 1e-3))
+    Meter(run).end_step(steps(run)[0], StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3))
     assert records[0].mfu is None
     assert records[0].flops_per_s > 0
     assert stages == []

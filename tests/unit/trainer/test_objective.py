@@ -1,76 +1,64 @@
-"""A user's own objective: tokens with weights, against the same sum in plain transformers."""
+"""Objectives as settings: weighted tokens and a person's own file, against the same sums in plain transformers."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+import flatout
+from flatout.cli.main import main
+from flatout.config.read import dump_config, make_config
+from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
-from flatout.errors import CheckpointError, DataError, UsageError
-from flatout.models.objective import LossSums, TokenHead
-from flatout.models.packed import PackedBatch
+from flatout.errors import CheckpointError, DataError, ProblemsError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
+from flatout.track.run_log import read_run
 from flatout.trainer.planning import plan_run
 from flatout.trainer.run import train
 
+FOCAL = '''
+from __future__ import annotations
+import torch
+from pydantic import Field
+from flatout import Figure, LabelTokens, Objective
 
-class WeightedTokens:
-    """Tokens with even ids count `even` times."""
+class Focal(Objective):
+    """(1 - p) ** gamma times the cross-entropy of each label token."""
+    figures = {"certainty": Figure("higher"), "surprise": Figure("lower")}
+    gamma: float = Field(default=2.0, ge=0)
 
-    def __init__(self, even: float) -> None:
-        self.name, self.even = f"weighted_tokens({even})", even
-
-    def sample_divisor(self, token_ids: NDArray[Any], loss_mask: NDArray[Any]) -> float:
-        labels = token_ids[1:][loss_mask[1:]]
-        return float(np.where(labels % 2 == 0, self.even, 1.0).sum())
-
-    def rows(self, batch: PackedBatch) -> torch.Tensor:
-        return batch.label_rows
-
-    def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
-        losses, is_correct = head.token_losses(rows, batch.label_ids)
-        return LossSums((losses * torch.where(batch.label_ids % 2 == 0, self.even, 1.0)).sum(), is_correct.sum())
-
-
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        (lambda sums: sums.loss_sum, "loss_sums returned a Tensor"),
-        (lambda sums: None, "loss_sums returned a NoneType"),
-        (lambda sums: tuple(sums), "loss_sums returned a tuple"),
-        (lambda sums: LossSums(sums.loss_sum[None], sums.num_correct), r"LossSums of shape \(1,\) and shape \(\)"),
-        (lambda sums: LossSums(sums.loss_sum, 3), r"LossSums of shape \(\) and int"),
-        (lambda sums: sums, None),
-    ],
-)
-def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, returned: Any, said: str | None) -> None:
-    class Returns(WeightedTokens):
-        def loss_sums(self, rows: torch.Tensor, batch: PackedBatch, head: TokenHead) -> LossSums:
-            found: LossSums = returned(super().loss_sums(rows, batch, head))
-            return found
-
-    config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
-    if said is None:
-        train(config, objective=Returns(2.0))
-        return
-    with pytest.raises(UsageError, match=f"objective weighted_tokens.2.0.: .*{said}.*; expected LossSums"):
-        train(config, objective=Returns(2.0))
+    def __call__(self, labels: LabelTokens) -> dict[str, torch.Tensor]:
+        p = labels.logprobs.exp()
+        loss = -((1 - p) ** self.gamma * labels.logprobs).sum()
+        return {"loss": loss, "certainty": p.sum(), "surprise": (1 - p).sum()}
+'''
 
 
-def test_a_wrong_divisor_is_one_sentence(tiny: Any, tmp_path: Path) -> None:
-    class Divides(WeightedTokens):
-        def sample_divisor(self, token_ids: NDArray[Any], loss_mask: NDArray[Any]) -> Any:
-            return "many"
+@pytest.fixture
+def focal(tmp_path: Path) -> str:
+    """FILE.py:CLASS of a person's own loss."""
+    (tmp_path / "own.py").write_text(FOCAL)
+    return f"{tmp_path / 'own.py'}:Focal"
 
-    with pytest.raises(UsageError, match="sample_divisor returned a str; expected a number"):
-        train(tiny.config(tmp_path / "run", batch={"max_steps": 1}), objective=Divides(2.0))
+
+@pytest.fixture(scope="module")
+def weighted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenStore]:
+    """The root of a data set whose tokens have weights: 3 for even ids, 1 for others."""
+    root = tmp_path_factory.mktemp("weighted")
+    built = plan_run(tiny.config(root / "run"), Reporter(), Rank()).store.folder
+    shutil.copytree(tiny.root / "data", root / "data")
+    store = TokenStore.open(root / "data" / built.relative_to(tiny.root / "data"))
+    weights = np.where(np.asarray(store.token_ids) % 2 == 0, 3.0, 1.0).astype(np.float32)
+    add_column(store.folder, "weight", weights, per="token", meaning="how much a token counts")
+    return root / "data", store
 
 
 def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> float:
@@ -87,68 +75,204 @@ def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> 
 
 
 def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set(
-    tiny: Any, tmp_path: Path, metrics_of: Any
+    tiny: Any, weighted: Any, tmp_path: Path, metrics_of: Any
 ) -> None:
-    eval_section = {"fraction": 0.1, "every_steps": 1}
-    model = {"name": str(tiny.model_dir), "precision": "fp64"}
-    batch = {"max_steps": 1, "micro_batch_tokens": 500}
-    config = tiny.config(tmp_path / "run", model=model, batch=batch, eval=eval_section, optim={"lr": 1e-30})
-    train(config, objective=WeightedTokens(3.0))
+    sections: dict[str, Any] = {
+        "model": {"name": str(tiny.model_dir), "precision": "fp64"},
+        "data": {"root": str(weighted[0])},
+        "eval": {"fraction": 0.1, "every_steps": 1},
+        "optim": {"lr": 1e-30},
+        "objective": "weighted_tokens",
+    }
+    found = []
+    for tokens in (500, 4000):
+        batch = {"max_steps": 1, "micro_batch_tokens": tokens}
+        config = tiny.config(tmp_path / f"run-{tokens}", batch=batch, **sections)
+        train(config)
+        found.append(metrics_of(config.folder)[0])
     planned = plan_run(config, Reporter(), Rank())
     step = planned.plan.step(0)
-    assert len(step.ranks[0]) > 1
+    assert found[0]["num_micro_batches"] > found[1]["num_micro_batches"] == 1
     expected = plain_loss(config, step.sample_ids, planned.store, 3.0)
-    assert metrics_of(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-10)
+    assert [line["loss"] for line in found] == pytest.approx([expected] * 2, rel=1e-10)
+    assert found[0]["token_accuracy"] == found[1]["token_accuracy"]
     evaluated = plain_loss(config, planned.eval_sets[0].plan.sample_ids, planned.store, 3.0)
-    assert metrics_of(tmp_path / "run", "eval")[0]["eval_loss"] == pytest.approx(evaluated, rel=1e-10)
+    assert metrics_of(config.folder, "eval")[0]["eval_loss"] == pytest.approx(evaluated, rel=1e-10)
 
 
-def test_the_split_into_micro_batches_does_not_matter_and_weights_of_one_change_nothing(
-    tiny: Any, tmp_path: Path, metrics_of: Any
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (lambda ones: ones, None),
+        (lambda ones: -ones, "column weight adds -.*give values of at least 0"),
+        (lambda ones: 0 * ones, "weight is 0 for every sample"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused_before_the_first_step_and_ones_change_nothing(
+    tiny: Any, weighted: Any, tmp_path: Path, metrics_of: Any, values: Any, said: str | None
 ) -> None:
-    model = {"name": str(tiny.model_dir), "precision": "fp64"}
+    shutil.copytree(weighted[0], tmp_path / "data")
+    ones = np.ones(len(weighted[1].token_ids), np.float32)
+    add_column(
+        tmp_path / "data" / weighted[1].folder.relative_to(weighted[0]),
+        "weight",
+        values(ones),
+        per="token",
+        meaning="a",
+    )
+    sections: dict[str, Any] = {"data": {"root": str(tmp_path / "data")}, "batch": {"max_steps": 2}}
+    config = tiny.config(tmp_path / "run", objective={"kind": "weighted_tokens"}, **sections)
+    if said is not None:
+        with pytest.raises(DataError, match=said):
+            train(config)
+        return
+    train(config)
+    train(tiny.config(tmp_path / "plain", **sections))
+    losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("run", "plain")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
-    def losses(name: str, objective: Any, micro_batch_tokens: int) -> list[float]:
-        batch = {"max_steps": 3, "micro_batch_tokens": micro_batch_tokens}
-        config = tiny.config(tmp_path / name, model=model, batch=batch)
-        train(config, **({"objective": objective} if objective else {}))
-        return [line["loss"] for line in metrics_of(tmp_path / name)]
 
-    weighted = losses("whole", WeightedTokens(2.0), 4000)
-    assert losses("split", WeightedTokens(2.0), 500) == pytest.approx(weighted, rel=1e-9)
-    plain = losses("plain", None, 4000)
-    assert losses("ones", WeightedTokens(1.0), 4000) == pytest.approx(plain, rel=1e-9)
-    assert weighted != pytest.approx(plain, rel=1e-3)
+def test_a_missing_column_is_said_before_the_first_step(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no column 'weight', which objective weighted_tokens needs"):
+        train(tiny.config(tmp_path / "run", objective="weighted_tokens"))
 
 
-def test_a_run_resumes_with_its_own_objective_only(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    def run(name: str, max_steps: int, objective: Any = None) -> Any:
+def test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown(
+    tiny: Any, tmp_path: Path, focal: str, capsys: pytest.CaptureFixture[str], metrics_of: Any
+) -> None:
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 2}, eval={"fraction": 0.1})
+    (tmp_path / "run.yaml").write_text(dump_config(config, only_given=True))
+    assert main(["train", str(tmp_path / "run.yaml"), f"objective.path={focal}", "objective.gamma=0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "objective Focal (gamma 0.0), per label token" in said
+    assert "own.py:Focal runs as code" in said
+    # with gamma 0 it is cross-entropy
+    train(tiny.config(tmp_path / "plain", batch={"max_steps": 2}, eval={"fraction": 0.1}))
+    ours, plain = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "plain")
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in plain], rel=1e-6)
+    assert [line["token_accuracy"] for line in ours] == [None, None]
+    for line in (*ours, *metrics_of(tmp_path / "run", "eval")):
+        assert sum(line["metrics"].values()) == pytest.approx(1.0, rel=1e-6)
+    assert "certainty" in (tmp_path / "run" / "train.log").read_text()
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "certainty" in (tmp_path / "page.html").read_text()
+    assert read_run(tmp_path / "run").steps[-1].metrics.keys() == {"certainty", "surprise"}
+
+
+@pytest.mark.parametrize(("best", "least"), [("loss", True), ("surprise", True), ("certainty", False)])
+def test_best_is_judged_by_the_named_figure(
+    tiny: Any, tmp_path: Path, focal: str, metrics_of: Any, best: str, least: bool
+) -> None:
+    sections: dict[str, Any] = {"batch": {"max_steps": 4}, "optim": {"lr": 3e-2}, "objective": {"path": focal}}
+    config = tiny.config(tmp_path / "run", eval={"fraction": 0.1, "every_steps": 1, "best": best}, **sections)
+    progress = train(config).progress
+    values = [one["eval_loss"] if best == "loss" else one["metrics"][best] for one in metrics_of(config.folder, "eval")]
+    steps = [one["step"] for one in metrics_of(config.folder, "eval")]
+    assert (progress.best_figure, progress.best_step) == min(
+        zip(values, steps, strict=True), key=lambda pair: pair[0] if least else -pair[0]
+    )
+    with pytest.raises(UsageError, match=r"eval.best: 'accuracy' is no figure of objective Focal; it has loss, cert"):
+        train(tiny.config(tmp_path / "other", eval={"fraction": 0.1, "best": "accuracy"}, **sections))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return {'loss': l, 'certainty': l, 'surprise': l}", None),
+        ("return l", "objective Focal returned a Tensor; expected a mapping of loss, certainty, surprise"),
+        ("return {'loss': l}", "objective Focal returned loss; expected"),
+        ("return {'loss': l[None], 'certainty': l, 'surprise': l}", r"returned loss of shape \(1,\); expected"),
+        ("return labels.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
+        ("return labels.by_sample(labels.logprobs)", "declares no `needs`"),
+    ],
+)
+def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, body: str, said: str | None) -> None:
+    head = FOCAL.partition("        p = ")[0]
+    (tmp_path / "own.py").write_text(f"{head}        l = -labels.logprobs.sum()\n        {body}\n")
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 1}, objective={"path": focal})
+    if said is None:
+        train(config)
+        return
+    with pytest.raises(UsageError, match=said):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("", ""), None),
+        (("Focal(Objective)", "Other(Objective)"), "own.py:Focal: has no such class; define class Focal"),
+        (("Focal(Objective)", "Focal"), "it is not a subclass of flatout.Objective"),
+        (("import torch", "import torch, nothing_like_it"), r"own.py:3: the objective's own code failed with Module"),
+        (("    figures", "    normalizer = 'weight'\n    figures"), "normalizer is 'weight'; expected one of labels"),
+        (("    figures", "    couples = 'pair'\n    figures"), "couples is 'pair'; expected token, sample or unit"),
+        (("    gamma: float", "    gama: float"), r"objective.gamma: Focal has no such field; did you mean gama\?"),
+        (("    gamma: float", "    gamma: bool"), "objective.gamma: input should be a valid boolean, got 2.5"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_sentence(
+    tiny: Any, tmp_path: Path, focal: str, change: tuple[str, str], said: str | None
+) -> None:
+    (tmp_path / "own.py").write_text(FOCAL.replace(*change, 1))
+    config = tiny.config(tmp_path / "run", objective={"path": focal, "gamma": 2.5})
+    if said is None:
+        assert plan_run(config, Reporter(), Rank()).objective.line.startswith("Focal (gamma 2.5)")
+        return
+    with pytest.raises(UsageError, match=said):
+        plan_run(config, Reporter(), Rank())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("cross_entropy", None),
+        ({"path": "own.py:Focal", "gamma": 1}, None),
+        ("weighted_token", "did you mean weighted_tokens"),
+        ({"beta": 0.1}, "objective.beta: cross_entropy has no such field; it has no fields"),
+        ({"path": "own.py"}, "expected FILE.py:CLASS"),
+        ({"path": "own.py:Focal", "kind": "weighted_tokens"}, "keep one"),
+    ],
+)
+def test_settings_of_objectives_are_checked_without_running_code(given: Any, said: str | None) -> None:
+    values = {"model": {"name": "m"}, "objective": given}
+    if said is None:
+        config = make_config(values)
+        assert make_config(json.loads(config.model_dump_json())) == config
+        return
+    with pytest.raises(ProblemsError, match=said):
+        make_config(values)
+
+
+def test_an_object_of_this_process_is_refused_with_the_setting_that_names_it(tiny: Any, tmp_path: Path) -> None:
+    class Mine(flatout.Objective):
+        pass
+
+    for one in (Mine, Mine()):
+        with pytest.raises(UsageError, match=r"objective=\{'path': 'FILE.py:Mine'"):
+            flatout.train(tiny.config(tmp_path / "run"), objective=one)
+
+
+def test_a_run_resumes_with_its_own_objective_only(tiny: Any, tmp_path: Path, focal: str, metrics_of: Any) -> None:
+    def run(name: str, max_steps: int, **objective: Any) -> Any:
         batch = {"max_steps": max_steps, "micro_batch_tokens": 700}
         checkpoint = {"every_steps": 1, "allow_change": ["batch.max_steps"]}
         schedule = {"kind": "constant", "warmup_steps": 0}
-        config = tiny.config(tmp_path / name, batch=batch, checkpoint=checkpoint, schedule=schedule)
-        return train(config, **({"objective": objective} if objective else {}))
+        sections = {"batch": batch, "checkpoint": checkpoint, "schedule": schedule, "objective": objective}
+        return train(tiny.config(tmp_path / name, **sections))
 
-    run("whole", 4, WeightedTokens(2.0))
-    run("run", 2, WeightedTokens(2.0))
-    for other in (None, WeightedTokens(5.0)):
-        with pytest.raises(CheckpointError, match=r"^the objective differs from the one .*allow_change=\[objective\]"):
-            run("run", 4, other)
-    run("run", 4, WeightedTokens(2.0))
-    run("run", 4, WeightedTokens(2.0))  # it is complete, and says so
-    assert [line["loss"] for line in metrics_of(tmp_path / "run")] == [
-        line["loss"] for line in metrics_of(tmp_path / "whole")
-    ]
-    weights = [tmp_path / name / "final" / "model.safetensors" for name in ("run", "whole")]
-    ours, whole = (path if path.exists() else path.with_name("adapter_model.safetensors") for path in weights)
+    own = {"path": focal, "gamma": 1.0}
+    run("whole", 4, **own)
+    run("run", 2, **own)
+    with pytest.raises(CheckpointError, match=r"objective.gamma: 1.0 in the checkpoint, 2.0 now \(changes the loss\)"):
+        run("run", 4, path=focal, gamma=2.0)
+    (tmp_path / "own.py").write_text(FOCAL.replace("(1 - p)", "(1.5 - p)", 1))
+    with pytest.raises(CheckpointError, match=r"^the objective differs from the one .*allow_change=\[objective\]"):
+        run("run", 4, **own)
+    (tmp_path / "moved.py").write_text(FOCAL)
+    moved = {**own, "path": f"{tmp_path / 'moved.py'}:Focal"}
+    run("run", 4, **moved)
+    run("run", 4, **moved)  # it is complete, and says so
+    losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("run", "whole")]
+    assert losses[0] == losses[1]
+    ours, whole = (tmp_path / name / "final" / "adapter_model.safetensors" for name in ("run", "whole"))
     assert ours.read_bytes() == whole.read_bytes()
-
-
-@pytest.mark.parametrize(("divisor", "message"), [(0.0, "0 for every sample"), (float("nan"), "nan; it must be")])
-def test_a_divisor_that_cannot_be_is_refused_before_the_first_step(
-    tiny: Any, tmp_path: Path, divisor: float, message: str
-) -> None:
-    objective = WeightedTokens(1.0)
-    objective.sample_divisor = lambda token_ids, loss_mask: divisor  # type: ignore[method-assign]
-    with pytest.raises(DataError, match=message):
-        train(tiny.config(tmp_path / "run"), objective=objective)

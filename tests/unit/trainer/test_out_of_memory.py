@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers
-from flatout.models.head import packed_loss
+from flatout.models.head import sums_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
@@ -250,13 +250,13 @@ def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monke
     config = config_of(tiny, tmp_path / "run", "fp32")
     failed = []
 
-    def fail_once(model: Any, batch: Any, **options: Any) -> Any:
+    def fail_once(objective: Any, labels: Any) -> Any:
         if not failed:
-            failed.append(batch.num_tokens)
+            failed.append(labels.batch.num_tokens)
             raise torch.OutOfMemoryError("planted")
-        return packed_loss(model, batch, **options)
+        return sums_of(objective, labels)
 
-    monkeypatch.setattr("flatout.models.head.packed_loss", fail_once)
+    monkeypatch.setattr("flatout.models.head.sums_of", fail_once)
     result = train(config)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event["kind"] == "out_of_memory"]

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from flatout.cli.main import main
 from flatout.config.read import dump_config, load_config
 from flatout.errors import UsageError
-from flatout.models.objective import CausalCrossEntropy
 from flatout.trainer.run import train
 
 SYSTEM = " ".join(f"Rule {number}: answer in one full sentence, and name what you do not know." for number in range(8))
@@ -152,12 +151,16 @@ def test_what_a_model_would_compute_differently_is_not_shared(
     assert why in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_objective_that_may_read_whole_samples_shares_nothing(tiny: Any, chats: Path, tmp_path: Path) -> None:
-    class Other(CausalCrossEntropy):
-        name = "other"
-
-    train(run_of(tiny, chats, tmp_path / "run", batch={"max_steps": 1}), objective=Other())
-    assert said(tmp_path / "run", "prefixes") == ["not shared: objective other may read whole samples"]
+@pytest.mark.parametrize("couples", ["token", "sample"])
+def test_an_objective_over_log_probabilities_shares_prefixes(
+    tiny: Any, chats: Path, tmp_path: Path, couples: str
+) -> None:
+    loss = "return {'loss': -labels.logprobs.sum()}"
+    own = f"import flatout\nclass Own(flatout.Objective):\n    couples = {couples!r}\n"
+    (tmp_path / "own.py").write_text(f"{own}    def __call__(self, labels):\n        {loss}\n")
+    objective = {"path": f"{tmp_path / 'own.py'}:Own"}
+    train(run_of(tiny, chats, tmp_path / "run", batch={"max_steps": 1}, objective=objective))
+    assert said(tmp_path / "run", "prefixes")[0].startswith("shared:")
 
 
 def test_data_without_a_common_start_shares_nothing(tiny: Any, tmp_path: Path) -> None:

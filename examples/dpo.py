@@ -1,0 +1,37 @@
+"""Direct preference optimization (arXiv:2305.18290), as a loss of your own.
+
+    flatout train run.yaml objective.path=dpo.py:DPO objective.beta=0.1
+
+A unit of the data set is a pair of answers to one prompt, the chosen one first. Its column `ref_logprob` has the
+log-probability of each answer under the reference, which is the model before training.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from flatout import Figure, LabelTokens, Objective
+
+
+class DPO(Objective):
+    """-log sigmoid(beta (d_chosen - d_rejected)) of each pair; d is an answer's log-ratio to the reference."""
+
+    couples = "unit"
+    needs = ("ref_logprob",)
+    normalizer = "units"
+    figures = {"rewards/accuracies": Figure(), "rewards/margins": Figure(), "logps/chosen": Figure()}
+
+    beta: float = Field(default=0.1, gt=0)
+
+    def __call__(self, labels: LabelTokens) -> dict[str, Tensor]:
+        logprobs = labels.by_sample(labels.logprobs)
+        rewards = self.beta * (logprobs - labels.column("ref_logprob"))
+        margins = labels.by_unit(rewards).diff(dim=1).neg()
+        return {
+            "loss": -logsigmoid(margins).sum(),
+            "rewards/accuracies": (margins > 0).sum(),
+            "rewards/margins": margins.sum(),
+            "logps/chosen": labels.by_unit(logprobs)[:, 0].sum(),
+        }

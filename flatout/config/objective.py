@@ -1,0 +1,75 @@
+"""The objective as a setting: a kind that flatout has, or a class in a person's own file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Self
+
+from pydantic import ConfigDict, model_validator
+
+from flatout.config.section import Section
+from flatout.errors import UsageError
+
+# kind -> module and class below flatout.objectives, whose fields are the kind's settings
+OBJECTIVES: Mapping[str, str] = MappingProxyType(
+    {"cross_entropy": "cross_entropy.CrossEntropy", "weighted_tokens": "weighted_tokens.WeightedTokens"}
+)
+
+
+def objective_section(value: Any) -> Any:
+    """Return the section that a kind or FILE.py:CLASS is short for. Raises UsageError for an object of this process."""
+    if isinstance(value, str):
+        return {"path" if ".py:" in value else "kind": value}
+    if value is None or isinstance(value, Mapping | ObjectiveConfig):
+        return value
+    name = getattr(value, "__name__", type(value).__name__)
+    raise UsageError(
+        f"objective: expected a setting, got the object {name}, which other ranks and a resumed run would lack; "
+        f"put the class in a file of its own and write objective={{'path': 'FILE.py:{name}', ...}} with its fields"
+    )
+
+
+def class_of_kind(kind: str) -> Any:
+    """Return the class of a kind of OBJECTIVES."""
+    module, name = OBJECTIVES[kind].split(".")
+    return getattr(import_module(f"flatout.objectives.{module}"), name)
+
+
+class ObjectiveConfig(Section):
+    """The loss, with fields of its own; `objective: NAME` is short for `objective: {kind: NAME}`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: str = "cross_entropy"
+    """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`)."""
+    path: str | None = None
+    """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return objective_section(value)
+
+    @model_validator(mode="after")
+    def _fields_are_those_of_the_kind(self) -> Self:
+        if self.path is not None:
+            if "kind" in self.model_fields_set and self.kind != type(self).model_fields["kind"].default:
+                raise ValueError("kind and path are both given; keep one")
+            if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", self.path):
+                raise ValueError(f"path is {self.path!r}; expected FILE.py:CLASS, such as my_loss.py:MyLoss")
+            return self
+        if self.kind not in OBJECTIVES:
+            near = difflib.get_close_matches(self.kind, OBJECTIVES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OBJECTIVES)}"
+            raise ValueError(f"kind {self.kind!r} is unknown; {hint} A loss of your own: objective.path")
+        class_of_kind(self.kind).of(self.fields)
+        return self
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the objective itself."""
+        return dict(self.model_extra or {})

@@ -1,0 +1,1 @@
+"""Losses, one file each: what a loss declares of itself, and how its sums follow from log-probabilities."""

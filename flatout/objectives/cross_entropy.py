@@ -1,0 +1,25 @@
+"""Cross-entropy of the next token, the loss of every run by default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from flatout.objectives.protocol import Figure, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.objectives.labels import LabelTokens
+
+
+class CrossEntropy(Objective):
+    """The negative log-probability of each label token, divided by their number."""
+
+    name = "cross_entropy"
+    figures: ClassVar[Mapping[str, Figure]] = {"token_accuracy": Figure(per="labels")}
+
+    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
+        """Return the sums; 0, still attached to the graph, for a batch without labels."""
+        loss_sum, num_correct = labels.cross_entropy()
+        return {"loss": loss_sum, "token_accuracy": num_correct}

@@ -1,0 +1,117 @@
+"""What an objective reads of a micro-batch: log-probabilities of label tokens, and the samples they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LossSums(NamedTuple):
+    """Sums, not means, over one micro-batch's rows: the caller divides once, by the step's global divisor.
+
+    `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose argmax is right.
+    """
+
+    loss_sum: Tensor
+    num_correct: Tensor
+
+
+class TokenLosses(NamedTuple):
+    """Cross-entropy (L,) fp32 (fp64 in fp64) of each row, with its graph, and whether its argmax is right (L,)."""
+
+    losses: Tensor
+    is_correct: Tensor
+
+
+class Batch(Protocol):
+    """What is read of a packed batch (`models.packed.PackedBatch`)."""
+
+    @property
+    def label_rows(self) -> Tensor: ...
+
+    @property
+    def label_ids(self) -> Tensor: ...
+
+    @property
+    def label_samples(self) -> Tensor: ...
+
+    @property
+    def sample_units(self) -> Tensor: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def num_units(self) -> int: ...
+
+    @property
+    def num_label_tokens(self) -> int: ...
+
+    @property
+    def columns(self) -> Mapping[str, Tensor]: ...
+
+
+class Head(Protocol):
+    """What is called of an output head (`models.objective.TokenHead`)."""
+
+    def cross_entropy(self, rows: Tensor, ids: Tensor) -> LossSums:
+        """Return sums over rows."""
+
+    def token_losses(self, rows: Tensor, ids: Tensor) -> TokenLosses:
+        """Return the losses of rows."""
+
+
+class LabelTokens:
+    """The L label tokens of a micro-batch with S samples of U units, as an objective reads them.
+
+    Everything is computed on first use. `states` (T, D), `batch` and `head` are the lower door, for losses that need
+    more than log-probabilities of labels.
+    """
+
+    def __init__(self, states: Tensor, batch: Batch, head: Head) -> None:
+        self.states, self.batch, self.head = states, batch, head
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The hidden states (L, D) that predict the label tokens."""
+        return self.states.index_select(0, self.batch.label_rows)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The label tokens, int64 (L,)."""
+        return self.batch.label_ids
+
+    @cached_property
+    def _losses(self) -> TokenLosses:
+        return self.head.token_losses(self.rows, self.token_ids)
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """The log-probability of each label token, (L,) fp32 (fp64 in fp64), with its graph."""
+        return -self._losses.losses
+
+    @property
+    def is_correct(self) -> Tensor:
+        """Whether each label token is the likeliest one, bool (L,)."""
+        return self._losses.is_correct
+
+    def cross_entropy(self) -> LossSums:
+        """Return the sum of -logprobs and that of is_correct; also a trained head takes one pass for it."""
+        return self.head.cross_entropy(self.rows, self.token_ids)
+
+    def column(self, name: str) -> Tensor:
+        """Return a column that the objective needs: at label tokens (L,), of samples (S,) or of units (U,)."""
+        return self.batch.columns[name]
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """Return the sums over each sample (S,) of values at label tokens (L,)."""
+        return values.new_zeros(self.batch.num_samples).index_add(0, self.batch.label_samples, values)
+
+    def by_unit(self, values: Tensor) -> Tensor:
+        """Return values of samples (S,) as (U, n), where every unit has n samples, in the order of the data set."""
+        order = self.batch.sample_units.argsort(stable=True)
+        return values[order].view(self.batch.num_units, -1)

@@ -1,0 +1,103 @@
+"""What a loss declares, so that a run is planned before it is computed, and what it computes of a micro-batch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import PrivateAttr, ValidationError
+
+from flatout.config.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.objectives.labels import LabelTokens
+
+# normalizers that every plan knows; another is a column that the objective needs
+COUNTED = ("labels", "samples", "units")
+
+
+class Figure(NamedTuple):
+    """A sum that an objective returns beside its loss.
+
+    `better` says which values are best, for `eval.best`. The figure is the sum divided by the count of `per` (as
+    `Objective.normalizer`); None: by what the loss is divided by.
+    """
+
+    better: Literal["higher", "lower"] = "higher"
+    per: str | None = None
+
+
+class Objective(Section):
+    """A loss over log-probabilities of label tokens. Its fields are settings: typed, frozen, unknown ones refused.
+
+    Subclass it, declare the class variables below, and return sums from `__call__`. A step's gradient is that of
+    sum(loss) / sum(normalizer) over all micro-batches and ranks: it does not depend on how the step is split.
+    """
+
+    name: ClassVar[str] = ""
+    """What records, messages and checkpoints call it; by default, the name of the class."""
+    couples: ClassVar[Literal["token", "sample", "unit"]] = "token"
+    """The most that one term of the sum reads: a token, all label tokens of a sample, or all samples of a unit."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Columns of the data set that it reads."""
+    normalizer: ClassVar[str] = "labels"
+    """What the loss is divided by: the step's number of labels, samples or units, or the sum of a column it needs."""
+    figures: ClassVar[Mapping[str, Figure]] = {}
+    """The sums besides `loss`, by name."""
+
+    # hash of the file that a person's own class is from
+    _source: str = PrivateAttr("")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the objective with these fields. Raises ValueError with every problem, in one sentence each."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ValueError("; ".join(cls._describe(item) for item in error.errors(include_url=False))) from error
+
+    @classmethod
+    def _describe(cls, item: Any) -> str:
+        name, fields = ".".join(map(str, item["loc"])), list(cls.model_fields)
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            known = f"its fields are {', '.join(fields)}" if fields else "it has no fields"
+            return f"objective.{name}: {cls.name} has no such field; {f'did you mean {near[0]}?' if near else known}"
+        if item["type"] == "missing":
+            return f"objective.{name}: missing; {cls.name} needs it"
+        message = str(item["msg"]).removeprefix("Value error, ")
+        return f"objective.{name}: {message[:1].lower()}{message[1:]}, got {item['input']!r:.100}"
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The names of all sums, the loss first."""
+        return ("loss", *self.figures)
+
+    @property
+    def asked_columns(self) -> tuple[str, ...] | None:
+        """The columns that batches carry, beside the sample and unit of each label token; None: neither."""
+        return self.needs if self.needs or self.couples != "token" else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from others: name, fields, and the hash of a person's own file."""
+        return {"name": self.name, "settings": self.model_dump(mode="json"), "source": self._source}
+
+    @property
+    def line(self) -> str:
+        """One line for the console."""
+        fields = ", ".join(f"{name} {value}" for name, value in self.model_dump(mode="json").items())
+        per = {"labels": "label token", "samples": "sample", "units": "unit"}.get(self.normalizer, self.normalizer)
+        return f"{self.name}{f' ({fields})' if fields else ''}, per {per}"
+
+    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
+        """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__")

@@ -1,0 +1,27 @@
+"""Cross-entropy in which each token has a weight of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from flatout.objectives.protocol import Figure, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.objectives.labels import LabelTokens
+
+
+class WeightedTokens(Objective):
+    """The negative log-probability of each label token times its `weight`, divided by the sum of these weights."""
+
+    name = "weighted_tokens"
+    needs = ("weight",)
+    normalizer = "weight"
+    figures: ClassVar[Mapping[str, Figure]] = {"token_accuracy": Figure(per="labels")}
+
+    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
+        """Return the sums."""
+        weights = labels.column("weight").to(labels.logprobs.dtype)
+        return {"loss": -(weights * labels.logprobs).sum(), "token_accuracy": labels.is_correct.sum()}

@@ -1,0 +1,91 @@
+"""What a step's sums are divided by: numbers that the plan knows before step 0, so that ranks need no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
+from flatout.objectives.protocol import Objective
+from flatout.planner.steps.step_plan import StepPlan
+
+# samples whose columns are summed at a time
+_CHUNK = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizers:
+    """Of each of an objective's sums, the name of what it is divided by, and what each sample adds to these.
+
+    `per` is in the order of `Objective.sum_names`. `values` has float64 (num_samples,) by name; a step counts its label
+    tokens itself.
+    """
+
+    names: tuple[str, ...]
+    per: tuple[str, ...]
+    values: Mapping[str, NDArray[np.float64]]
+
+    def of(self, step: StepPlan) -> list[float]:
+        """Return what each sum of a step is divided by, the loss first."""
+        counts = {name: self._count(name, step) for name in dict.fromkeys(self.per)}
+        return [counts[name] for name in self.per]
+
+    def of_loss(self, step: StepPlan) -> float:
+        """Return what the loss of a step is divided by."""
+        return self._count(self.per[0], step)
+
+    def _count(self, name: str, step: StepPlan) -> float:
+        if name == "labels":
+            return step.num_label_tokens
+        return float(self.values[name][list(step.sample_ids)].sum())
+
+    def figures(self, sums: Sequence[float], step: StepPlan) -> dict[str, float]:
+        """Return the step's figures by name, without the loss; 0 where there is nothing to divide by."""
+        pairs = zip(self.names[1:], sums[1:], self.of(step)[1:], strict=True)
+        return {name: value / (count or 1) for name, value, count in pairs}
+
+
+def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
+    """Count what an objective's sums are divided by. Raises DataError for values that are negative, or all 0."""
+    names = objective.sum_names
+    per = (objective.normalizer, *(figure.per or objective.normalizer for figure in objective.figures.values()))
+    values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
+    for name, found in values.items():
+        if (found < 0).any():
+            index = int(np.flatnonzero(found < 0)[0])
+            raise DataError(
+                f"{store.origin(index)}: column {name} adds {found[index]:g}, but objective {objective.name} divides "
+                "by its sum; give values of at least 0"
+            )
+        if not found.any():
+            raise DataError(f"{store.folder}: {name} is 0 for every sample: objective {objective.name} learns nothing")
+    return Normalizers(names, per, values)
+
+
+def _values_of(name: str, store: TokenStore) -> NDArray[np.float64]:
+    """Return what each sample adds to a normalizer."""
+    if name == "samples":
+        return np.ones(store.num_samples)
+    starts_unit = np.diff(store.units_of(np.arange(store.num_samples)), prepend=-1) > 0
+    if name == "units":
+        return starts_unit.astype(np.float64)
+    column, stored = store.columns[name], store.extra[name]
+    if column.per == "sample":
+        return np.asarray(stored, np.float64)
+    if column.per == "unit":
+        found = np.zeros(store.num_samples)
+        found[starts_unit] = stored
+        return found
+    found = np.empty(store.num_samples)
+    for first in range(0, store.num_samples, _CHUNK):
+        bounds = store.offsets[first : first + _CHUNK + 1]
+        tokens = slice(int(bounds[0]), int(bounds[-1]))
+        is_label = np.array(store.loss_mask[tokens])
+        is_label[bounds[:-1] - bounds[0]] = False  # a first token is never predicted
+        kept = np.where(is_label, stored[tokens], 0).astype(np.float64)
+        found[first : first + _CHUNK] = np.add.reduceat(kept, bounds[:-1] - bounds[0])
+    return found
