@@ -3,7 +3,7 @@
     python benchmarks/kills.py --kills 50                           # one process, started again after each kill
     python benchmarks/kills.py --kills 20 --ranks 2 --save-every 5  # a random rank; the run recovers by itself
     python benchmarks/kills.py --kills 1 --save-every 20 --max-steps 100 --rows alpaca.json \\
-        --tokenizer QWEN3_TOKENIZER_DIR device=auto method=lora     # a Qwen3-0.6B shape on real rows
+        --tokenizer QWEN3_TOKENIZER_DIR     # LoRA of a Qwen3-0.6B shape on real rows
 
 A tiny model learns the demo's rows in fp32 unless `--rows` says which; settings follow as overrides, `deterministic` is
 true. One process saves at every step, so that about half of the kills land inside a save, and each of its lives is a
@@ -56,7 +56,10 @@ def write_config(root: Path, name: str, args: argparse.Namespace) -> Path:
         "batch": {"samples_per_step": 32 if args.rows else 2 * args.ranks, "max_steps": args.max_steps},
         "checkpoint": {"every_steps": args.save_every, "keep": 2},
     }
-    if not args.rows:
+    if args.rows:
+        values |= {"lora": {"rank": 16, "dropout": 0.05}, "optim": {"lr": 1e-3}}
+        values["batch"]["micro_batch_tokens"] = 8192
+    else:
         values |= {"device": "cpu", "method": "full", "compile": "off"}
     if args.ranks > 1:
         values["gpus"] = list(range(args.ranks))
