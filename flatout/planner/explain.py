@@ -23,8 +23,9 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """What a run will do. Counts are over the whole run, but `num_samples` is the size of the data set.
+    """What a run will do. Counts are over the whole run, but `num_samples` and `num_units` are of the data set.
 
+    `num_units` is None where each sample is one.
     `num_naive_tokens` is what a padding loader would compute for the same steps, `padding_avoided` the share of them
     that is padding and not computed here, `padding_share` that of the computed tokens that is padding. `num_tokens` are
     those of all samples; `num_shared_tokens` of them are not computed again, as samples of one micro-batch share them.
@@ -53,6 +54,7 @@ class PlanReport:
     padding_avoided: float
     padding_share: float
     num_shared_tokens: int = 0
+    num_units: int | None = None
 
 
 def explain(
@@ -113,6 +115,7 @@ def explain(
         padding_avoided=max(0.0, 1.0 - (num_padded + num_shared) / num_naive),
         padding_share=1.0 - (num_tokens - num_shared) / num_padded,
         num_shared_tokens=num_shared,
+        num_units=None if plan.unit_offsets is None else plan.num_units,
     )
 
 
@@ -123,7 +126,8 @@ def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     largest = f"at most {report.max_micro_batch_tokens:,} tokens each"
     naive = f"{report.num_naive_tokens:,} tokens of batches padded to their longest sample"
     yield "steps", f"{report.num_steps:,}"
-    yield "samples", f"{report.num_samples:,}{held_out}, {report.epochs:.4g} epochs"
+    units = "" if report.num_units is None else f" in {report.num_units:,} units"
+    yield "samples", f"{report.num_samples:,}{units}{held_out}, {report.epochs:.4g} epochs"
     yield "tokens", f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens"
     yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
     yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"

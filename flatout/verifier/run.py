@@ -20,7 +20,7 @@ from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.model import resolve_precision
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.planning import PlannedRun
@@ -145,7 +145,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     tokens = planned.plan.layout.micro_batch_tokens
     if device.type == "cpu":
         tokens = max(tokens, min(step.num_tokens, CPU_TOKENS))
-    batch = config.batch.model_copy(update={"micro_batch_tokens": max(int(planned.store.lengths.max()), tokens)})
+    batch = config.batch.model_copy(update={"micro_batch_tokens": max(_largest_unit(planned), tokens)})
     config = config.model_copy(update={"batch": batch})
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step.index)
@@ -180,24 +180,29 @@ def _plain_row(plain: PlainModel, samples: list[Sample], max_tokens: int, refere
 
 
 def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
-    """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per sample."""
-    places = run.plan.samples.indices_of(step.sample_ids)
-    lengths, labels = run.plan.samples.lengths[places].tolist(), run.plan.samples.num_labels[places].tolist()
-    layout = run.plan.layout
-    sizes = [None if layout.pass_tokens is None else row_length(length) for length in lengths]
-    samples = zip(step.sample_ids, lengths, labels, sizes, strict=True)
-    alone = tuple(MicroBatch((i,), n, m, row_length=size) for i, n, m, size in samples)
+    """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per unit."""
+    layout, samples = run.plan.layout, run.plan.samples
+    items = samples.take(samples.indices_of(step.sample_ids)).items(layout.cost)
+    longest, each = max(item.length for item in items), "sample" if samples.units is None else "unit"
+    alone = tuple(layout.micro_batch([items[index] for index in bundle.members]) for bundle in make_bundles(items))
+    largest = run.plan.largest_unit(alone)
     cuts: dict[int, tuple[MicroBatch, ...]] = {}
     for wanted in range(1, MAX_MICRO_BATCHES + 1):
         # with some slack, or samples of uneven lengths would need one more micro-batch
-        tokens = max(*lengths, -(-step.num_tokens // wanted) + max(lengths) // 8)
+        tokens = max(largest, -(-step.num_tokens // wanted) + longest // 8)
         batches = run.plan.resplit(step, 0, min(run.plan.layout.micro_batch_tokens, tokens))
         cuts.setdefault(len(batches), batches)
     cuts[len(alone)] = alone
     for num, batches in sorted(cuts.items()):
         several = f"{layout.name}, {num} micro-batches"
-        case = layout.name if num == 1 else "each sample alone" if num == len(alone) else several
+        case = layout.name if num == 1 else f"each {each} alone" if num == len(alone) else several
         yield measure(run, replace(step, ranks=(batches,)), reference, case)
+
+
+def _largest_unit(planned: PlannedRun) -> int:
+    """Return the tokens of the largest unit, if its samples share nothing."""
+    as_rows = planned.plan.layout.pass_tokens is not None
+    return int(planned.plan.samples.unit_tokens(as_rows=as_rows, padded=False).max())
 
 
 def _own_rows(
@@ -240,7 +245,7 @@ def _rank_cases(
     shards by its own file, so it has no case. Pairs of ranks share micro-batches in one more, if the model allows it.
     """
     cases = []
-    longest, budget = int(planned.store.lengths.max()), planned.plan.layout.micro_batch_tokens
+    longest, budget = _largest_unit(planned), planned.plan.layout.micro_batch_tokens
 
     def add(name: str, strategy: str, world: int, context_ranks: int = 1) -> None:
         values = config.model_dump(mode="json")

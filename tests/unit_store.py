@@ -1,0 +1,63 @@
+"""A data set of units of mixed sizes (pairs, singles, groups) with columns of its own, as a preference set would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from flatout.data import registry
+from flatout.data.columns import Column
+from flatout.data.store_writer import new_store
+from flatout.data.token_store import StoreMeta, TokenStore
+from flatout.data.tokenizer import load_tokenizer, tokenizer_digest
+
+COLUMNS = {
+    "weight": Column("float64", "token", "how much a token counts"),
+    "ref_logprob": Column("float64", "sample", "log-probability of the answer by the reference"),
+    "margin": Column("float64", "unit", "what the first answer is ahead by"),
+}
+
+
+def write_units(
+    root: Path, tokenizer: Path, sizes: list[int], *, name: str = "units", declares: bool = True, seed: int = 0
+) -> TokenStore:
+    """Write units of `sizes` samples as the data set `name`; about every second one shares a prompt of 70 tokens."""
+    rng, ids, masks, prefixes = np.random.default_rng(seed), [], [], []
+    for unit, size in enumerate(sizes):
+        shared = 70 if unit % 2 == 0 and size > 1 else 5
+        prompt = rng.integers(5, 200, shared)
+        for place in range(size):
+            answer = np.concatenate([[200 + place], rng.integers(5, 200, rng.integers(6, 50))])
+            ids.append(np.concatenate([prompt, answer]).astype(np.int32))
+            masks.append(np.arange(len(ids[-1])) > shared)
+        prefixes.append(shared if size > 1 else 0)
+    columns = COLUMNS | ({"prefix_tokens": Column("int32", "unit", "tokens of the prompt")} if declares else {})
+    values = {
+        "weight": rng.random(sum(map(len, ids))),
+        "ref_logprob": -5 * rng.random(len(ids)),
+        "margin": rng.random(len(sizes)),
+        "prefix_tokens": np.array(prefixes, np.int32),
+    }
+    folder, loaded, count = registry.built_dir(root, name), load_tokenizer(str(tokenizer)), len(ids)
+    meta = StoreMeta(
+        name=name, fingerprint="f" * 32, tokenizer=str(tokenizer), tokenizer_digest=tokenizer_digest(loaded),
+        template="", template_text="", vocabulary_size=len(loaded),
+        settings={"loss_type": "response_only", "max_tokens": 500},
+        files=(name,), counts={"rows": count}, max_token_id=int(max(map(max, ids))),
+    )  # fmt: skip
+    units = np.array(sizes)
+    with new_store(folder, len(loaded), columns=columns) as writer:
+        writer.append(
+            np.concatenate(ids), np.concatenate(masks), np.array([len(own) for own in ids]),
+            np.zeros(count, np.int32), np.repeat(np.arange(1, len(sizes) + 1), units), units,
+            {each: values[each] for each in columns},
+        )  # fmt: skip
+        percentiles = dict.fromkeys(("p50", "p90", "p95", "p99", "p100"), 100)
+        writer.finish(meta, {"counts": {"rows": count}, "length_percentiles": percentiles})
+    entry = registry.Entry(
+        name=name, path=str(folder.relative_to(root)), sources=(name,), num_samples=count, tokenizer=str(tokenizer),
+        template=None, loss_type="response_only", fingerprint=meta.fingerprint, created="",
+    )  # fmt: skip
+    registry.upsert(root, entry)
+    return TokenStore.open(folder)
