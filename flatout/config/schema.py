@@ -96,8 +96,8 @@ class EvalConfig(Section):
     """Minimum improvement of it that counts as a new best."""
     prompts: list[str] | PathText | None = None
     """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
-    line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. Each
-    new token costs one forward pass over prompt and answer: three prompts cost at most as much as 192 such samples."""
+    line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. All
+    are answered together, and each new token is computed once."""
     max_new_tokens: int = Field(default=64, ge=1, le=1024)
     """Maximum tokens of each of these answers."""
     temperature: float = Field(default=0.0, ge=0, le=100)

@@ -23,7 +23,7 @@ from flatout.track.callback import Reporter
 # every evaluation writes all of them into one line of answers.jsonl
 MAX_PROMPTS, MAX_PROMPT_BYTES = 32, 128 << 10
 NUM_ROWS = 3
-# rows of the evaluation set up to this length are preferred, as every token of an answer computes its prompt again
+# rows of the evaluation set up to this length are preferred, as people read them
 MAX_ROW_TOKENS = 512
 
 
