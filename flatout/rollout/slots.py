@@ -32,19 +32,20 @@ def open_slots(weights: Weights, answers: Sequence[Answer]) -> tuple[Slots, int]
     num_bytes = _bytes_of_a_token(weights, answers[0].prompt_ids[0]) * length
     budget = int(MAX_SHARE * free_bytes(weights.device))
     wanted = min(len(answers), MAX_SLOTS)
-    num_slots = weights.least(min(wanted, budget // num_bytes))
+    # float8 products want a multiple of 16 rows
+    unit = _SLOTS_MULTIPLE if weights.device.type == "cuda" else 1
+    num_slots = weights.least(min(wanted + -wanted % unit, budget // num_bytes))
     if num_slots < 1:
         raise NoRoomError(
             f"an answer of {length:,} tokens with its prompt keeps {num_bytes / 2**30:.2f} GiB of keys and values, but "
             f"{budget / 2**30:.2f} GiB may be used; lower the number of new tokens or shorten the prompts"
         )
+    num_slots -= num_slots % unit if num_slots > unit else 0
     if num_slots < wanted:
         weights.tell(
             f"{num_slots:,} of {len(answers):,} answers are sampled at once: each keeps {num_bytes / 2**20:,.0f} MiB "
             f"of keys and values, and {budget / 2**30:.1f} GiB may be used"
         )
-    # float8 products need a multiple of 16 rows
-    num_slots += -num_slots % _SLOTS_MULTIPLE if weights.device.type == "cuda" else 0
     cache = SlotCache(num_slots, length)
     return Slots(weights.logits, cache, weights.device, weights.pass_tokens), num_slots
 
