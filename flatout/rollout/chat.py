@@ -17,7 +17,7 @@ from flatout.io.redact import printable
 from flatout.io.template_limits import bounded
 from flatout.models.load.model import library_errors
 from flatout.models.stops import stop_token_ids
-from flatout.rollout.in_process import InProcess
+from flatout.rollout.in_process import FormName, InProcess
 from flatout.rollout.sampler import SamplingParams
 from flatout.rollout.weights import inference_weights
 
@@ -30,10 +30,8 @@ _OTHERS = {
     "forced_bos_token_id": None, "forced_eos_token_id": None, "min_new_tokens": None, "min_length": 0,
     "exponential_decay_length_penalty": None, "guidance_scale": None, "encoder_repetition_penalty": 1.0,
 }  # fmt: skip
-# tokens of a prompt, and of an answer to it, with which a cache is compared before anything is printed
-_PROVED_TOKENS, _PROVED_ANSWER = 64, 4
-# a model keeps its sampler, which knows the fastest exact form
-_SAMPLERS: WeakKeyDictionary[PreTrainedModel, InProcess] = WeakKeyDictionary()
+# which forms of the sampler are exact for a model, for as long as it is there
+_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[FormName, bool]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +181,9 @@ def answer_all(
     printed. The model must come from load_for_inference. Raises UsageError if the model's files have unusable values.
     """
     params = _params(model, tokenizer, sampling, max_new_tokens=max_new_tokens, seed=seed)
-    sampler = _SAMPLERS.setdefault(model, InProcess(inference_weights(model, warnings.warn)))
+    sampler = InProcess(inference_weights(model, warnings.warn), known=_KNOWN.setdefault(model, {}))
     if stream:
-        short = [prompt[-_PROVED_TOKENS:] for prompt in prompts[:2]]
-        sampler.sample(short, 1, SamplingParams(_PROVED_ANSWER, max_positions=params.max_positions))
+        sampler.prove(prompts)
     printer, counts = _Printer(tokenizer, len(prompts)), [0] * len(prompts)
 
     def told(prompt: int, completion: int, token_id: int) -> None:

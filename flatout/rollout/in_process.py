@@ -26,6 +26,8 @@ from flatout.rollout.weights import Weights
 FormName = Literal["slots", "own cache", "recomputed"]
 # tokens at the end of an answer whose log-probabilities are compared
 NUM_COMPARED = 64
+# tokens of a prompt and of its answer in `prove`
+PROVED_TOKENS, PROVED_ANSWER = 128, 4
 
 
 @dataclass
@@ -33,14 +35,13 @@ class InProcess(Sampler):
     """A `Sampler` over weights in this process, which may change between calls: no copy of them is made.
 
     Slots are taken where layers keep only keys and values, else transformers' own cache; each form is compared with
-    passes without a cache once, and given up if it differs. With `records`, steps in slots on a GPU are recorded as
-    CUDA graphs.
+    passes without a cache once, and given up if it differs: `known` says which are exact. With `records`, steps in
+    slots on a GPU are recorded as CUDA graphs.
     """
 
     weights: Weights
     records: bool = True
-    _proved: set[FormName] = field(default_factory=set)
-    _given_up: set[FormName] = field(default_factory=set)
+    known: dict[FormName, bool] = field(default_factory=dict)
 
     def load(self, adapter: Path, version: int) -> None:
         """Do nothing: the weights are those that this process trains."""
@@ -65,12 +66,20 @@ class InProcess(Sampler):
                 why = first_line(error)
             if why is None:
                 return [[each.completion_value for each in group] for group in answers]
-            self._given_up.add(name)
+            self.known[name] = False
             if name == "own cache":
                 self.weights.tell(
                     f"every token computes its prompt again, as this model has no cache that is exact: {why}"
                 )
         raise AssertionError("the last form is always usable")
+
+    def prove(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Find the form for as many prompts by a few tokens, before answers are shown that might be given up."""
+        form, *_ = self._usable_forms(len(prompts))
+        if form != "recomputed" and form not in self.known:
+            # of each prompt the end, which leaves positions for an answer
+            ends = [prompt[-PROVED_TOKENS:] for prompt in prompts[:2]]
+            self.sample([end[len(end) // 2 :] for end in ends], 1, SamplingParams(PROVED_ANSWER))
 
     def _usable_forms(self, num_answers: int) -> list[FormName]:
         weights, forms = self.weights, list[FormName]()
@@ -78,7 +87,7 @@ class InProcess(Sampler):
         config = weights.model.config.get_text_config()
         if weights.packs is not None and fits and whole_document_problem(config) is None:
             forms.append("slots")
-        return [name for name in (*forms, "own cache", "recomputed") if name not in self._given_up]
+        return [name for name in (*forms, "own cache", "recomputed") if self.known.get(name, True)]
 
     @contextmanager
     def _opened(self, name: FormName, answers: Sequence[Answer]) -> Iterator[tuple[Form, int]]:
@@ -95,7 +104,7 @@ class InProcess(Sampler):
 
     def _difference(self, name: FormName, answers: Sequence[Answer]) -> str | None:
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
-        if name == "recomputed" or name in self._proved:
+        if name == "recomputed" or name in self.known:
             return None
         longest = max(answers, key=lambda each: len(each.token_ids))
         found = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
@@ -103,7 +112,7 @@ class InProcess(Sampler):
         error, limit = float((found - true).abs().mean()), self.weights.tolerance
         if not self.weights.least(int(error <= limit)):
             return f"log-probabilities differ by {error:.1e} on average (limit {limit:.0e})"
-        self._proved.add(name)
+        self.known[name] = True
         return None
 
 
