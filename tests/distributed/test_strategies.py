@@ -32,7 +32,7 @@ def values(tiny: Any, method: str, precision: str = "fp64", **sections: Any) -> 
         "batch": {"samples_per_step": 8, "micro_batch_tokens": 500, "max_steps": 20},
         "optim": {"lr": 1e-3, "max_grad_norm": 0.1, "weight_decay": 0.1},
         "checkpoint": {"every_steps": None},
-        "eval": {"fraction": 0.1, "max_new_tokens": 4},
+        "eval": {"fraction": 0.1, "max_new_tokens": 4, "temperature": 1.0 if precision == "fp64" else 0.0},
     }
     if method == "lora":
         given["lora"] = {"rank": 4, "alpha": 8}
