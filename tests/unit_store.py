@@ -20,10 +20,16 @@ COLUMNS = {
 
 
 def write_units(
-    root: Path, tokenizer: Path, sizes: list[int], *, name: str = "units", declares: bool = True, seed: int = 0
+    root: Path,
+    tokenizer: Path,
+    sizes: list[int],
+    *,
+    name: str = "units",
+    declares: bool = True,
+    lacks: str = "",
 ) -> TokenStore:
     """Write units of `sizes` samples as the data set `name`; about every second one shares a prompt of 70 tokens."""
-    rng, ids, masks, prefixes = np.random.default_rng(seed), [], [], []
+    rng, ids, masks, prefixes = np.random.default_rng(0), [], [], []
     for unit, size in enumerate(sizes):
         shared = 70 if unit % 2 == 0 and size > 1 else 5
         prompt = rng.integers(5, 200, shared)
@@ -33,6 +39,7 @@ def write_units(
             masks.append(np.arange(len(ids[-1])) > shared)
         prefixes.append(shared if size > 1 else 0)
     columns = COLUMNS | ({"prefix_tokens": Column("int32", "unit", "tokens of the prompt")} if declares else {})
+    columns = {each: column for each, column in columns.items() if each != lacks}
     values = {
         "weight": rng.random(sum(map(len, ids))),
         "ref_logprob": -5 * rng.random(len(ids)),

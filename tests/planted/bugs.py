@@ -33,6 +33,8 @@ SELFTEST = "tests/parity/test_models_selftest.py"
 ONE_ROUNDING = "tests/parity/test_one_rounding.py"
 ROUTERS = "tests/parity/test_experts_router.py"
 FALLBACK = "tests/unit/models/test_compile_fallback.py"
+UNITS = "tests/property/test_unit_properties.py"
+COLUMNS = "tests/unit/trainer/test_batch_columns.py"
 UNTIED = (
     "(model.train(), setattr(model.get_output_embeddings(), 'weight', "
     "torch.nn.Parameter(model.get_output_embeddings().weight.detach().clone())))"
@@ -77,6 +79,16 @@ BUGS = (
     Bug("dropout not tied to the position", "_backward_each",
         "seed_micro_batch(X, step=Y.index, rank=Z, micro_batch=W)",
         "seed_micro_batch(X, step=id(Y), rank=Z, micro_batch=W)", RESUME),
+    Bug("a unit is parted", "make_bundles", "index if item.unit is None else item.unit", "index",
+        f"{UNITS}::test_steps_count_units_and_no_pass_parts_one"),
+    Bug("a unit is held out in part", "split_held_out", "labelings.append(X)", "None",
+        f"{UNITS}::test_a_unit_is_held_out_whole"),
+    Bug("a label of the wrong sample", "Feed._gather", "np.arange(len(read))", "np.arange(len(read))[::-1]",
+        f"{COLUMNS}::test_each_label_has_the_columns_of_its_token_sample_and_unit"),
+    Bug("a filler counts as a unit", "Feed._gather", "micro_batch.is_filler", "False",
+        f"{COLUMNS}::test_a_filler_has_no_sample_and_no_unit"),
+    Bug("a column is replaced in its own file", "add_column", 'f"{name}-{mark[:16]}.npy"', 'f"{name}.npy"',
+        "tests/unit/data/test_columns.py::test_a_column_is_whole_or_not_there_whenever_a_write_ends"),
     Bug("evaluation leaves dropout off", "inference", "X.model.train()", "None", f"{EXACT}::test_evaluation_equals"),
     Bug("evaluation with dropout", "inference", "X.model.eval()", "None", f"{EXACT}::test_evaluation_equals"),
     Bug("rows repeated to fill the last step", "RunPlan._block", "np.arange(X, min(Y, Z))", "np.arange(X, Y) % Z",

@@ -222,3 +222,33 @@ def test_units_as_typed(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "column ref_logprob: float64 per sample: log-probability of the answer" in capsys.readouterr().out
     assert main(["plan", str(tmp_path / "run.yaml"), "batch.micro_batch_tokens=150", "batch.share_prefix=off"]) == 2
     assert "the unit of sample" in capsys.readouterr().err
+
+
+def test_a_loss_that_needs_a_column_names_it_before_step_0(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any
+) -> None:
+    store = write_units(tmp_path, tiny.model_dir, [2] * 12, lacks="ref_logprob")
+    dpo = Path(__file__).parents[3] / "examples" / "dpo.py"
+    (tmp_path / "run.yaml").write_text(
+        f"run_dir: {tmp_path / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"
+        f"data: {{name: units, root: '{tmp_path}'}}\nbatch: {{samples_per_step: 5, max_steps: 2}}\n"
+        "checkpoint: {every_steps: 1, keep: 9}\neval: {prompts: []}\n"
+        f"lora: {{rank: 4, alpha: 8}}\nobjective: {{path: '{dpo}:DPO'}}\n"
+    )
+    assert main(["train", str(tmp_path / "run.yaml")]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "data set 'units' has no column 'ref_logprob', which objective" in said
+    assert "flatout.data.add_column" in said
+    assert not metrics_of(tmp_path / "run")
+    reference = -np.arange(1, 25, dtype=np.float32)
+    add_column(store.folder, "ref_logprob", reference, per="sample", meaning="by the reference")
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert len(metrics_of(tmp_path / "run")) == 2
+    # the column's content is part of the data: a run goes on with the same one only
+    for folder in (tmp_path / "run" / "final", tmp_path / "run" / "checkpoints" / "step-2"):
+        shutil.rmtree(folder)
+    add_column(store.folder, "ref_logprob", reference - 1, per="sample", meaning="by the reference")
+    assert main(["train", str(tmp_path / "run.yaml")]) == 4
+    assert "the data differs from what the checkpoint was trained on" in capsys.readouterr().err
+    add_column(store.folder, "ref_logprob", reference, per="sample", meaning="by the reference")
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
