@@ -23,7 +23,8 @@ PYTHON = {
     "flatout": ["train", "load", "plan", "verify", "build_data"],
     "flatout.api.run": ["Run", "Page"],
     "flatout.track.callback": ["Callback"],
-    "flatout.models.objective": ["Objective", "TokenHead", "LossSums"],
+    "flatout.objectives.protocol": ["Objective", "Figure"],
+    "flatout.objectives.labels": ["LabelTokens"],
     "flatout.errors": ["FlatoutError"],
 }
 

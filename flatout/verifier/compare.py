@@ -172,9 +172,9 @@ def free_memory() -> None:
 def measure(run: Run, step: StepPlan, reference: Reference, case: str) -> Row:
     """Compare one step's loss, gradients and norm over all ranks with the reference; only rank 0's row is filled."""
     run.optimizer.zero_grad(set_to_none=True)
-    loss_sum, num_correct = accumulate_gradients(run, step)
+    sums = accumulate_gradients(run, step)
     run.strategy.sum_gradients(run.parameters)
-    totals = run.strategy.sum_values(torch.stack([loss_sum, num_correct]))
+    totals = run.strategy.sum_values(sums)
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters).item()
     run.scaler.update()
@@ -182,7 +182,7 @@ def measure(run: Run, step: StepPlan, reference: Reference, case: str) -> Row:
     grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
     gradients = ((name, grad.full_tensor() if isinstance(grad, DTensor) else grad) for name, grad in grads)
     if run.rank.is_first:
-        row = reference.compare(case, totals[0].item() / step.num_label_tokens, norm, gradients)
+        row = reference.compare(case, totals[0].item() / run.planned.normalizers.of_loss(step), norm, gradients)
     else:
         # gathering a sharded gradient is collective
         deque(gradients, maxlen=0)

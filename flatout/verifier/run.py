@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from flatout.config.objective import ObjectiveConfig
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.errors import NumericError, ResourceError, UsageError
@@ -28,6 +29,7 @@ from flatout.trainer.state import Run
 from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly
 from flatout.verifier.plain_loop import PlainModel, Sample, plain_model, plain_step
+from flatout.verifier.plain_objective import objective_step
 from flatout.verifier.ranks import RankCase, run_rank_cases
 
 Exact = Literal["fp32", "fp64"]
@@ -152,9 +154,12 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     adapter = folder / "adapter"
     plain = plain_model(config, device, adapter)
-    reference = Reference.write(folder / "reference", plain_step(plain, samples), plain.gradients)
-    max_tokens = planned.plan.layout.micro_batch_tokens
-    yield _plain_row(plain, samples, max_tokens, reference, "padded, plain transformers").judged(limit)
+    is_plain = config.objective == ObjectiveConfig()
+    loss = plain_step(plain, samples) if is_plain else _objective_loss(plain, planned, step)
+    reference = Reference.write(folder / "reference", loss, plain.gradients)
+    if is_plain:
+        max_tokens = planned.plan.layout.micro_batch_tokens
+        yield _plain_row(plain, samples, max_tokens, reference, "padded, plain transformers").judged(limit)
     del plain
     free_memory()
     if config.method == "lora":
@@ -171,6 +176,10 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
         yield from _own_rows(own, config, device, reference, step.index)
     if cases := _rank_cases(config, reference, limit, planned, step, num_ranks):
         yield from run_rank_cases(cases, folder / "ranks")
+
+
+def _objective_loss(plain: PlainModel, planned: PlannedRun, step: StepPlan) -> float:
+    return objective_step(plain, planned.objective, planned.store, step.sample_ids)
 
 
 def _plain_row(plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str) -> Row:
@@ -192,7 +201,8 @@ def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
         tokens = max(largest, -(-step.num_tokens // wanted) + longest // 8)
         batches = run.plan.resplit(step, 0, min(run.plan.layout.micro_batch_tokens, tokens))
         cuts.setdefault(len(batches), batches)
-    cuts[len(alone)] = alone
+    if run.planned.objective.couples != "unit":
+        cuts[len(alone)] = alone
     for num, batches in sorted(cuts.items()):
         several = f"{layout.name}, {num} micro-batches"
         case = layout.name if num == 1 else f"each {each} alone" if num == len(alone) else several
@@ -224,7 +234,13 @@ def _own_rows(
     samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     plain = plain_model(config.model_copy(update={"base": trained.base}), device, config.lora.continue_from or Path())
     max_tokens = planned.plan.layout.micro_batch_tokens
-    noise = _plain_row(plain, samples, max_tokens, reference, f"plain transformers in {name}")
+    case = f"plain transformers in {name}"
+    if config.objective == ObjectiveConfig():
+        noise = _plain_row(plain, samples, max_tokens, reference, case)
+    else:
+        loss = _objective_loss(plain, planned, step)
+        norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
+        noise = reference.compare(case, loss, norm, plain.gradients.items())
     del plain
     free_memory()
     yield replace(noise, verdict="noise")

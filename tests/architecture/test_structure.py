@@ -79,7 +79,7 @@ MAX_PACKAGE_LINES = {
     "studio": 1180,
     "track": 2350,
     "trainer": 4778,
-    "verifier": 867,
+    "verifier": 990,
     "view": 1350,
 }
 

@@ -1,0 +1,107 @@
+"""The reference of an objective: its own sums over plain transformers' log-probabilities, one sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flatout.data.token_store import TokenStore
+from flatout.errors import UsageError
+from flatout.objectives.labels import LabelTokens, LossSums, TokenLosses
+from flatout.objectives.protocol import Objective
+from flatout.verifier.plain_loop import PlainModel, Sample
+
+
+def objective_step(plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]) -> float:
+    """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
+
+    A first pass gives log-probabilities, the objective their gradients, and a second pass those of the weights. Raises
+    UsageError for an objective that reads hidden states, which plain transformers does not have by label.
+    """
+    samples = [store.sample(sample_id).pair for sample_id in sample_ids]
+    plain.model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        found = [_logprobs(plain, sample) for sample in samples]
+    leaf = torch.cat([logprobs for logprobs, _, _ in found]).requires_grad_()
+    counts = [len(logprobs) for logprobs, _, _ in found]
+    labels = _PlainLabels(leaf, found, _gathered(objective, store, sample_ids, counts, leaf.device))
+    loss = objective(labels)["loss"] / _normalizer(objective, labels)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    for sample, own in zip(samples, gradient.split(counts), strict=True):
+        (_logprobs(plain, sample)[0] * own).sum().backward()
+    return loss.item()
+
+
+def _logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probability of each label token of a sample, whether it is the likeliest, and the token ids."""
+    device = next(plain.model.parameters()).device
+    ids, mask = (torch.tensor(part.tolist(), device=device) for part in sample)
+    with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
+        logits = plain.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    logits, targets = logits[mask[1:]], ids[1:][mask[1:]]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets, targets
+
+
+def _gathered(
+    objective: Objective, store: TokenStore, sample_ids: Sequence[int], counts: Sequence[int], device: torch.device
+) -> SimpleNamespace:
+    """Return what a batch of the whole step would carry, read sample by sample."""
+    units = [int(store.units_of(np.array([sample_id]))[0]) for sample_id in sample_ids]
+    every, columns = list(dict.fromkeys(units)), {}
+    for name in objective.needs:
+        per, values = store.columns[name].per, store.extra[name]
+        if per == "token":
+            read = [(store.sample(sample_id, [name])) for sample_id in sample_ids]
+            own = [one.columns[name][1:][one.loss_mask[1:]] for one in read]
+            columns[name] = torch.from_numpy(np.concatenate(own)).to(device)
+        else:
+            columns[name] = torch.tensor([values[i] for i in (sample_ids if per == "sample" else every)], device=device)
+    numbers = torch.arange(len(counts), device=device)
+    return SimpleNamespace(
+        label_samples=numbers.repeat_interleave(torch.tensor(counts, device=device)),
+        sample_units=torch.tensor([every.index(unit) for unit in units], device=device),
+        num_samples=len(units),
+        num_units=len(every),
+        num_label_tokens=sum(counts),
+        columns=columns,
+    )
+
+
+def _normalizer(objective: Objective, labels: LabelTokens) -> float:
+    batch: Any = labels.batch
+    counts = {"labels": batch.num_label_tokens, "samples": batch.num_samples, "units": batch.num_units}
+    name = objective.normalizer
+    return counts[name] if name in counts else float(batch.columns[name].double().sum())
+
+
+class _PlainLabels(LabelTokens):
+    """Label tokens without hidden states."""
+
+    def __init__(self, leaf: Tensor, found: Sequence[tuple[Tensor, Tensor, Tensor]], batch: SimpleNamespace) -> None:
+        is_correct, ids = (torch.cat([own[place] for own in found]) for place in (1, 2))
+        batch.label_ids, batch.label_rows = ids, torch.arange(len(ids), device=ids.device)
+        losses = TokenLosses(-leaf, is_correct)
+        head: Any = SimpleNamespace(
+            token_losses=lambda rows, ids: losses,
+            cross_entropy=lambda rows, ids: LossSums(-leaf.sum(), is_correct.sum()),
+        )
+        super().__init__(leaf[:, None], batch, head)
+        del self.states
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "states":
+            raise UsageError("verify proves objectives over log-probabilities; this one reads hidden states")
+        raise AttributeError(name)
+
+    @property
+    def rows(self) -> Tensor:
+        """Unused by a head that knows its losses."""
+        return self.batch.label_rows
