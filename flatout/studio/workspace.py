@@ -103,7 +103,8 @@ class Workspace:
     def config(self, settings: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a form: `settings` by dotted name as text, then `section.name=value` overrides.
 
-        Raises ProblemsError with every wrong setting, and SecurityError for a path outside the workspace.
+        Raises ProblemsError with every wrong setting, and SecurityError for a path outside the workspace, or a person's
+        own objective.
         """
         values: dict[str, Any] = {}
         for name, value in settings.items():
@@ -120,6 +121,11 @@ class Workspace:
         if isinstance(file := merged.get("deepspeed"), str):
             self.inside(file)  # before it is read
         config = make_config(merged, origin="settings", folder=self.root)
+        if config.objective.path is not None:
+            raise SecurityError(
+                "objective.path: the file would run as code, which a page may not start; use objective.kind, or start "
+                "this run in a terminal: flatout train"
+            )
         for path in (str(config.folder), *_paths(config)):
             self.inside(path)  # a hub id, read as a path, is inside
         return config

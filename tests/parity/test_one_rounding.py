@@ -109,11 +109,10 @@ def test_all_of_a_small_part_reaches_outputs_and_input_gradients(base, lora, fus
     largest_ulp = 2.0**-8 * float(exact_frozen[0].abs().median())
     assert float(parts[0].abs().median()) < largest_ulp / 4, "the part is too large to be lost"
     reached = shares(own, frozen, parts)
-    # float8 gradients lie on a coarser grid, and DoRA's ratio scales a rounded gradient: noise in their share
-    for share, noise in zip(
-        reached, (0.1, 0.1, 0.5 if "fp8" in base else 0.3 if "dora" in lora else 0.15), strict=True
-    ):
-        assert 1 - noise < share < 1 + noise, reached
+    # float8 gradients lie on a coarser grid; what DoRA's ratio changes in a gradient is rounded before the product
+    of_input = (0.5, 1.5) if "fp8" in base else (0.4, 1.3) if "dora" in lora else (0.85, 1.15)
+    for share, (least, most) in zip(reached, ((0.9, 1.1), (0.9, 1.1), of_input), strict=True):
+        assert least < share < most, reached
 
 
 def exact_twins(base: str, width: int, lora: dict[str, float]) -> list[LoraLinear]:

@@ -171,6 +171,14 @@ def test_settings_that_name_other_places_are_refused(client: Any, workspace: Pat
     assert not (workspace / "runs").exists()
 
 
+def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(client: Any, workspace: Path) -> None:
+    (workspace / "mine.py").write_text("raise SystemExit('this file ran')")
+    for action in ("train", "plan"):
+        body = {"settings": SETTINGS, "overrides": ["objective.path=mine.py:Mine"]}
+        assert "run as code" in refusal(client.post(f"/api/{action}", json=body), 403)
+    assert Workspace(workspace).config(SETTINGS, ["objective.kind=weighted_tokens"]).objective.kind == "weighted_tokens"
+
+
 def test_only_settings_that_are_paths_must_be_in_the_workspace(workspace: Path) -> None:
     texts = [
         "eval.fraction=0.1",
