@@ -1,6 +1,9 @@
 """Every example parses; transposed to a tiny model and tiny data in its own formats, it is planned by the command."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,10 @@ from flatout.config.read import dump_config, load_config
 from flatout.config.schema import Config, SourceConfig
 from flatout.demo.write import write_demo
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.*"))
+FOLDER = Path(__file__).parents[2] / "examples"
+# a loss, which the tests of objectives train with, and a script
+OTHERS = ("dpo.py", "lost_updates.py")
+EXAMPLES = sorted(path for path in FOLDER.glob("*.*") if path.name not in OTHERS)
 NUM_ROWS = 40
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
@@ -85,3 +91,14 @@ def test_example_is_planned(path: Path, tiny_model: Path, tmp_path: Path, capsys
 def test_example_says_what_it_is_for_and_names_its_run(path: Path) -> None:
     assert path.read_text().startswith(("# ", '"""'))
     assert load_config(path).name != "run"
+
+
+def test_lost_updates_shows_the_figures_of_its_page() -> None:
+    done = subprocess.run(
+        [sys.executable, FOLDER / "lost_updates.py"], capture_output=True, text=True, check=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    figures = [float(line.rsplit(maxsplit=1)[1]) for line in done.stdout.splitlines()]
+    page = (FOLDER.parent / "docs" / "one-rounding.md").read_text()
+    table = page[page.index("| share of a small update") :].split("\n\n")[0].splitlines()[2:]
+    assert figures == pytest.approx([float(line.split("|")[2].split()[0]) for line in table], abs=0.03)

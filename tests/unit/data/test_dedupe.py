@@ -50,7 +50,8 @@ def places(store: TokenStore) -> list[tuple[str, int]]:
 
 
 def samples(store: TokenStore) -> list[tuple[bytes, bytes]]:
-    return [(ids.tobytes(), mask.tobytes()) for ids, mask in map(store.sample, range(store.num_samples))]
+    found = [store.sample(index) for index in range(store.num_samples)]
+    return [(one.token_ids.tobytes(), one.loss_mask.tobytes()) for one in found]
 
 
 def text_of(seed: int, num_words: int) -> str:

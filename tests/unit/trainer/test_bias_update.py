@@ -81,7 +81,7 @@ def test_biases_are_those_of_a_loop_written_out(tiny: Any, skewed_dir: Path, tmp
         loads.zero_()
         model.zero_grad()
         total, num_labels = torch.zeros((), dtype=torch.float64), 0
-        for ids, mask in map(planned.store.sample, step.sample_ids):
+        for ids, mask in (planned.store.sample(index).pair for index in step.sample_ids):
             logits = model(torch.tensor(ids.tolist())[None], use_cache=False).logits[0, :-1]
             labels = torch.tensor(ids.tolist()).where(torch.tensor(mask.tolist()), -100)[1:]
             total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
