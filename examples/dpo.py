@@ -19,6 +19,7 @@ class DPO(Objective):
     """-log sigmoid(beta (d_chosen - d_rejected)) of each pair; d is an answer's log-ratio to the reference."""
 
     couples = "unit"
+    unit_size = 2
     needs = ("ref_logprob",)
     normalizer = "units"
     figures = {"rewards/accuracies": Figure(), "rewards/margins": Figure(), "logps/chosen": Figure()}

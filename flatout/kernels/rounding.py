@@ -30,7 +30,7 @@ def dither_within_rounding(masters: Tensor, dtype: torch.dtype, *, seed: int, of
 
     Works in place. Places are uniform over what rounds to nearest to the value. They depend on `seed` and an element's
     index in the whole tensor, so a part of it, which begins at `offset`, gets the places of the whole. Other values,
-    zeros and what is not finite are left alone. Up to four dimensions.
+    zeros and what is not finite are left alone; subnormal values of fp16 move less. Up to four dimensions.
     """
     offset = tuple(offset) or (0,) * masters.dim()
     if masters.numel() > _CHUNK_ELEMENTS and len(masters) > 1:

@@ -19,9 +19,9 @@ class Dither:
 
     A pretrained file in bf16 has values of bf16 only. fp32 masters that start there all stand in the middle of what
     rounds to their value, so an update of less than half a rounding step changes no weight that the model computes
-    with: early in training, nothing is learnt. At random places within their rounding, products are the same to the
-    bit, and an update of a hundredth of a step moves a hundredth of the weights by a whole step. (An embedding that is
-    also the head is looked up in fp32: there, it differs from the file by at most half a step.)
+    with: early in training, little is learnt. At random places within their rounding, the 16-bit copies are the same
+    to the bit, and an update of a hundredth of a step moves a hundredth of the weights by a whole step. An embedding
+    that is also the head is looked up in fp32: there, it differs from the file by at most half a step.
 
     `compute` is the dtype under torch.autocast, or None; then only modules that LoRA trains in full have masters.
     """

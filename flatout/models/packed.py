@@ -174,7 +174,9 @@ class PackedBatch:
     @property
     def _asked(self) -> BatchColumns:
         if self.asked is None:
-            raise UsageError("the objective reads samples or columns, but declares no `needs`: name the columns, or ()")
+            raise UsageError(
+                "the objective reads samples or columns, but declares neither: set couples = 'sample' or `needs`"
+            )
         return self.asked
 
     @property

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from flatout.errors import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -69,8 +71,10 @@ class LabelTokens:
     """The L label tokens of a micro-batch with S samples of U units, as an objective reads them.
 
     Everything is computed on first use. `states` (T, D), `batch` and `head` are the lower door, for losses that need
-    more than log-probabilities of labels.
+    more than log-probabilities of labels. `couples` is that of the objective, which may not sum over more.
     """
+
+    couples: str = "unit"
 
     def __init__(self, states: Tensor, batch: Batch, head: Head) -> None:
         self.states, self.batch, self.head = states, batch, head
@@ -109,9 +113,18 @@ class LabelTokens:
 
     def by_sample(self, values: Tensor) -> Tensor:
         """Return the sums over each sample (S,) of values at label tokens (L,)."""
+        self._require("sample", "unit")
         return values.new_zeros(self.batch.num_samples).index_add(0, self.batch.label_samples, values)
 
     def by_unit(self, values: Tensor) -> Tensor:
-        """Return values of samples (S,) as (U, n), where every unit has n samples, in the order of the data set."""
+        """Return values of samples (S,) as (U, n), n = `Objective.unit_size`, in the order of the data set."""
+        self._require("unit")
         order = self.batch.sample_units.argsort(stable=True)
         return values[order].view(self.batch.num_units, -1)
+
+    def _require(self, *coupled: str) -> None:
+        if self.couples not in coupled:
+            raise UsageError(
+                f"the objective sums over each {coupled[0]}, but its couples is {self.couples!r}, with which ranks may "
+                f"hold a part of one: set couples = {coupled[0]!r}"
+            )

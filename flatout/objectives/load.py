@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -15,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from flatout.config.objective import ObjectiveConfig, class_of_kind
 from flatout.config.read import line_of
 from flatout.errors import UsageError
-from flatout.objectives.protocol import COUNTED, Objective
+from flatout.objectives.protocol import COUNTED, Figure, Objective
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -29,12 +30,16 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     path = Path(file)
     try:
         with path.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES)
+            content = opened.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
             f"objective.path: {file} cannot be read: {reason}; name a file from the folder you start in"
         ) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise UsageError(
+            f"objective.path: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the loss alone"
+        )
     digest = xxh3_128_hexdigest(content)
     found = getattr(_module(path.absolute(), content, digest), name, None)
     if not (isinstance(found, type) and issubclass(found, Objective)):
@@ -87,17 +92,32 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
 
 def _check(found: type[Objective], where: str) -> None:
     """Raise UsageError for class variables that no plan can follow."""
-
-    def refuse(what: str, value: Any, expected: str) -> None:
+    for what, value, expected in (*_wrong_variables(found), *_wrong_figures(found)):
         raise UsageError(f"{where}: {what} is {value!r}; expected {expected}")
 
+
+def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
     if found.couples not in ("token", "sample", "unit"):
-        refuse("couples", found.couples, "token, sample or unit")
+        yield "couples", found.couples, "token, sample or unit"
     if not (isinstance(found.needs, tuple) and all(isinstance(one, str) for one in found.needs)):
-        refuse("needs", found.needs, "a tuple of names of columns, such as ('weight',)")
-    per = {"normalizer": found.normalizer, **{f"figures[{name!r}].per": one.per for name, one in found.figures.items()}}
-    for what, value in per.items():
-        if value is not None and value not in (*COUNTED, *found.needs):
-            refuse(what, value, f"one of {', '.join((*COUNTED, *found.needs))}, or a column that `needs` names")
+        yield "needs", found.needs, "a tuple of names of columns, such as ('weight',)"
+    if found.couples == "unit" and not (isinstance(found.unit_size, int) and found.unit_size > 0):
+        yield "unit_size", found.unit_size, "the number of samples of a unit, such as 2, as couples is 'unit'"
+    for name in sorted({"kind", "path"} & set(found.model_fields)):
+        yield "the name of a field", name, "another, as objective.kind and objective.path choose the loss"
+
+
+def _wrong_figures(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
+    counts = (*COUNTED, *found.needs)
+    one_of = f"one of {', '.join(counts)}, or a column that `needs` names"
+    if found.normalizer not in counts:
+        yield "normalizer", found.normalizer, one_of
+    for name, figure in found.figures.items():
+        if not isinstance(figure, Figure):
+            yield f"figures[{name!r}]", figure, "a flatout.Figure, such as Figure('lower')"
+        elif figure.better not in ("higher", "lower"):
+            yield f"figures[{name!r}].better", figure.better, "higher or lower"
+        elif figure.per is not None and figure.per not in counts:
+            yield f"figures[{name!r}].per", figure.per, one_of
     if "loss" in found.figures:
-        refuse("figures", "loss", "the other sums only")
+        yield "figures", "loss", "the other sums only"

@@ -41,6 +41,8 @@ class Objective(Section):
     """What records, messages and checkpoints call it; by default, the name of the class."""
     couples: ClassVar[Literal["token", "sample", "unit"]] = "token"
     """The most that one term of the sum reads: a token, all label tokens of a sample, or all samples of a unit."""
+    unit_size: ClassVar[int | None] = None
+    """The number of samples of every unit, which an objective that couples units must say."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads."""
     normalizer: ClassVar[str] = "labels"

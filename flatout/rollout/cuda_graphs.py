@@ -42,7 +42,7 @@ class RecordedSteps:
 
     def _plain(self, num_places: int) -> None:
         """Run a step on the stream that records, so that its workspaces exist before."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             self._step(num_places)

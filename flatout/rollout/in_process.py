@@ -31,6 +31,22 @@ PROVED_TOKENS, PROVED_ANSWER = 128, 4
 
 
 @dataclass
+class _Told:
+    """Calls what a caller gets tokens by, and remembers that it failed, which is no fault of a form."""
+
+    on_token: OnToken | None
+    failed: bool = False
+
+    def __call__(self, prompt: int, completion: int, token_id: int) -> None:
+        try:
+            if self.on_token is not None:
+                self.on_token(prompt, completion, token_id)
+        except Exception:
+            self.failed = True
+            raise
+
+
+@dataclass
 class InProcess(Sampler):
     """A `Sampler` over weights in this process, which may change between calls: no copy of them is made.
 
@@ -51,17 +67,20 @@ class InProcess(Sampler):
         on_token: OnToken | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
         """See `Sampler.sample`. Call it without gradients, in eval mode and the model's autocast."""
+        if not prompts or not num_completions:
+            return [[] for _ in prompts]
+        told = _Told(on_token)
         for name in self._usable_forms(len(prompts) * num_completions):
             answers = begin(prompts, num_completions, params)
             flat = [each for group in answers for each in group]
             try:
                 with self._opened(name, flat) as (form, num_places):
-                    Decoding(form, num_places, flat, params, self.weights, on_token, records=self.records).finish()
+                    Decoding(form, num_places, flat, params, self.weights, told, records=self.records).finish()
                 why = self._difference(name, flat)
             except (torch.OutOfMemoryError, ResourceError, NumericError):
                 raise
             except (PackingError, UsageError, *MODEL_ERRORS) as error:
-                if name == "recomputed":
+                if name == "recomputed" or told.failed:
                     raise
                 why = first_line(error)
             if why is None:

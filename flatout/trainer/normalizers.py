@@ -50,7 +50,12 @@ class Normalizers:
 
 
 def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
-    """Count what an objective's sums are divided by. Raises DataError for values that are negative, or all 0."""
+    """Count what an objective's sums are divided by.
+
+    Raises DataError for values that are negative, or all 0, and for units of another size than the objective takes.
+    """
+    if objective.couples == "unit":
+        _require_unit_size(objective, store)
     names = objective.sum_names
     per = (objective.normalizer, *(figure.per or objective.normalizer for figure in objective.figures.values()))
     values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
@@ -64,6 +69,18 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
         if not found.any():
             raise DataError(f"{store.folder}: {name} is 0 for every sample: objective {objective.name} learns nothing")
     return Normalizers(names, per, values)
+
+
+def _require_unit_size(objective: Objective, store: TokenStore) -> None:
+    offsets = store.unit_offsets
+    sizes = np.ones(store.num_samples, np.int64) if offsets is None else np.diff(offsets)
+    if (wrong := np.flatnonzero(sizes != objective.unit_size)).size:
+        first = int(wrong[0] if offsets is None else offsets[wrong[0]])
+        raise DataError(
+            f"{store.origin(first)}: a unit of {sizes[wrong[0]]}, but objective {objective.name} takes units of "
+            f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "
+            "build it with such units"
+        )
 
 
 def _values_of(name: str, store: TokenStore) -> NDArray[np.float64]:

@@ -233,6 +233,22 @@ def test_memory_bounds_the_places_and_says_so(monkeypatch: pytest.MonkeyPatch) -
         sample(weights, SamplingParams(12))
 
 
+def test_what_a_caller_does_wrong_gives_up_no_cache() -> None:
+    weights = inference_weights(tiny_model("qwen3", torch.float64, "sdpa"))
+    sampler, params = InProcess(weights), SamplingParams(3)
+
+    def fails(*token: int) -> None:
+        raise ValueError("the caller's own")
+
+    with torch.no_grad():
+        assert sampler.sample([], 1, params) == []
+        with pytest.raises(ValueError, match="the caller's own"):
+            sampler.sample(PROMPTS, 1, params, fails)
+        assert False not in sampler.known.values()
+        sampler.sample(PROMPTS, 1, params, lambda *token: None)
+    assert sampler.known == {"slots": True}
+
+
 def test_damaged_weights_are_no_answer() -> None:
     model = tiny_model("qwen3", torch.float32, "sdpa")
     model.lm_head.weight.data[:] = math.nan

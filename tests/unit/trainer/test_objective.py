@@ -183,7 +183,7 @@ def test_best_is_judged_by_the_named_figure(
         ("return {'loss': l}", "objective Focal returned loss; expected"),
         ("return {'loss': l[None], 'certainty': l, 'surprise': l}", r"returned loss of shape \(1,\); expected"),
         ("return labels.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
-        ("return labels.by_sample(labels.logprobs)", "declares no `needs`"),
+        ("return labels.by_sample(labels.logprobs)", "sums over each sample, but its couples is 'token'"),
     ],
 )
 def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, body: str, said: str | None) -> None:
@@ -206,6 +206,12 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
         (("import torch", "import torch, nothing_like_it"), r"own.py:3: the objective's own code failed with Module"),
         (("    figures", "    normalizer = 'weight'\n    figures"), "normalizer is 'weight'; expected one of labels"),
         (("    figures", "    couples = 'pair'\n    figures"), "couples is 'pair'; expected token, sample or unit"),
+        (("    figures", "    couples = 'unit'\n    figures"), "unit_size is None; expected the number of samples"),
+        (
+            ("    gamma: float", "    kind: str = ''\n    gamma: float"),
+            "the name of a field is 'kind'; expected another",
+        ),
+        (('Figure("higher")', "Figure('max')"), r"better is 'max'; expected higher or lower"),
         (("    gamma: float", "    gama: float"), r"objective.gamma: Focal has no such field; did you mean gama\?"),
         (("    gamma: float", "    gamma: bool"), "objective.gamma: input should be a valid boolean, got 2.5"),
     ],
