@@ -148,7 +148,8 @@ class _Meeting:
             self._host,
             self._port,
             is_master=self._is_host,
-            timeout=timedelta(seconds=max(1.0, self._join_s)),
+            # `hold` ends the wait; a thread that came back from C while Python shuts down would abort the process
+            timeout=TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=fd if self._is_host else None,
         )

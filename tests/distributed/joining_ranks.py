@@ -12,7 +12,8 @@ OWN = [place.partition(":")[2] for place in sys.argv[2:] if place.partition(":")
 
 def stop_at(place: str) -> None:
     if place in OWN:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # to this thread: sent to the process, it lets this thread go on until another one has taken it
+        signal.raise_signal(signal.SIGSTOP)
 
 
 if __name__ == "__main__":
