@@ -1,13 +1,13 @@
 """CPU time of `flatout data build` beside a plain `datasets.map` over apply_chat_template with truncation; its memory.
 
     python benchmarks/data_road.py --tokenizer DIR [--rows 60000 500000] [--num-procs 1 2] [--rounds 3] [--data DIR]
-    python benchmarks/data_road.py --tokenizer DIR --memory 1000000 3000000 [--num-procs 2]
+    python benchmarks/data_road.py --tokenizer DIR --memory 1000000 3000000 [--num-procs 2] [--token-rows]
 
 The rows are chats of the demo, or with --data those of public files in that folder (`alpaca_5000`, `gsm8k`), repeated
 with a number in the first question, so that no two are equal. Both sides run as a process of their own with
 their imports, reading and writing, in turns. CPU time is that of the process and all of its children, user and system.
 
---memory builds that many short rows instead, and reports the peak resident memory of the parent and of the largest
+--memory builds that many short chats instead, or with --token-rows rows of token ids, and reports the peak resident memory of the parent and of the largest
 other process, and the peak of all together, in which pages that processes share count once. A line through the
 smallest and the largest build gives the memory at 30 million rows.
 """
@@ -76,10 +76,9 @@ def measure(command: list[str]) -> tuple[float, float]:
     return now.children_user - before.children_user + now.children_system - before.children_system, wall_s
 
 
-def write_rows(file: Path, chats: Iterator[list[Message]], num_rows: int) -> None:
+def write_rows(file: Path, rows: Iterator[dict[str, Any]], num_rows: int) -> None:
     with file.open("w", encoding="utf-8") as out:
-        for messages in itertools.islice(chats, num_rows):
-            out.write(json.dumps({"messages": messages}) + "\n")
+        out.writelines(json.dumps(row) + "\n" for row in itertools.islice(rows, num_rows))
 
 
 def build_command(args: argparse.Namespace, file: Path, root: Path, num_procs: int) -> list[str]:
@@ -93,7 +92,7 @@ def pairs(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     for num_rows in args.rows:
         file = folder / f"{num_rows}.jsonl"
         chats = public_chats(args.data) if args.data else sample_conversations(num_rows, 0, held_out=False)
-        write_rows(file, iter(chats), num_rows)
+        write_rows(file, ({"messages": chat} for chat in chats), num_rows)
         for num_procs in args.num_procs:
             ratios = []
             for number in range(args.rounds):
@@ -114,10 +113,17 @@ def pairs(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             print(f"{num_rows:,} rows, {num_procs} processes: median ratio {statistics.median(ratios):.2f}", flush=True)
 
 
-def short_chats() -> Iterator[list[Message]]:
+def short_chats() -> Iterator[dict[str, Any]]:
     for number in itertools.count():
         answer = {"role": "assistant", "content": str(number + 1)}
-        yield [{"role": "user", "content": f"What comes after {number}?"}, answer]
+        yield {"messages": [{"role": "user", "content": f"What comes after {number}?"}, answer]}
+
+
+def token_rows() -> Iterator[dict[str, Any]]:
+    """Yield rows of five to eight tokens, no two equal, of which the last ones are learnt."""
+    for number in itertools.count():
+        ids = [number // 1000**place % 1000 for place in range(3)] + [7] * (2 + number % 4)
+        yield {"input_ids": ids, "labels": [-100, -100, *ids[2:]]}
 
 
 def below(pid: int) -> list[int]:
@@ -143,7 +149,7 @@ def memory(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     found: list[tuple[int, float]] = []
     for num_rows in args.memory:
         file, root = folder / f"{num_rows}.jsonl", folder / "memory"
-        write_rows(file, short_chats(), num_rows)
+        write_rows(file, token_rows() if args.token_rows else short_chats(), num_rows)
         build = subprocess.Popen(build_command(args, file, root, args.num_procs[-1]), stderr=subprocess.DEVNULL)
         parent = others = together = 0
         while build.poll() is None:
@@ -151,7 +157,7 @@ def memory(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             parent = max(parent, kib(build.pid, "status", "VmHWM"))
             others = max([others, *(kib(pid, "status", "VmHWM") for pid in pids[1:])])
             together = max(together, sum(kib(pid, "smaps_rollup", "Pss") for pid in pids))
-            time.sleep(0.25)
+            time.sleep(1.0)
         if build.returncode:
             sys.exit(f"the build of {num_rows:,} rows failed with {build.returncode}")
         subprocess.run(["rm", "-r", str(root), str(file)], check=True)
@@ -179,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs for each size and number of processes")
     parser.add_argument("--data", type=Path, help="folder with public data sets; without it, chats of the demo")
     parser.add_argument("--memory", type=int, nargs="+", metavar="ROWS", help="measure memory with so many short rows")
+    parser.add_argument("--token-rows", action="store_true", help="--memory with rows of token ids")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
