@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
-    from flatout.trainer.planning import gpu_of, plan_run
+    from flatout.trainer.decide import gpu_of, plan_run
     from flatout.trainer.run import train
     from flatout.trainer.step import accumulate_gradients
 

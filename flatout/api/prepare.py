@@ -11,7 +11,7 @@ from flatout.errors import ProblemsError, UsageError
 
 if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
-    from flatout.trainer.plan_summary import PlanSummary
+    from flatout.trainer.preview import PlanSummary
     from flatout.verifier.compare import Row
 
 
@@ -46,8 +46,8 @@ def plan(config: ConfigLike = None, *, ranks: int = 1, device: str | None = None
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import DEVICES
     from flatout.track.callback import Reporter
-    from flatout.trainer.plan_summary import summarize_plan
-    from flatout.trainer.planning import plan_run
+    from flatout.trainer.decide import plan_run
+    from flatout.trainer.preview import summarize_plan
 
     if device is not None and device.lower() not in DEVICES:
         raise UsageError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")

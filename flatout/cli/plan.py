@@ -24,7 +24,7 @@ from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback, PhaseCallback
 
 if TYPE_CHECKING:
-    from flatout.trainer.plan_summary import PlanSummary
+    from flatout.trainer.preview import PlanSummary
 
 MAX_RANKS = 100_000
 
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("importing torch and transformers")
         import_transformers()
-        from flatout.trainer.plan_summary import fit_devices, summarize_plan
-        from flatout.trainer.planning import plan_run
+        from flatout.trainer.decide import plan_run
+        from flatout.trainer.preview import fit_devices, summarize_plan
 
         reporter, rank = Reporter(recorder, PhaseCallback(console)), Rank(0, num_ranks)
         device = _device(config, name, args.measured)
@@ -98,11 +98,11 @@ def _device(config: Config, name: str, measured: Path | None) -> Device | None:
 
 
 def _plain_values(summary: PlanSummary) -> dict[str, Any]:
-    """Return the report with the memory's total, and for a GPU what was decided for it."""
-    values, decision = asdict(summary.report), summary.decision
+    """Return the totals with the memory's total, and for a GPU what was decided for it."""
+    values, decision = asdict(summary.totals), summary.decision
     values["strategy"] = summary.strategy
-    if summary.report.memory:
-        values["memory"]["total_bytes"] = summary.report.memory.total_bytes
+    if summary.totals.memory:
+        values["memory"]["total_bytes"] = summary.totals.memory.total_bytes
     if summary.device is not None:
         values |= {
             "micro_batch_tokens": decision.micro_batch_tokens,

@@ -111,8 +111,8 @@ def plan(
     emit(log="loading torch and transformers")
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import DEVICES
-    from flatout.trainer.plan_summary import summarize_plan
-    from flatout.trainer.planning import gpu_of, plan_run
+    from flatout.trainer.decide import gpu_of, plan_run
+    from flatout.trainer.preview import summarize_plan
 
     if device and device not in DEVICES:
         raise UsageError(f"device {device!r:.50} is unknown; choose one of {', '.join(DEVICES)}")
@@ -120,15 +120,15 @@ def plan(
     gpu = DEVICES[device] if device else gpu_of(config, rank)
     planned = plan_run(config, Reporter(callback), rank, lambda: gpu)
     summary = summarize_plan(config, planned, gpu, tokens_per_s)
-    report, memory = summary.report, summary.report.memory
+    totals, memory = summary.totals, summary.totals.memory
     parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
     return {
         "rows": list(summary.rows(callback.events)),
         "memory_parts": {name: getattr(memory, f"{name}_bytes") for name in parts} if memory else {},
-        "num_steps": report.num_steps,
-        "num_tokens": report.num_tokens,
-        "padding_avoided": report.padding_avoided,
-        "time_s": report.time_s,
+        "num_steps": totals.num_steps,
+        "num_tokens": totals.num_tokens,
+        "padding_avoided": totals.padding_avoided,
+        "time_s": totals.time_s,
         "measured_in": measured_in,
         "settings": config.model_dump(mode="json"),
     }

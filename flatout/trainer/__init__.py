@@ -1,1 +1,1 @@
-"""The run: planning, setup, loop, step, checkpoints."""
+"""The run: decisions, setup, loop, step, checkpoints."""

@@ -41,12 +41,12 @@ from flatout.planner.devices import Device
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import share_context, share_of
+from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck, largest_pass
-from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.resume import restore

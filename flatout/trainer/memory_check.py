@@ -31,8 +31,8 @@ from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
+from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
-from flatout.trainer.planning import PlannedRun
 from flatout.trainer.proofs import SETTINGS
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.state import Run

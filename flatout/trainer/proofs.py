@@ -19,7 +19,7 @@ from flatout.models.proof_key import proof_key
 from flatout.models.selftest import prove_layout
 from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import Reporter
-from flatout.trainer.planning import PlannedRun
+from flatout.trainer.decide import PlannedRun
 
 # the settings that the checks depend on, as pydantic's `include`
 SETTINGS: dict[str, Any] = {

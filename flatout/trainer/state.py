@@ -23,8 +23,8 @@ from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
+from flatout.trainer.decide import EvalSet, PlannedRun
 from flatout.trainer.feed import Feed
-from flatout.trainer.planning import EvalSet, PlannedRun
 from flatout.trainer.prompts import PromptSet
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest

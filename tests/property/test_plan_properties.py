@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
-from flatout.planner.explain import explain
 from flatout.planner.steps.order import permute
 from flatout.planner.steps.partition import bin_pack, partition
 from flatout.planner.steps.rows import PASS_TOKENS, ROW_MULTIPLE, cut_rows, row_length
 from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.planner.totals import add_up
 
 BUDGET = 64
 COST = CostModel(per_token=50.0, per_pair=1.0, per_window_pair=2.0, window=9, per_label=7.0)
@@ -233,6 +233,6 @@ def test_rows_of_chats_are_padded_little(seed):
         lengths, lengths // 2, BatchConfig(samples_per_step=32), micro_batch_tokens=100_000, seed=0, num_ranks=1,
         pass_tokens=PASS_TOKENS,
     )  # fmt: skip
-    report = explain(plan)
+    report = add_up(plan)
     assert report.padding_share <= 0.08
     assert report.num_micro_batches / report.num_steps < 9

@@ -190,7 +190,7 @@ def test_plan_verify_and_build_data(tiny: Any, tmp_path: Path, monkeypatch: pyte
     assert store.num_samples == 120
     config = flatout.Config(model=str(tiny.model_dir), data="chats", device="cpu", max_steps=2, samples_per_step=6)
     planned = flatout.plan(config, ranks=2, device="h100")
-    assert planned.report.num_ranks == 2
+    assert planned.totals.num_ranks == 2
     assert "steps" in str(planned)
     rows = flatout.verify(config, model={"precision": "fp32"})
     assert {row.verdict for row in rows} <= {"ok", "left out"}

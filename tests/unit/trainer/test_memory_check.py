@@ -21,6 +21,7 @@ from flatout.planner.memory.correction import Correction, MeasuredPass, fit_corr
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
+from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.memory_check import (
     MemoryCheck,
     choose_passes,
@@ -29,7 +30,6 @@ from flatout.trainer.memory_check import (
     reason_not_to_measure,
     size_of,
 )
-from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.state import Run
 
 # a GPU that holds about a third of a step of the tiny model in one pass

@@ -26,8 +26,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
+from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.feed import Feed
-from flatout.trainer.planning import PlannedRun, plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Run
 

@@ -10,18 +10,18 @@ from flatout.config.schema import Config
 from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB, Device
-from flatout.planner.explain import PlanReport, explain, report_rows
 from flatout.planner.memory.budget import MemoryDecision, budget_bytes, longest_document_tokens, memory_model
+from flatout.planner.totals import PlanTotals, add_up, totals_lines
+from flatout.trainer.decide import PlannedRun
+from flatout.trainer.fit_memory import fit_plan
 from flatout.trainer.memory_check import largest_pass, size_of
-from flatout.trainer.plan_steps import fit_plan
-from flatout.trainer.planning import PlannedRun
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """The report of a plan, and what was decided for `device` (None: no GPU was given)."""
+    """The totals of a plan, and what was decided for `device` (None: no GPU was given)."""
 
-    report: PlanReport
+    totals: PlanTotals
     strategy: str
     decision: MemoryDecision
     device: Device | None
@@ -34,12 +34,12 @@ class PlanSummary:
 
     def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Yield the summary and what planning reported as pairs of name and text."""
-        yield from report_rows(self.report)
-        if not self.report.num_shared_tokens:
+        yield from totals_lines(self.totals)
+        if not self.totals.num_shared_tokens:
             yield "prefixes", self.sharing
         if self.context_ranks > 1:
             yield "context", f"{self.context_ranks} ranks share each micro-batch, and count as one rank above"
-        if self.report.num_ranks * self.context_ranks > 1:
+        if self.totals.num_ranks * self.context_ranks > 1:
             yield "strategy", self.strategy
         if self.device:
             yield f"on {self.device.name}", self.decision.reason
@@ -76,7 +76,7 @@ def summarize_plan(
     """Go through every step of a plan. `tokens_per_s`, over all ranks, adds a time estimate."""
     decision, layout = planned.memory, planned.parallel_layout
     model = decision.model or memory_model(config, planned.shape, ANY_DEVICE, layout)
-    report = explain(
+    totals = add_up(
         planned.plan,
         num_held_out=planned.store.num_samples - planned.plan.num_samples,
         tokens_per_s=tokens_per_s,
@@ -84,5 +84,5 @@ def summarize_plan(
     )
     longest = None
     if device is not None:
-        longest = longest_document_tokens(config, planned.shape, device, report.label_share, layout)
-    return PlanSummary(report, layout.reason, decision, device, longest, planned.sharing, layout.context_ranks)
+        longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)
+    return PlanSummary(totals, layout.reason, decision, device, longest, planned.sharing, layout.context_ranks)

@@ -38,9 +38,9 @@ from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
+from flatout.trainer.fit_memory import plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
-from flatout.trainer.plan_steps import plan_layout
 from flatout.trainer.prompts import PromptSet, plan_prompts
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them

@@ -7,9 +7,9 @@ from flatout.cli.plan import step_lines
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.devices import GIB
-from flatout.planner.explain import explain, report_rows
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.steps.run_plan import make_plan
+from flatout.planner.totals import add_up, totals_lines
 
 COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)
 MEMORY = MemoryEstimate(16 * GIB, GIB >> 10, 0, GIB >> 9, GIB // 2, 0)
@@ -23,7 +23,7 @@ def plan():
 
 
 def test_numbers_are_recounted(plan):
-    report = explain(plan, rank_counts=(1, 2), tokens_per_s=100.0)
+    report = add_up(plan, rank_counts=(1, 2), tokens_per_s=100.0)
     steps = list(plan.steps())
     lengths = plan.samples.lengths
     assert (report.num_steps, report.num_samples, report.num_ranks) == (6, 60, 3)
@@ -44,7 +44,7 @@ def test_numbers_are_recounted(plan):
 
 
 def test_balance_at_other_numbers_of_ranks(plan):
-    balances = {balance.num_ranks: balance for balance in explain(plan, rank_counts=(1, 2, 16)).balances}
+    balances = {balance.num_ranks: balance for balance in add_up(plan, rank_counts=(1, 2, 16)).balances}
     assert sorted(balances) == [1, 2, 3, 16]
     assert balances[1].mean == balances[1].worst == 1.0
     own = [step.balance for step in plan.steps()]
@@ -60,10 +60,10 @@ def test_text_holds_the_numbers(plan):
         seen.append(size)
         return MEMORY
 
-    report = explain(plan, num_held_out=7, tokens_per_s=0.5, memory_of=memory_of)
+    report = add_up(plan, num_held_out=7, tokens_per_s=0.5, memory_of=memory_of)
     largest = (report.max_micro_batch_tokens, report.max_micro_batch_labels, report.max_micro_batch_documents)
     assert seen == [MicroBatchSize(*largest)]
-    text = "\n".join(f"{name} {value}" for name, value in report_rows(report))
+    text = "\n".join(f"{name} {value}" for name, value in totals_lines(report))
     assert "60, 7 held out, 1.533 epochs" in text
     assert f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens" in text
     assert f"{report.padding_avoided:.1%} of the" in text
@@ -74,7 +74,7 @@ def test_text_holds_the_numbers(plan):
     assert "working" not in text
     assert "balance, 3 ranks" in text
     assert " h " in text
-    assert "time" not in dict(report_rows(explain(plan)))
+    assert "time" not in dict(totals_lines(add_up(plan)))
 
 
 def test_a_step_is_told_rank_by_rank(plan):

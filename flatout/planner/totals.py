@@ -1,4 +1,4 @@
-"""Summarize a plan in numbers."""
+"""Add up what all steps of a plan compute, in numbers and as lines of text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanReport:
+class PlanTotals:
     """What a run will do. Counts are over the whole run, but `num_samples` and `num_units` are of the data set.
 
     `num_units` is None where each sample is one.
@@ -57,14 +57,14 @@ class PlanReport:
     num_units: int | None = None
 
 
-def explain(
+def add_up(
     plan: RunPlan,
     *,
     rank_counts: Sequence[int] = (1, 2, 4, 8),
     num_held_out: int = 0,
     tokens_per_s: float | None = None,
     memory_of: Callable[[MicroBatchSize], MemoryEstimate | None] | None = None,
-) -> PlanReport:
+) -> PlanTotals:
     """Go through every step of the plan and sum up the counts.
 
     `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` counts real tokens over all ranks.
@@ -93,7 +93,7 @@ def explain(
     for count in set(rank_counts) - {plan.layout.num_ranks}:
         other = replace(plan, layout=replace(plan.layout, num_ranks=count))
         by_ranks[count] = [step.balance for step in other.sampled_steps(NUM_BALANCE_STEPS)]
-    return PlanReport(
+    return PlanTotals(
         num_ranks=plan.layout.num_ranks,
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
@@ -119,39 +119,39 @@ def explain(
     )
 
 
-def report_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
-    """Yield the report as pairs of name and text."""
-    held_out = f", {report.num_held_out:,} held out" if report.num_held_out else ""
-    each_step = f"{report.num_micro_batches / report.num_steps:.1f} per step"
-    largest = f"at most {report.max_micro_batch_tokens:,} tokens each"
-    naive = f"{report.num_naive_tokens:,} tokens of batches padded to their longest sample"
-    yield "steps", f"{report.num_steps:,}"
-    units = "" if report.num_units is None else f" in {report.num_units:,} units"
-    yield "samples", f"{report.num_samples:,}{units}{held_out}, {report.epochs:.4g} epochs"
-    yield "tokens", f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens"
-    yield "micro-batches", f"{report.num_micro_batches:,} on {_ranks(report.num_ranks)}, {each_step}, {largest}"
-    yield "padding avoided", f"{report.padding_avoided:.1%} of the {naive} at the same budget"
-    if report.padding_share:
-        yield "padding", f"{report.padding_share:.1%} of the tokens computed, as each sample is a padded row"
-    if report.num_shared_tokens:
-        share = report.num_shared_tokens / report.num_tokens
-        yield "prefixes", f"shared: {report.num_shared_tokens:,} tokens, {share:.1%}, are not computed again"
-    for balance in report.balances:
-        mark = " (this run)" if balance.num_ranks == report.num_ranks else ""
+def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
+    """Yield the totals as pairs of name and text."""
+    held_out = f", {totals.num_held_out:,} held out" if totals.num_held_out else ""
+    each_step = f"{totals.num_micro_batches / totals.num_steps:.1f} per step"
+    largest = f"at most {totals.max_micro_batch_tokens:,} tokens each"
+    naive = f"{totals.num_naive_tokens:,} tokens of batches padded to their longest sample"
+    yield "steps", f"{totals.num_steps:,}"
+    units = "" if totals.num_units is None else f" in {totals.num_units:,} units"
+    yield "samples", f"{totals.num_samples:,}{units}{held_out}, {totals.epochs:.4g} epochs"
+    yield "tokens", f"{totals.num_tokens:,}, {totals.label_share:.1%} of them label tokens"
+    yield "micro-batches", f"{totals.num_micro_batches:,} on {_ranks(totals.num_ranks)}, {each_step}, {largest}"
+    yield "padding avoided", f"{totals.padding_avoided:.1%} of the {naive} at the same budget"
+    if totals.padding_share:
+        yield "padding", f"{totals.padding_share:.1%} of the tokens computed, as each sample is a padded row"
+    if totals.num_shared_tokens:
+        share = totals.num_shared_tokens / totals.num_tokens
+        yield "prefixes", f"shared: {totals.num_shared_tokens:,} tokens, {share:.1%}, are not computed again"
+    for balance in totals.balances:
+        mark = " (this run)" if balance.num_ranks == totals.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
         yield f"balance, {_ranks(balance.num_ranks)}", text
-    petaflops = report.flops / 1e15
+    petaflops = totals.flops / 1e15
     yield "compute", f"{petaflops:,.0f} PFLOP" if petaflops >= 100 else f"{petaflops:.3g} PFLOP"
-    if memory := report.memory:
+    if memory := totals.memory:
         parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
         sizes = {name: getattr(memory, f"{name}_bytes") for name in parts}
         detail = ", ".join(f"{name} {memory_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
         yield "memory per rank", f"about {memory_size(memory.total_bytes)} (estimate: {detail})"
-    if report.time_s is not None:
-        minutes, seconds = divmod(round(report.time_s), 60)
+    if totals.time_s is not None:
+        minutes, seconds = divmod(round(totals.time_s), 60)
         hours, minutes = divmod(minutes, 60)
         yield "time", f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-    yield "fingerprint", report.fingerprint
+    yield "fingerprint", totals.fingerprint
 
 
 def _ranks(number: int) -> str:
