@@ -142,7 +142,7 @@ def attention_case(shape: str, num_steps: int) -> Case:
 
 def linear_cases(num_tokens: int, num_out: int, num_in: int) -> Iterator[Case]:
     """A frozen linear layer: bf16, fp8 and NF4 storage. Exact is each storage's own dequantized weight."""
-    from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
+    from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 
     x, weight = randn(num_tokens, num_in), randn(num_out, num_in, scale=0.02)
     stored: dict[str, nn.Module] = {"nf4": Nf4Linear.from_dense(weight, None)}

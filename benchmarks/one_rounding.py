@@ -102,8 +102,8 @@ def dequantized(model: Path, out: Path, storage: str) -> Path:
     from torch import nn
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from flatout.models.bases.frozen_linear import Fp8Linear
     from flatout.models.blocks import decoder_layers
+    from flatout.models.frozen.frozen_linear import Fp8Linear
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for layer in decoder_layers(loaded):

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Score and print. Raises UsageError, DataError for the file of answers, ResourceError for a missing GPU."""
     tasks = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
     _check(args, tasks)
-    from flatout.data.prompts import read_prompts
+    from flatout.data.prompt_file import read_prompts
 
     prompts = [] if args.answers is None else read_prompts(args.answers, max_bytes=MAX_ANSWERS_BYTES)[: args.limit]
     if unanswered := [index for index, prompt in enumerate(prompts, start=1) if not prompt.accepted]:

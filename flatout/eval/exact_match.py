@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flatout.data.prompts import Prompt
+from flatout.data.prompt_file import Prompt
 from flatout.errors import UsageError
 from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 

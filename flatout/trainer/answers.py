@@ -17,8 +17,8 @@ from flatout.rollout.in_process import InProcess
 from flatout.rollout.sampler import NoRoomError, SamplingParams
 from flatout.rollout.weights import FLOAT8_TOLERANCE, TOLERANCES, Weights
 from flatout.track.record import Answer, AnswersRecord
+from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.passes import inference, sum_unless_stopped
-from flatout.trainer.prompts import PromptSet
 from flatout.trainer.state import Run
 from flatout.trainer.step import autocast, release_memory
 
@@ -52,7 +52,7 @@ def answer_prompts(run: Run) -> None:
     run.reporter.record(AnswersRecord(step, answers, time.perf_counter() - started))
 
 
-def generate(run: Run, prompt_set: PromptSet) -> list[tuple[int, ...]] | None:
+def generate(run: Run, prompt_set: EvalPrompts) -> list[tuple[int, ...]] | None:
     """Return the tokens that continue each prompt, up to `eval.max_new_tokens` or a stop token, which is left out.
 
     All ranks answer the same prompts. Where they share passes, as sharded weights are gathered in each, the first rank
@@ -118,7 +118,7 @@ def training_weights(run: Run) -> Weights:
     return replace(weights, in_lockstep=True, agree=agree, least=least) if lockstep else weights
 
 
-def _fits_on_all_ranks(run: Run, prompt_set: PromptSet) -> bool:
+def _fits_on_all_ranks(run: Run, prompt_set: EvalPrompts) -> bool:
     """Allocate what the plan counts for the largest pass, free it, and return whether every rank could; collective.
 
     If a rank ran out of memory in a sharded pass, the others would wait for it.

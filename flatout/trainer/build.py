@@ -18,18 +18,18 @@ from flatout.config.schema import Config
 from flatout.errors import PackingError, SharedPrefixError
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
-from flatout.models.bases.fp8_backward import convert_backward_to_float8
-from flatout.models.bases.fp8_training import compute_scales_after_updates, convert_to_float8
-from flatout.models.bases.frozen_experts import Fp8Experts
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOutcome, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
+from flatout.models.frozen.fp8_backward import convert_backward_to_float8
+from flatout.models.frozen.frozen_experts import Fp8Experts
 from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
 from flatout.models.terms import Terms
+from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch

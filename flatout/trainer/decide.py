@@ -38,10 +38,10 @@ from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
+from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.fit_memory import plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
-from flatout.trainer.prompts import PromptSet, plan_prompts
 
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
@@ -80,7 +80,7 @@ class PlannedRun:
     store: TokenStore
     plan: RunPlan
     eval_sets: tuple[EvalSet, ...]
-    prompts: PromptSet | None
+    prompts: EvalPrompts | None
     parallel_layout: ParallelLayout
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
@@ -156,7 +156,7 @@ def plan_run(
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
     eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
-    prompts = plan_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
+    prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store, needs), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store, needs) for each in eval_sets]

@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from flatout.errors import UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
-from flatout.models.bases.frozen_linear import is_plain_linear
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import expert_parameters
+from flatout.models.frozen.frozen_linear import is_plain_linear
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.planner.shape import LayerShape, Linear, ModelShape

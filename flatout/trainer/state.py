@@ -24,8 +24,8 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import EvalSet, PlannedRun
+from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.feed import Feed
-from flatout.trainer.prompts import PromptSet
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
 
@@ -99,7 +99,7 @@ class Run:
     feed: Feed
     eval_sets: tuple[EvalSet, ...]
     eval_feeds: tuple[Feed, ...]
-    prompts: PromptSet | None
+    prompts: EvalPrompts | None
     model: PreTrainedModel
     loss: PackedLoss
     dtype: torch.dtype

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
-from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import replace_module
+from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import load_model, resolve_precision

@@ -12,9 +12,9 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError, UsageError
-from flatout.models.bases.fp8_backward import convert_backward_to_float8
-from flatout.models.bases.frozen_linear import Fp8BackwardLinear, fuse_bases
 from flatout.models.blocks import decoder_layers
+from flatout.models.frozen.fp8_backward import convert_backward_to_float8
+from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, fuse_frozen
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
@@ -191,7 +191,7 @@ def test_a_model_without_such_layers_is_refused(tmp_path):
 def test_layers_of_two_kinds_are_not_fused():
     plain = [nn.Linear(48, 32, bias=False).requires_grad_(False) for _ in range(2)]
     with pytest.raises(UsageError, match=r"differ in storage \(Fp8BackwardLinear, Linear\)"):
-        fuse_bases([Fp8BackwardLinear(plain[0]), plain[1]], fp8=False)
+        fuse_frozen([Fp8BackwardLinear(plain[0]), plain[1]], fp8=False)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.models.bases.fp8_linear import Fp8Linear
+from flatout.models.trained_fp8 import TrainedFp8Linear
 
 
 def layers(dtype: torch.dtype, *, bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -19,7 +19,7 @@ def layers(dtype: torch.dtype, *, bias: bool) -> tuple[nn.Linear, nn.Linear]:
         exact.weight *= torch.logspace(-4, 2, 64, dtype=dtype)[:, None]
     quantized = nn.Linear(96, 64, bias=bias, dtype=dtype)
     quantized.load_state_dict(exact.state_dict())
-    quantized.__class__ = Fp8Linear
+    quantized.__class__ = TrainedFp8Linear
     return exact, quantized
 
 

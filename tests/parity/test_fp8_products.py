@@ -11,8 +11,8 @@ from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError
 from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
-from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear, fuse_bases
 from flatout.models.blocks import decoder_layers, replace_module
+from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear, fuse_frozen
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLora, fuse_layers
@@ -184,7 +184,7 @@ def test_sizes_that_no_kernel_takes_are_named():
     assert "multiples of 16" in str(fp8_problem(CPU, 30, 48))
     odd = [Fp8Linear(draw(30, 48), None)]
     with pytest.raises(ResourceError, match=r"30 x 48; use base\.storage: nf4"):
-        fuse_bases(odd, fp8=True)
+        fuse_frozen(odd, fp8=True)
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (1, 64, 16), (333, 128, 4096)])

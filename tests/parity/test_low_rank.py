@@ -11,7 +11,7 @@ from flatout.kernels.capability import HOPPER
 from flatout.kernels.fp8 import bounded_scales, quantize_rows
 from flatout.kernels.low_rank import MatrixCopies, low_product, narrow_gradient, reference, register_ops
 from flatout.kernels.low_rank.reference import MatrixCopy
-from flatout.models.bases.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
+from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.lora.fused import FusedLayers, FusedLora
 from flatout.models.lora.layer import LoraLinear
 

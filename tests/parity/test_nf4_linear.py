@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flatout.models.bases.frozen_linear import Nf4Linear
+from flatout.models.frozen.frozen_linear import Nf4Linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatout.config.schema import LoraConfig
 from flatout.kernels import moe
-from flatout.models.bases.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
+from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.lora.fused import FusedLayers, FusedLora
 from flatout.models.lora.layer import LoraLinear
 

@@ -14,9 +14,9 @@ from flatout.kernels.capability import HOPPER
 from flatout.kernels.fp8 import quantize_rows
 from flatout.kernels.segmented import reference, register_ops, segmented_product
 from flatout.kernels.segmented.reference import Segments
-from flatout.models.bases.fp8_backward import convert_backward_to_float8
-from flatout.models.bases.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module
+from flatout.models.frozen.fp8_backward import convert_backward_to_float8
+from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLayers, FusedLora, fuse_layers

@@ -19,10 +19,10 @@ from flatout.kernels.moe import (
     route,
 )
 from flatout.kernels.moe.reference import row_experts, without_expert
-from flatout.models.bases.frozen_experts import DENSE, ExpertsMatmul, FrozenExperts
 from flatout.models.collectives import RankGroup
 from flatout.models.experts.exchange import exchange
 from flatout.models.experts.gate import Gate, recognize_gate
+from flatout.models.frozen.frozen_experts import DENSE, ExpertsMatmul, FrozenExperts
 
 IMPLEMENTATION = "flatout"
 _GATE = "flatout_gate"

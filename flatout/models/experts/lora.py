@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.experts.block import experts_modules
+from flatout.models.frozen.frozen_experts import FrozenExperts
 
 # grouped products need 16 bytes
 _RANK_MULTIPLE = 8

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.models.bases.frozen_experts import FrozenExperts
 from flatout.models.collectives import RankGroup
 from flatout.models.experts.block import compute_as_group, experts_modules, is_grouped
 from flatout.models.experts.lora import ExpertLora, plain_name
+from flatout.models.frozen.frozen_experts import FrozenExperts
 
 Slices = dict[str, int]
 """The sliced parameters and buffers by full name, with the dimension that had all experts."""

@@ -21,8 +21,8 @@ from flatout.kernels.capability import HOPPER, capability, choose_kernels_of
 from flatout.kernels.fp8 import has_fp8
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
-from flatout.models.bases.frozen_linear import num_weights
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
+from flatout.models.frozen.frozen_linear import num_weights
 from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load import quantized
 from flatout.models.load.auto_class import auto_class

@@ -24,10 +24,10 @@ from flatout.errors import CheckpointError, UsageError
 from flatout.io.hub import hub_errors, hub_source
 from flatout.kernels.fp8 import fp8_problem
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
-from flatout.models.bases.frozen_experts import Fp8Experts, FrozenExperts, Nf4Experts
-from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import decoder_layers, replace_module, text_decoder
 from flatout.models.experts.block import experts_modules, is_grouped
+from flatout.models.frozen.frozen_experts import Fp8Experts, FrozenExperts, Nf4Experts
+from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.load.auto_class import auto_class
 from flatout.models.load.source import check_weights
 

@@ -15,9 +15,9 @@ from flatout.errors import UsageError, first_line
 from flatout.kernels import low_rank
 from flatout.kernels.low_rank import narrow_gradient
 from flatout.kernels.low_rank.reference import MatrixCopy
-from flatout.models.bases.frozen_linear import fuse_bases
-from flatout.models.bases.matmul import FrozenMatmul, Operands, blocks
 from flatout.models.blocks import hidden_states
+from flatout.models.frozen.frozen_linear import fuse_frozen
+from flatout.models.frozen.matmul import FrozenMatmul, Operands, blocks
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.lora.product import over_tokens
 from flatout.models.packed import flatten_samples
@@ -123,7 +123,7 @@ class FusedLora(nn.Module):
         self.pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
-        self.product, storage = fuse_bases(bases, fp8=fp8, transposed=transposed, ranks=self.ranks)
+        self.product, storage = fuse_frozen(bases, fp8=fp8, transposed=transposed, ranks=self.ranks)
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
@@ -232,7 +232,7 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
     """Fuse the decoder's LoRA layers that are in the same module and read the same input tensor.
 
     They are found in one small forward pass, so this works for any architecture. Layers with dropout or DoRA, and those
-    outside the decoder (an adapted head), are not fused. `fp8` and `transposed` are those of `fuse_bases`. Results
+    outside the decoder (an adapted head), are not fused. `fp8` and `transposed` are those of `fuse_frozen`. Results
     change by rounding only.
     """
     layers = {name: layer for name, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}

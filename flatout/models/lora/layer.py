@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 from flatout.kernels.segmented import register_ops
-from flatout.models.bases.frozen_experts import FrozenExperts
-from flatout.models.bases.frozen_linear import FrozenLinear, is_plain_linear, num_weights, product_of
 from flatout.models.blocks import layer_list, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
 from flatout.models.experts.lora import ExpertLora, expert_parameters, num_expert_tensors, plain_name
+from flatout.models.frozen.frozen_experts import FrozenExperts
+from flatout.models.frozen.frozen_linear import FrozenLinear, is_plain_linear, num_weights, product_of
 from flatout.models.lora.product import LoraProduct
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
 

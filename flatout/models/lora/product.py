@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.models.bases.matmul import FrozenMatmul
+from flatout.models.frozen.matmul import FrozenMatmul
 
 
 class LoraProduct(torch.autograd.Function):

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
-from flatout.models.bases.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.blocks import replace_module
+from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 
 
 class SavedModule(nn.Module):

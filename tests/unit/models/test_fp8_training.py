@@ -3,9 +3,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flatout.errors import ResourceError, UsageError
-from flatout.models.bases import fp8_training
-from flatout.models.bases.fp8_linear import Fp8Linear
-from flatout.models.bases.fp8_training import convert_to_float8, fitting_linears
+from flatout.models import trained_fp8
+from flatout.models.trained_fp8 import TrainedFp8Linear, convert_to_float8, fitting_linears
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -36,7 +35,7 @@ def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch: pytest.
     model = AutoModelForCausalLM.from_config(
         Qwen3Config(**{**SHAPE, "num_hidden_layers": num_layers}, intermediate_size=48)
     )
-    monkeypatch.setattr(fp8_training, "has_fp8", lambda device: True)
+    monkeypatch.setattr(trained_fp8, "has_fp8", lambda device: True)
     with pytest.raises(UsageError, match="between the first and the last decoder layer; this model has none"):
         convert_to_float8(model, "fp8_rowwise", compile_mode="auto", shards=False)
 
@@ -44,10 +43,10 @@ def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch: pytest.
 def test_rowwise_layers_keep_their_parameters_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, intermediate_size=48))
     before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
-    monkeypatch.setattr(fp8_training, "has_fp8", lambda device: True)
+    monkeypatch.setattr(trained_fp8, "has_fp8", lambda device: True)
     line = convert_to_float8(model, "fp8_rowwise", compile_mode="auto", shards=False)
     assert line.startswith("7 linear layers compute in fp8, one scale per row; 14 do not")
-    assert [type(layer.mlp.up_proj) for layer in model.model.layers] == [nn.Linear, Fp8Linear, nn.Linear]
+    assert [type(layer.mlp.up_proj) for layer in model.model.layers] == [nn.Linear, TrainedFp8Linear, nn.Linear]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == {
         name: address for name, (address, _) in before.items()
     }

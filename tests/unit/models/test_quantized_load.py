@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.kernels.nf4.reference import nf4_levels, quantize
-from flatout.models.bases.frozen_experts import Nf4Experts
-from flatout.models.bases.frozen_linear import Nf4Linear
 from flatout.models.blocks import decoder_layers
 from flatout.models.export import save_model
+from flatout.models.frozen.frozen_experts import Nf4Experts
+from flatout.models.frozen.frozen_linear import Nf4Linear
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import load_model
 from flatout.models.load.quantized import Quantizer, quantize_layers, random_quantized

@@ -14,8 +14,8 @@ from flatout.kernels import low_rank, segmented
 from flatout.kernels.fp8 import bounded_scales, fp8_problem, quantize_rows, quantize_weight
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
-from flatout.models.bases.frozen_experts import FrozenExperts
-from flatout.models.bases.matmul import FrozenLinearFunction, FrozenMatmul, Operands
+from flatout.models.frozen.frozen_experts import FrozenExperts
+from flatout.models.frozen.matmul import FrozenLinearFunction, FrozenMatmul, Operands
 
 
 def _fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
@@ -263,8 +263,8 @@ def num_weights(model: nn.Module) -> int:
     return total
 
 
-def fuse_bases(
-    bases: Sequence[FrozenLinear], *, fp8: bool, transposed: bool = False, ranks: Sequence[int] = ()
+def fuse_frozen(
+    layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool = False, ranks: Sequence[int] = ()
 ) -> tuple[FrozenMatmul, list[Tensor]]:
     """Return one product for several frozen layers of the same input, and its tensors, whose memory the layers share.
 
@@ -273,7 +273,7 @@ def fuse_bases(
     `ranks` where there is one. Raises UsageError for layers of mixed storage, and ResourceError if the device or a
     layer's size does not support float8 products.
     """
-    sizes, in_features, first = [base.out_features for base in bases], bases[0].in_features, bases[0]
+    sizes, in_features, first = [base.out_features for base in layers], layers[0].in_features, layers[0]
     device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
     low_rank.register_ops()
     fits = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
@@ -282,49 +282,49 @@ def fuse_bases(
     if fits and in_fp8 and load_error is None:
         load_error = low_rank.load_error(device, tuple(ranks))
     one_accumulator = fits and load_error is None
-    backward = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
-    if len(bases) == len(backward) > 1:
+    backward = [base for base in layers if isinstance(base, Fp8BackwardLinear)]
+    if len(layers) == len(backward) > 1:
         # quantized again, as one sum needs the same scales (K,) for all layers
         quantized, scale = quantize_rows(torch.cat([base.weight.detach() for base in backward]).t())
         for base, own in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):
             base.transposed.copy_(own)
             base.column_scale.copy_(scale[:, 0])
-    matmul, storage = _joined(bases, fp8=fp8, transposed=transposed)
+    matmul, storage = _joined(layers, fp8=fp8, transposed=transposed)
     if one_accumulator:
         matmul = replace(matmul, describe=f"{matmul.describe}, one accumulator", one_accumulator=True)
     return replace(matmul, load_error=load_error), storage
 
 
-def _joined(bases: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> tuple[FrozenMatmul, list[Tensor]]:
-    sizes, in_features = [base.out_features for base in bases], bases[0].in_features
-    if isinstance(bases[0], Fp8Linear) or (fp8 and isinstance(bases[0], Nf4Linear)):
-        device = next(bases[0].buffers()).device
+def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> tuple[FrozenMatmul, list[Tensor]]:
+    sizes, in_features = [base.out_features for base in layers], layers[0].in_features
+    if isinstance(layers[0], Fp8Linear) or (fp8 and isinstance(layers[0], Nf4Linear)):
+        device = next(layers[0].buffers()).device
         for size in sizes:
             if problem := fp8_problem(device, size, in_features):
                 raise ResourceError(f"base.compute: {problem}; use base.storage: nf4 with base.compute: model")
-    fp8_bases = [base for base in bases if isinstance(base, Fp8Linear)]
-    nf4_bases = [base for base in bases if isinstance(base, Nf4Linear)]
-    backward_bases = [base for base in bases if isinstance(base, Fp8BackwardLinear)]
-    dense_bases = [base for base in bases if isinstance(base, nn.Linear)]
-    num_plain = len(dense_bases) - len(backward_bases)
-    if len(bases) not in (len(fp8_bases), len(nf4_bases), len(backward_bases), num_plain):
-        kinds = ", ".join(type(base).__name__ for base in bases)
+    fp8_layers = [base for base in layers if isinstance(base, Fp8Linear)]
+    nf4_layers = [base for base in layers if isinstance(base, Nf4Linear)]
+    backward_layers = [base for base in layers if isinstance(base, Fp8BackwardLinear)]
+    dense_layers = [base for base in layers if isinstance(base, nn.Linear)]
+    num_plain = len(dense_layers) - len(backward_layers)
+    if len(layers) not in (len(fp8_layers), len(nf4_layers), len(backward_layers), num_plain):
+        kinds = ", ".join(type(base).__name__ for base in layers)
         raise UsageError(f"linear layers of one input differ in storage ({kinds}); remove some from lora.targets")
-    if nf4_bases:
-        scales = [torch.cat([base.row_scale for base in nf4_bases])] if fp8 else []
-        stored = [tensor.detach() for base in nf4_bases for tensor in base.stored]
+    if nf4_layers:
+        scales = [torch.cat([base.row_scale for base in nf4_layers])] if fp8 else []
+        stored = [tensor.detach() for base in nf4_layers for tensor in base.stored]
         return _nf4_matmul(sizes, in_features, fp8=fp8), [*scales, *stored]
-    if fp8_bases:
-        scale = torch.cat([base.row_scale for base in fp8_bases])
-        whole = torch.cat([base.bytes.detach() for base in fp8_bases])
-        for base, part, own_scale in zip(fp8_bases, whole.split(sizes), scale.split(sizes), strict=True):
+    if fp8_layers:
+        scale = torch.cat([base.row_scale for base in fp8_layers])
+        whole = torch.cat([base.bytes.detach() for base in fp8_layers])
+        for base, part, own_scale in zip(fp8_layers, whole.split(sizes), scale.split(sizes), strict=True):
             base.bytes, base.row_scale = nn.Parameter(part, requires_grad=False), own_scale
         kept = [whole.t().contiguous()] if transposed else []
         return _fp8_matmul(sizes, transposed=transposed), [scale, whole, *kept]
-    whole = torch.cat([base.weight.detach() for base in dense_bases])
-    for linear, part in zip(dense_bases, whole.split(sizes), strict=True):
+    whole = torch.cat([base.weight.detach() for base in dense_layers])
+    for linear, part in zip(dense_layers, whole.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
-    if backward_bases:
-        copies = [base.transposed for base in backward_bases] + [base.column_scale for base in backward_bases]
+    if backward_layers:
+        copies = [base.transposed for base in backward_layers] + [base.column_scale for base in backward_layers]
         return _fp8_backward_matmul(sizes), [whole, *copies]
     return _dense_products("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [whole]

@@ -1,24 +1,70 @@
-"""Full fine-tuning with fp8 matrix products: Fp8Linear or torchao's Float8Linear, grouped products for experts."""
+"""Full fine-tuning with fp8 products: TrainedFp8Linear or torchao's Float8Linear, grouped products for experts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels.fp8 import MULTIPLE, has_fp8
-from flatout.models.bases.fp8_linear import Fp8Linear
-from flatout.models.bases.frozen_experts import CAST_TO_FP8
+from flatout.kernels.fp8 import MULTIPLE, has_fp8, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
+from flatout.models.frozen.frozen_experts import CAST_TO_FP8
 
 # names of the linear layers that choose experts
 _ROUTERS = ("gate", "router")
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x W.T for x (..., K) and a trained W (N, K), both quantized by row (arXiv:2209.05433); returns (..., N).
+
+    The scales of W's rows are folded into the output's gradient before that is quantized by row, so both products have
+    the same bytes: dX = (dY * scale) @ bytes. They are made twice rather than kept, which costs less than their memory.
+    dW = dY.T x is computed in x's dtype: its sum runs over tokens, so float8 would need scales per column, which take
+    another pass over both, and transposed copies of both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        quantized, scale = quantize_rows(weight)
+        x_quantized, x_scale = quantize_rows(rows)
+        ctx.save_for_backward(rows, weight)
+        return scaled_product(x_quantized, quantized, x_scale, scale[:, 0], x.dtype).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            quantized, scale = quantize_rows(weight)
+            ones = torch.ones(quantized.shape[1], dtype=torch.float32, device=grad.device)
+            grad_quantized, grad_scale = quantize_rows(grad * scale[:, 0].to(grad.dtype))
+            x_grad = scaled_product(grad_quantized, quantized.t().contiguous(), grad_scale, ones, grad.dtype)
+            x_grad = x_grad.view(*grads[0].shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            weight_grad = (grad.t() @ rows).to(weight.dtype)
+        return x_grad, weight_grad
+
+
+class TrainedFp8Linear(nn.Linear):
+    """An nn.Linear that computes as `_Fp8Product`; under autocast, inputs are cast to its dtype.
+
+    An existing layer becomes one by its `__class__`, so parameters and names stay.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        output: Tensor = _Fp8Product.apply(x, self.weight)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def convert_to_float8(
@@ -31,9 +77,9 @@ def convert_to_float8(
     """Convert the layers of `fitting_linears` and the experts of `experts_to_float8`; return a line for the console.
 
     Scales are computed each time (arXiv:2209.05433). fp8 is torchao's: all three products, one scale per tensor (e4m3;
-    output gradients e5m2), and if the run `shards` state, weights are gathered in fp8. fp8_rowwise is `Fp8Linear`:
-    output and input gradient, one scale per row (e4m3), weight gradients in the compute dtype, in which weights are
-    also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before compiling the
+    output gradients e5m2), and if the run `shards` state, weights are gathered in fp8. fp8_rowwise is
+    `TrainedFp8Linear`: output and input gradient, one scale per row (e4m3), weight gradients in the compute dtype, in
+    which weights are also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before compiling the
     layers: uncompiled, the casts cost more than fp8 gains.
     Raises UsageError for fp8 without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
     """
@@ -55,7 +101,7 @@ def convert_to_float8(
         )
     if is_rowwise := compute == "fp8_rowwise":
         for linear in fitting:
-            linear.__class__ = Fp8Linear
+            linear.__class__ = TrainedFp8Linear
     else:
         _convert_by_torchao(model, fitting, shards)
     gathered = ", gathered in fp8" if shards and not is_rowwise else ""

@@ -7,9 +7,9 @@ import torch
 from tiny_models import tiny_model
 
 from flatout.kernels.moe import register_ops, route
-from flatout.models.bases.fp8_training import experts_to_float8
-from flatout.models.bases.frozen_experts import CAST_TO_FP8, DENSE, Fp8Experts, Nf4Experts
 from flatout.models.experts.block import IMPLEMENTATION, MATMUL, experts_modules, prepare_experts, register_experts
+from flatout.models.frozen.frozen_experts import CAST_TO_FP8, DENSE, Fp8Experts, Nf4Experts
+from flatout.models.trained_fp8 import experts_to_float8
 
 NUM_TOKENS, NUM_EXPERTS, K = 48, 4, 2
 register_ops()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from flatout.config.schema import Config
-from flatout.data.prompts import Prompt, read_prompts, user_prompt
+from flatout.data.prompt_file import Prompt, read_prompts, user_prompt
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import control_pattern, tokenizer_of
@@ -37,7 +37,7 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSet:
+class EvalPrompts:
     """The prompts of a run; `stop_tokens` end an answer in its chat template, none without one.
 
     `max_positions` is the longest sequence that the model was made for.
@@ -49,14 +49,14 @@ class PromptSet:
     max_positions: int | None
 
 
-def plan_prompts(
+def read_eval_prompts(
     config: Config,
     store: TokenStore,
     evaluated: Sequence[tuple[TokenStore, Sequence[int]]],
     max_positions: int | None,
     max_tokens: int,
     reporter: Reporter,
-) -> PromptSet | None:
+) -> EvalPrompts | None:
     """Return what to answer at each evaluation, None for nothing; `evaluated` are stores and their sample ids.
 
     `max_tokens` is the longest pass that memory allows. Prompts of the configuration are rendered by the training
@@ -89,7 +89,7 @@ def plan_prompts(
     if not prompts:
         return None
     reporter.stage("answers", f"{len(prompts)} prompts at each evaluation, at most {most} tokens each")
-    return PromptSet(tuple(prompts), tokenizer, meta.stop_tokens, max_positions)
+    return EvalPrompts(tuple(prompts), tokenizer, meta.stop_tokens, max_positions)
 
 
 def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter: Reporter) -> list[TokenPrompt]:
