@@ -445,7 +445,7 @@ def _trained(folder: str, precision: Any) -> dict[str, Any]:
     for method in ("full", "lora"):
         loaded = _load(folder, method, precision)
         model = loaded.model.eval()
-        row["layout"] = "rows" if loaded.rows else "packed"
+        row["layout"] = "rows" if loaded.is_padded else "packed"
         if method == "lora":
             try:
                 add_lora(model, LoraConfig(rank=2), seed=0)
@@ -462,7 +462,7 @@ def _trained(folder: str, precision: Any) -> dict[str, Any]:
                     torch.nn.init.normal_(parameter.data, std=0.02)
         else:
             freeze_unreached(model)
-        batch = flatten_samples(documents(), row_length=max(LENGTHS) if loaded.rows else None)
+        batch = flatten_samples(documents(), row_length=max(LENGTHS) if loaded.is_padded else None)
         ours = packed_loss(model, batch).loss_sum
         ours_grad = gradients(model, ours)
         truth = plain_loss(model)
@@ -480,7 +480,7 @@ def _load(folder: str, method: Any, precision: Any) -> LoadedModel:
     rows = choose_layout(text, "auto").layout == "rows"
     while True:
         try:
-            loaded = load_model(config, method=method, device=CPU, seed=0, rows=rows)
+            loaded = load_model(config, method=method, device=CPU, seed=0, is_padded=rows)
             return prove_layout(loaded, longest=max(LENGTHS), any_attention=True)[0]
         except PackingError:
             if rows:

@@ -101,7 +101,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
     num_tokens = args.prompts * args.completions * args.new
     weights = Weights(
         model=model, logits=lambda batch: next_logits(model, batch)[0], device=CUDA, tolerance=0.1, pass_tokens=16384,
-        rows=False, packs=nullcontext, tell=lambda line: print("told:", line, flush=True),
+        is_padded=False, packs=nullcontext, tell=lambda line: print("told:", line, flush=True),
     )  # fmt: skip
 
     def show(how: str, figures: dict[str, float], **more: Any) -> None:

@@ -67,7 +67,7 @@ def _unreached(loaded: LoadedModel, lengths: Sequence[int]) -> set[str]:
     ]
     model.eval()
     try:
-        batch = random_batch(model, lengths, row_length=max(lengths) if loaded.rows else None)
+        batch = random_batch(model, lengths, row_length=max(lengths) if loaded.is_padded else None)
         dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
         with (
             torch.enable_grad(),

@@ -33,7 +33,7 @@ def proof_key(loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
         # as text: a configuration can hold infinity and dtypes, which JSON does not have
         "model": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
         "attention": loaded.attention,
-        "layout": "rows" if loaded.rows else "packed",
+        "layout": "rows" if loaded.is_padded else "packed",
         "dtype": [str(loaded.dtype), str(model.dtype), loaded.autocast],
     }
 

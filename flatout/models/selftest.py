@@ -44,7 +44,7 @@ def prove_layout(
         line = check_packing(loaded, longest=longest)
         return loaded, line + (check_shared_prefixes(loaded) if shares_prefixes else "")
     except PackingError:
-        if not (loaded.rows and any_attention) or loaded.attention == "transformers":
+        if not (loaded.is_padded and any_attention) or loaded.attention == "transformers":
             raise
         config = loaded.model.config.get_text_config()
     # models without an interface for attention only log that theirs cannot be set, and have the eager one
@@ -101,7 +101,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     layout, document = _kind(loaded), torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
     # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
     remedy = "" if loaded.attention in ("sdpa", "plain") else "set model.attention: plain, or "
-    batch = random_batch(model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
+    batch = random_batch(model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.is_padded else None)
     # documents (T,) of the tokens; -1 for padding
     owner = torch.full_like(batch.token_ids, -1)
     owner[_real(batch, _LENGTHS)] = document.to(owner.device)
@@ -167,7 +167,7 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
 
 def _check_backward(loaded: LoadedModel) -> None:
     """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
-    batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.rows else None)
+    batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.is_padded else None)
     try:
         with embedded_tokens(loaded.model) as embedded:
             torch.autograd.grad(packed_loss(loaded.model, batch).loss_sum, embedded)
@@ -181,7 +181,7 @@ def _check_backward(loaded: LoadedModel) -> None:
 def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, tolerance: float) -> str:
     """Compare packed and single hidden states with a document of `num_tokens`, beyond every limit, among short ones."""
     model, lengths = loaded.model, (8, num_tokens, 19, 3)
-    batch = random_batch(model, lengths, row_length=max(lengths) if loaded.rows else None)
+    batch = random_batch(model, lengths, row_length=max(lengths) if loaded.is_padded else None)
     real = _real(batch, lengths)
     ours = widened(hidden_states(model, batch)[real])
     # eager attention materializes its scores, so it is only the fallback
@@ -219,7 +219,7 @@ def _real(batch: PackedBatch, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _kind(loaded: LoadedModel) -> str:
-    return "rows" if loaded.rows else "packed"
+    return "rows" if loaded.is_padded else "packed"
 
 
 def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor, float]:
@@ -235,7 +235,7 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
             if usable:
                 logits = model(input_ids=rows, use_cache=False).logits
                 results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
-                if loaded.rows:
+                if loaded.is_padded:
                     each = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
                     results[name] = widened(torch.cat(each))
     if not results:
@@ -244,7 +244,7 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
     if loaded.dtype.itemsize > 2:
         tolerance = _TOLERANCES.get((trusted, loaded.dtype), _FLOAT32_TOLERANCE)
         # rope's float32 cosines vary at lengths off the SIMD width
-        return results[trusted], max(tolerance, 1e-6) if loaded.rows else tolerance
+        return results[trusted], max(tolerance, 1e-6) if loaded.is_padded else tolerance
     others = (results["eager"], padded[trusted])
     noise = max(relative_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
     return results[trusted], max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)

@@ -79,8 +79,8 @@ def convert_to_float8(
     Scales are computed each time (arXiv:2209.05433). fp8 is torchao's: all three products, one scale per tensor (e4m3;
     output gradients e5m2), and if the run `shards` state, weights are gathered in fp8. fp8_rowwise is
     `TrainedFp8Linear`: output and input gradient, one scale per row (e4m3), weight gradients in the compute dtype, in
-    which weights are also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before compiling the
-    layers: uncompiled, the casts cost more than fp8 gains.
+    which weights are also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before
+    compiling the layers: uncompiled, the casts cost more than fp8 gains.
     Raises UsageError for fp8 without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
     """
     if compile_mode == "off":

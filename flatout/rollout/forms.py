@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.models.slot_cache import SlotCache
-from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.padded import row_length
 from flatout.rollout.weights import Logits
 
 Group = tuple[Sequence[int], int]
@@ -154,7 +154,7 @@ class Recomputed:
     _logits: Logits
     _device: torch.device
     _pass_tokens: int
-    _rows: bool
+    _is_padded: bool
     _sequences: list[list[int]] = field(default_factory=list)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
@@ -173,10 +173,10 @@ class Recomputed:
             group.append(sequence)
             following = [len(each) for each in (*group, *sequences[index + 1 : index + 2])]
             padded = row_length(max(following))
-            num_tokens = len(following) * padded if self._rows else sum(following)
+            num_tokens = len(following) * padded if self._is_padded else sum(following)
             if len(following) == len(group) or num_tokens > self._pass_tokens:
                 padded = row_length(max(map(len, group)))
-                batch = last_rows_of(group, self._device, row_length=padded if self._rows else None)
+                batch = last_rows_of(group, self._device, row_length=padded if self._is_padded else None)
                 found.append(self._logits(batch))
                 group = []
         return torch.cat(found)

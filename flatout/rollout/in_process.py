@@ -15,7 +15,7 @@ from flatout.errors import NumericError, PackingError, ResourceError, UsageError
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
-from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.padded import row_length
 from flatout.rollout.answers import Answer
 from flatout.rollout.decode import Decoding
 from flatout.rollout.forms import Form, OwnCache, Recomputed, last_rows_of
@@ -119,7 +119,7 @@ class InProcess(Sampler):
             with own_attention(weights.model):
                 yield OwnCache(weights.logits, weights.model, weights.device), len(answers)
         else:
-            yield Recomputed(weights.logits, weights.device, weights.pass_tokens, weights.rows), len(answers)
+            yield Recomputed(weights.logits, weights.device, weights.pass_tokens, weights.is_padded), len(answers)
 
     def _difference(self, name: FormName, answers: Sequence[Answer]) -> str | None:
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
@@ -137,7 +137,7 @@ class InProcess(Sampler):
 
 def packed_logprobs(weights: Weights, sequence: Sequence[int], count: int) -> Tensor:
     """Return the log-probabilities (count,) of the last tokens of a sequence by a pass without a cache."""
-    padded = row_length(len(sequence)) if weights.rows else None
+    padded = row_length(len(sequence)) if weights.is_padded else None
     batch = last_rows_of([sequence], weights.device, row_length=padded)
     rows = torch.arange(len(sequence) - count - 1, len(sequence) - 1, device=weights.device)
     ids = batch.token_ids[rows + 1]

@@ -30,7 +30,7 @@ class Weights:
 
     `logits` computes a pass, of at most `pass_tokens` tokens. A cache is exact if log-probabilities with it are on
     average within `tolerance` of those without. `packs` makes a context in
-    which the model computes packed documents; None if it cannot. `rows`: passes without a cache have padded rows.
+    which the model computes packed documents; None if it cannot. `is_padded`: passes without a cache are padded.
     `prefers_own_cache`: one answer alone is sampled by transformers' own attention and cache.
     `in_lockstep`: other ranks take part in every pass. `agree` returns the tokens that all ranks use in place of this
     rank's, `least` the smallest number of any rank. `tell` gets lines for people.
@@ -41,7 +41,7 @@ class Weights:
     device: torch.device
     tolerance: float
     pass_tokens: int
-    rows: bool
+    is_padded: bool
     packs: Callable[[], AbstractContextManager[object]] | None
     prefers_own_cache: bool = False
     in_lockstep: bool = False
@@ -63,7 +63,7 @@ def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lamb
         device=device,
         tolerance=TOLERANCES[model.dtype],
         pass_tokens=_PASS_TOKENS,
-        rows=True,
+        is_padded=True,
         packs=partial(_packed_attention, model) if len(set(devices.values())) == 1 else None,
         prefers_own_cache=True,
         tell=tell,

@@ -32,7 +32,7 @@ from flatout.planner.memory.budget import (
     MemoryDecision,
 )
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
-from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.units import Samples, unit_numbers
@@ -233,7 +233,9 @@ def plan_evaluation(
         # evaluation keeps no activations, so a micro-batch may be as long as its largest unit
         lengths = eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]
         units = unit_numbers(eval_store.unit_offsets, eval_ids)
-        sizes = Samples(lengths, lengths, units=units).unit_tokens(as_rows=plan.layout.name == "rows", padded=False)
+        sizes = Samples(lengths, lengths, units=units).unit_tokens(
+            is_padded=plan.layout.name == "rows", with_padding=False
+        )
         eval_plan = make_eval_plan(
             eval_store.lengths,
             eval_store.num_labels,

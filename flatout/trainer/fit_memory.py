@@ -25,8 +25,8 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.shape import ModelShape
+from flatout.planner.steps.padded import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, PrefixIndex, UnitPrefixes, find_prefixes
-from flatout.planner.steps.rows import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.run_plan import RunPlan, make_plan
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
@@ -44,23 +44,23 @@ def plan_layout(
     reporter: Reporter,
     problems: tuple[str | None, str | None],
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
-    """Plan with rows or packed samples, with shared prefixes where they pay; also return a line about these.
+    """Plan with padded or packed samples, with shared prefixes where they pay; also return a line about these.
 
     `data` is the store and the samples to train on, `problems` why samples must not be packed and must not share.
     """
     reporter.phase("planning")
     (store, train_ids), (unpackable, unsharable) = data, problems
     text_config = read_text_config(config.model.name, config.model.revision)
-    rows = takes_rows(config, text_config, reporter, unpackable)
+    is_padded = pads_samples(config, text_config, reporter, unpackable)
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, rows=rows, inexact=unsharable)
+    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, is_padded=is_padded, inexact=unsharable)
     reporter.phase("planning")
     run = (config, shape, store, train_ids, rank, device)
-    plan, parallel_layout, memory = plan_training(*run, rows=rows, prefixes=prefixes)
+    plan, parallel_layout, memory = plan_training(*run, is_padded=is_padded, prefixes=prefixes)
     if prefixes is not None:
         pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
         if not pays:
-            plan, parallel_layout, memory = plan_training(*run, rows=rows)
+            plan, parallel_layout, memory = plan_training(*run, is_padded=is_padded)
     reporter.stage("prefixes", sharing)
     return plan, parallel_layout, memory, sharing
 
@@ -73,7 +73,7 @@ def plan_training(
     rank: Rank,
     device: Device | None,
     *,
-    rows: bool = False,
+    is_padded: bool = False,
     prefixes: Prefixes | None = None,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
@@ -89,7 +89,7 @@ def plan_training(
         num_ranks=rank.world // config.context.parallel,
         cost=make_cost(config, shape),
         sample_ids=train_ids,
-        pass_tokens=pass_tokens if rows else None,
+        pass_tokens=pass_tokens if is_padded else None,
         prefixes=prefixes,
         row_keys=store.row_keys if draws_rows_whole(store) else None,
         unit_offsets=store.unit_offsets,
@@ -126,7 +126,7 @@ def fit_plan(
     return plan, parallel_layout, memory
 
 
-def takes_rows(config: Config, text_config: Any, reporter: Reporter, unpackable: str | None) -> bool:
+def pads_samples(config: Config, text_config: Any, reporter: Reporter, unpackable: str | None) -> bool:
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
     choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
     shared = {"experts.parallel": config.experts.parallel, "context.parallel": config.context.parallel}
@@ -145,19 +145,19 @@ def index_prefixes(
     store: TokenStore,
     train_ids: NDArray[np.int64] | None,
     *,
-    rows: bool,
+    is_padded: bool,
     inexact: str | None,
 ) -> tuple[Prefixes | None, str]:
     """Return where samples share prefixes; None, and why, if they do not or must not.
 
-    `rows` is the layout, `inexact` what an earlier self-test found. Raises UsageError if batch.share_prefix: on cannot
-    be exact.
+    `is_padded` is the layout, `inexact` what an earlier self-test found. Raises UsageError if batch.share_prefix: on
+    cannot be exact.
     """
     wanted = config.batch.share_prefix
     if wanted == "off":
         return None, "not shared: as configured"
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
-    problem = inexact or ("each sample is a row of its own" if rows else None)
+    problem = inexact or ("each sample is a row of its own" if is_padded else None)
     if config.context.parallel > 1:
         problem = problem or "with context.parallel, ranks share each sample's tokens"
     if config.lora.dropout:

@@ -56,7 +56,7 @@ def load_trainable(
         full=config.full,
         base=config.base,
         on_host=waits,
-        rows=planned.plan.layout.name == "rows",
+        is_padded=planned.plan.layout.name == "rows",
         num_rows=num_rows,
         keep_dense=config.lora.modules_to_save,
         context_ranks=planned.parallel_layout.context_ranks,

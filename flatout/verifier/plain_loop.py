@@ -134,7 +134,7 @@ def _dense_model(config: Config, device: torch.device, num_rows: int) -> PreTrai
     # random and quantized weights must come from flatout's own loader
     loaded = load_model(
         config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base,
-        rows=True,
+        is_padded=True,
         num_rows=num_rows, keep_dense=config.lora.modules_to_save,
     )  # fmt: skip
     for name, module in list(loaded.model.named_modules()):

@@ -211,8 +211,8 @@ def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
 
 def _largest_unit(planned: PlannedRun) -> int:
     """Return the tokens of the largest unit, if its samples share nothing."""
-    as_rows = planned.plan.layout.pass_tokens is not None
-    return int(planned.plan.samples.unit_tokens(as_rows=as_rows, padded=False).max())
+    is_padded = planned.plan.layout.pass_tokens is not None
+    return int(planned.plan.samples.unit_tokens(is_padded=is_padded, with_padding=False).max())
 
 
 def _own_rows(

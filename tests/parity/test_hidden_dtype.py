@@ -26,7 +26,7 @@ def load(folder: Path, kind: str, hidden_states: Any, precision: Any, rows: bool
         save_tiny_model(folder, kind)
     config = ModelConfig(name=str(folder), precision=precision)
     full = FullConfig(hidden_states=hidden_states)
-    return load_model(config, method="full", device=torch.device("cpu"), seed=0, full=full, rows=rows)
+    return load_model(config, method="full", device=torch.device("cpu"), seed=0, full=full, is_padded=rows)
 
 
 def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]:
@@ -40,7 +40,7 @@ def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]
     for layer in decoder_layers(loaded.model):
         layer.register_forward_pre_hook(record, with_kwargs=True)
     samples = [(np.arange(length) % 50, np.ones(length, bool)) for length in (9, 20)]
-    batch = flatten_samples(samples, row_length=24 if loaded.rows else None)
+    batch = flatten_samples(samples, row_length=24 if loaded.is_padded else None)
     with torch.autocast("cpu", dtype=loaded.dtype, enabled=loaded.autocast):
         loss = packed_loss(loaded.model, batch).loss_sum
     loss.backward()

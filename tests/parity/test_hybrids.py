@@ -37,7 +37,7 @@ RECURRENT = {
 def load(folder: Path, model_type: str, device: torch.device, precision: Any, rows: bool = False) -> LoadedModel:
     tiny(model_type).save_pretrained(folder)
     config = ModelConfig(name=str(folder), init="random", precision=precision)
-    loaded = load_model(config, method="full", device=device, seed=0, rows=rows)
+    loaded = load_model(config, method="full", device=device, seed=0, is_padded=rows)
     loaded.model.eval()
     return loaded
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import permute
+from flatout.planner.steps.padded import PASS_TOKENS, ROW_MULTIPLE, cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
-from flatout.planner.steps.rows import PASS_TOKENS, ROW_MULTIPLE, cut_rows, row_length
 from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
 from flatout.planner.totals import add_up
 
@@ -218,10 +218,10 @@ def test_no_other_cut_into_rows_costs_less(lengths, pass_tokens):
                 yield from ([items[:size], *rest] for rest in cuts(items[size:]))
 
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    found = cut_rows(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens)
+    found = cut_padded(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens)
     assert sorted(i for part in found for i in part) == list(range(len(lengths)))
     assert cost(found) <= min(map(cost, cuts(order))) * (1 + 1e-12)
-    at_least = cut_rows(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens, at_least=5)
+    at_least = cut_padded(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens, at_least=5)
     assert len(at_least) >= min(5, len(lengths))
 
 

@@ -199,10 +199,10 @@ def _compile(
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
     every = list(trainable_parameters(model).values())
     # a single row has a graph of its own, which must be dynamic as well
-    warm_up = [*_WARM_UP_LENGTHS, *(lengths[:1] for lengths in _WARM_UP_LENGTHS if loaded.rows)]
+    warm_up = [*_WARM_UP_LENGTHS, *(lengths[:1] for lengths in _WARM_UP_LENGTHS if loaded.is_padded)]
 
     def make_batch(lengths: Sequence[int]) -> PackedBatch:
-        return random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.rows else None)
+        return random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.is_padded else None)
 
     batches, large = [make_batch(lengths) for lengths in warm_up], [make_batch(large_lengths)] if large_lengths else []
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
@@ -295,7 +295,7 @@ def _large_lengths(loaded: LoadedModel, largest_pass_tokens: int) -> list[int]:
     widths = {size for tensor in tensors for size in tensor.shape}
     fitting = (size for size in _LARGE_TOKENS if 2 * size <= largest_pass_tokens)
     num_tokens = next((size for size in fitting if widths.isdisjoint((size, size - 128))), 0)
-    if loaded.rows:
+    if loaded.is_padded:
         return [500] * (num_tokens // _row_length([500]))
     return [min(500, num_tokens - start) for start in range(0, num_tokens, 500)]
 

@@ -44,8 +44,8 @@ class LoadedModel:
     """A model ready for `packed_loss`.
 
     `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
-    and the model must run under torch.autocast(dtype). `report` has lines for the console. `rows`: every document is a
-    padded row, and `attention` may be one of transformers' own.
+    and the model must run under torch.autocast(dtype). `report` has lines for the console. `is_padded`: every
+    document is a padded row, and `attention` may be one of transformers' own.
     """
 
     model: PreTrainedModel
@@ -54,7 +54,7 @@ class LoadedModel:
     attention: Implementation | Literal["transformers"]
     report: tuple[str, ...]
     waiting: DeferredWeights | None = None
-    rows: bool = False
+    is_padded: bool = False
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
@@ -89,12 +89,12 @@ def load_model(
     full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
     base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
     on_host: bool = False,
-    rows: bool = False,
+    is_padded: bool = False,
     num_rows: int = 0,
     keep_dense: Sequence[str] = (),
     context_ranks: int = 1,
 ) -> LoadedModel:
-    """Load a causal language model, or initialize it randomly, for training on packed documents or on `rows` of them.
+    """Load a causal language model, or initialize it randomly, to train on packed documents or on padded rows.
 
     lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
@@ -110,7 +110,7 @@ def load_model(
     text = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
-    if not rows:
+    if not is_padded:
         choose_layout(text, "packed")
     choice = choose_attention(config.attention, text, device=device, dtype=compute_dtype, context_ranks=context_ranks)
     register(choice.implementation)
@@ -118,7 +118,7 @@ def load_model(
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        made = _make_attending(config, storage, model_config, options, rows, device, seed, on_host, keep_dense)
+        made = _make_attending(config, storage, model_config, options, is_padded, device, seed, on_host, keep_dense)
         model, unused, own = made
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
@@ -138,7 +138,7 @@ def load_model(
         autocast=weight_dtype != compute_dtype,
         attention="transformers" if own else choice.implementation,
         report=tuple(report),
-        rows=rows,
+        is_padded=is_padded,
     )
 
 
@@ -215,7 +215,7 @@ def dequantized_method(config: Any) -> str | None:
 
 
 def _make_attending(
-    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], rows: bool, *rest: Any
+    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], is_padded: bool, *rest: Any
 ) -> tuple[PreTrainedModel, list[str], str | None]:
     """Make the model as `_make_model` does; with rows, if need be with its own attention, and return why.
 
@@ -227,7 +227,7 @@ def _make_attending(
         if options["attn_implementation"] not in str(error):
             raise
         reason = "its attention does not go through transformers' attention interface"
-        if not rows or config.attention != "auto":
+        if not is_padded or config.attention != "auto":
             remedy = "set batch.layout: auto and model.attention: auto"
             raise PackingError(f"model type {model_config.model_type}: {reason}; {remedy}") from error
         return (*_make_model(config, storage, model_config, {**options, "attn_implementation": None}, *rest), reason)

@@ -78,8 +78,8 @@ class RunPlan:
     @cached_property
     def unit_tokens(self) -> NDArray[np.int64]:
         """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
-        as_rows = self.layout.pass_tokens is not None
-        return self.samples.unit_tokens(as_rows=as_rows, prefixes=self.layout.unit_prefixes)
+        is_padded = self.layout.pass_tokens is not None
+        return self.samples.unit_tokens(is_padded=is_padded, prefixes=self.layout.unit_prefixes)
 
     @property
     def shares_prefixes(self) -> bool:

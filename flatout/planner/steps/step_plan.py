@@ -11,9 +11,9 @@ import numpy as np
 
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import CostModel
+from flatout.planner.steps.padded import cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
 from flatout.planner.steps.prefixes import Bundle, Prefixes, PrefixGroup, UnitPrefixes, make_bundles, tokens_together
-from flatout.planner.steps.rows import cut_rows, row_length
 from flatout.planner.steps.units import Integers, Item, Samples
 
 # a step of rows is cut into about 1 to 4 micro-batches a rank, with some slack, and the most even cut is taken
@@ -142,7 +142,7 @@ class BatchLayout:
             longest = [max([items[index].length for index in bundle.members]) for bundle in bundles]
             counts = [len(bundle.members) for bundle in bundles]
             limits: dict[str, Any] = {"cost": self.cost, "pass_tokens": self.pass_tokens}
-            parts = cut_rows(longest, budget, at_least=at_least, counts=counts, **limits)
+            parts = cut_padded(longest, budget, at_least=at_least, counts=counts, **limits)
         else:
             parts = bin_pack(
                 [bundle.num_tokens for bundle in bundles],
@@ -317,8 +317,8 @@ def _check_units(samples: Samples, layout: BatchLayout, named: Callable[[int], s
         return
     starts = samples.unit_starts
     # padding may lift a unit over the budget
-    as_rows = layout.pass_tokens is not None
-    sizes = samples.unit_tokens(as_rows=as_rows, prefixes=layout.unit_prefixes, padded=False)
+    is_padded = layout.pass_tokens is not None
+    sizes = samples.unit_tokens(is_padded=is_padded, prefixes=layout.unit_prefixes, with_padding=False)
     largest, budget = int(np.argmax(sizes)), layout.micro_batch_tokens
     if sizes[largest] > budget:
         raise UsageError(

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatout.errors import DataError
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.rows import row_length
+from flatout.planner.steps.padded import row_length
 
 Integers = NDArray[np.integer]
 
@@ -67,16 +67,18 @@ class Samples:
             return np.arange(len(self))
         return np.flatnonzero(np.append(True, np.diff(self.units) != 0))
 
-    def unit_tokens(self, *, as_rows: bool, prefixes: Integers | None = None, padded: bool = True) -> NDArray[np.int64]:
-        """Return the tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows.
+    def unit_tokens(
+        self, *, is_padded: bool, prefixes: Integers | None = None, with_padding: bool = True
+    ) -> NDArray[np.int64]:
+        """Return the tokens that a pass computes for each unit, int64 (U,): its prefix once, or if padded its rows.
 
-        `prefixes` are the tokens that each numbered unit begins with in common. Rows have their padding if `padded`.
+        `prefixes` are the tokens that each numbered unit begins with in common. `with_padding` counts that of rows.
         """
         starts = self.unit_starts
         sizes = np.diff(np.append(starts, len(self)))
-        if as_rows:
+        if is_padded:
             longest = np.asarray(np.maximum.reduceat(self.lengths, starts), np.int64)
-            return sizes * (row_length(longest) if padded else longest)
+            return sizes * (row_length(longest) if with_padding else longest)
         again = 0 if prefixes is None or self.units is None else (sizes - 1) * prefixes[self.units[starts]]
         return np.asarray(np.add.reduceat(self.lengths, starts, dtype=np.int64) - again)
 

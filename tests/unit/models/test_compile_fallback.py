@@ -165,7 +165,7 @@ def test_the_large_batch_fits_the_largest_pass_and_has_no_layers_width(tmp_path)
     loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=torch.device("cpu"), seed=0)
     sizes = [sum(compiling._large_lengths(loaded, tokens)) for tokens in (0, 4863, 4864, 16127, 10**9)]
     assert sizes == [0, 0, 2432, 2432, 8064]
-    rows = compiling._large_lengths(replace(loaded, rows=True), 10**9)
+    rows = compiling._large_lengths(replace(loaded, is_padded=True), 10**9)
     assert len(rows) * compiling._row_length(rows) <= 8064
 
 

@@ -28,7 +28,7 @@ def row_length(longest: Length) -> Length:
     return -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def cut_rows(
+def cut_padded(
     lengths: Sequence[int],
     budget_tokens: int,
     *,
