@@ -216,7 +216,7 @@ def measure(args: argparse.Namespace, launched_s: float) -> dict[str, Any] | Non
     timed = steps[WARMUP_STEPS:] or steps[-1:]
     seconds = sum(step.step_s for step in timed)
     rate = sum(step.num_tokens for step in timed) / seconds
-    shape, lengths = shape_of(args), run.feed.store.lengths[len(steps[: -len(timed)]) * args.samples :].tolist()
+    shape, lengths = shape_of(args), run.loader.store.lengths[len(steps[: -len(timed)]) * args.samples :].tolist()
     if run.config.method == "full" and "num_experts" not in shape:
         bound = bound_tokens_per_s(shape, lengths) * run.rank.world
         found |= {"bound_tokens_per_s": round(bound), "share_of_bound": round(rate / bound, 3)}

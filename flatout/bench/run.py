@@ -79,7 +79,7 @@ def take_steps(
         after(run)
     finally:
         run.saver.close()
-        run.feed.close()
+        run.loader.close()
         reporter.end(RunEnd("complete", 0, time.time()))
     leave_group()
     return run

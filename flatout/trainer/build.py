@@ -40,10 +40,10 @@ from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, conn
 from flatout.planner.devices import Device
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
+from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.context_ranks import share_context, share_of
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.expert_ranks import share_experts
-from flatout.trainer.feed import Feed
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck, largest_pass
@@ -63,7 +63,7 @@ def build_run(
     watch: PeerWatch | None = None,
     memory_check: MemoryCheck | None = None,
 ) -> Run:
-    """Build model, strategy, optimizer and feed, and restore what was `saved`. Raises a FlatoutError.
+    """Build model, strategy, optimizer and loader, and restore what was `saved`. Raises a FlatoutError.
 
     A run that starts at step 0 measures passes with `memory_check`. If these change the plan, it is built again, which
     may measure passes of another kind, but each kind once.
@@ -111,10 +111,10 @@ def assemble_run(
     loaded, planned, proofs = load_or_replan(config, planned, checkpoints.group, reporter, rank)
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    feed, eval_feeds = make_feeds(planned, device, rank, size_buckets)
+    loader, eval_loaders = make_loaders(planned, device, rank, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
-    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, feed, rank, reporter, proofs)
+    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, loader, rank, reporter, proofs)
     named = trainable_parameters(loaded.model)
     saver, sizes = make_saver(config, checkpoints, reporter, rank, device, named)
     run = Run(
@@ -124,9 +124,9 @@ def assemble_run(
         reporter=reporter,
         plan=planned.plan,
         planned=planned,
-        feed=feed,
+        loader=loader,
         eval_sets=planned.eval_sets,
-        eval_feeds=eval_feeds,
+        eval_loaders=eval_loaders,
         prompts=planned.prompts,
         model=loaded.model,
         loss=wrapped_loss,
@@ -172,15 +172,18 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def make_feeds(
+def make_loaders(
     planned: PlannedRun, device: torch.device, rank: Rank, size_buckets: Sequence[int]
-) -> tuple[Feed, tuple[Feed, ...]]:
-    """Return the feed of training, and one for each evaluation data set."""
+) -> tuple[BatchLoader, tuple[BatchLoader, ...]]:
+    """Return the loader of training, and one for each evaluation data set."""
     share = share_of(planned.parallel_layout, rank)
     needs = planned.objective.asked_columns
-    feed = Feed(planned.store, device, share, size_buckets=size_buckets, needs=needs, **planned.plan.batch_bounds)
-    return feed, tuple(
-        Feed(each.store, device, share, max_documents=each.max_documents, needs=needs) for each in planned.eval_sets
+    loader = BatchLoader(
+        planned.store, device, share, size_buckets=size_buckets, needs=needs, **planned.plan.batch_bounds
+    )
+    return loader, tuple(
+        BatchLoader(each.store, device, share, max_documents=each.max_documents, needs=needs)
+        for each in planned.eval_sets
     )
 
 
@@ -336,7 +339,7 @@ def compile_model(
     wrapper: PackedLoss,
     config: Config,
     planned: PlannedRun,
-    feed: Feed,
+    loader: BatchLoader,
     rank: Rank,
     reporter: Reporter,
     proofs: Proofs,
@@ -350,19 +353,19 @@ def compile_model(
     mode = config.compile if planned.parallel_layout.compiles else "off"
     known = proofs.find("compiled layers")
     # finding it plans hundreds of steps, which runs that compile nothing need not wait for
-    largest = None if mode == "off" or feed.num_boundaries is None else largest_pass(planned.plan)
+    largest = None if mode == "off" or loader.num_boundaries is None else largest_pass(planned.plan)
     with compiling_with(recompute):
         compiled = compile_layers(
             loaded,
             mode,
-            num_boundaries=feed.num_boundaries,
-            num_shared_boundaries=feed.num_shared_boundaries,
+            num_boundaries=loader.num_boundaries,
+            num_shared_boundaries=loader.num_shared_boundaries,
             largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
             loss=loss,
             wrapper=wrapper,
             proved=known is not None,
-            share=feed.share,
+            share=loader.share,
             gather=proofs.gather,
         )
     if compiled.num_compared is None and compiled.is_complete:
@@ -370,10 +373,10 @@ def compile_model(
     line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")
     line += "; block sizes tuned" if mode == "tuned" and compiled.num_compiled else ""
     reporter.stage("compile", line)
-    if feed.num_boundaries is not None and compiled.num_compiled:
+    if loader.num_boundaries is not None and compiled.num_compiled:
         place = planned.parallel_layout.place_of(rank.index)
-        sizes = count_sizes(planned.plan, place, size_buckets=feed.size_buckets)
-        if num_graphs := prepare_attention(loaded.attention, sizes, feed.num_boundaries):
+        sizes = count_sizes(planned.plan, place, size_buckets=loader.size_buckets)
+        if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
             prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])

@@ -82,8 +82,8 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
     num_sums = len(run.planned.objective.sum_names)
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
-        for total, each, feed in zip(totals, run.eval_sets, run.eval_feeds, strict=True):
-            for batch in until_stopped(run, feed.batches(each.plan.ranks[run.data_rank])):
+        for total, each, loader in zip(totals, run.eval_sets, run.eval_loaders, strict=True):
+            for batch in until_stopped(run, loader.batches(each.plan.ranks[run.data_rank])):
                 with autocast(run):
                     found = run.loss(batch)
                 total += torch.stack([value.double() for value in found])

@@ -145,11 +145,11 @@ def record_graphs(run: Run, why_not: str | None) -> str:
     if why_not:
         return f"off: {why_not}"
     run.reporter.phase("recording graphs")
-    assert run.feed.num_boundaries is not None
+    assert run.loader.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     decoder = GraphedDecoder(run.model, *zip(*places, strict=True))
-    counts = count_sizes(run.plan, run.data_rank, size_buckets=run.feed.size_buckets)
+    counts = count_sizes(run.plan, run.data_rank, size_buckets=run.loader.size_buckets)
     sizes = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
-    num_recorded = decoder.record(sizes, run.feed.num_boundaries)
+    num_recorded = decoder.record(sizes, run.loader.num_boundaries)
     run.loss.decoder = decoder
     return f"{num_recorded} of {len(sizes)} sizes recorded, {sizes[-1].num_tokens:,} to {sizes[0].num_tokens:,} tokens"

@@ -59,7 +59,7 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     allocated before the run's model. What the optimizer holds already is not counted. Clears torch's peaks.
     """
     # the plan counts tokens before they are padded to the sizes of recorded graphs
-    size_buckets, run.feed.size_buckets = run.feed.size_buckets, ()
+    size_buckets, run.loader.size_buckets = run.loader.size_buckets, ()
     # a meter of its own: these passes belong to no step
     run, peaks = replace(run, rank_meter=RankMeter(run.device)), []
     states = (value for state in run.optimizer.state.values() for value in state.values())
@@ -75,7 +75,7 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
         peaks.append(torch.cuda.max_memory_allocated(run.device) - stood_bytes - held)
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
-    run.feed.size_buckets = size_buckets
+    run.loader.size_buckets = size_buckets
     for term in run.terms.every:
         term.forget_step()
     return peaks

@@ -292,7 +292,7 @@ def export(run: Run, folder: Path) -> None:
 
     def write(half_done: Path) -> None:
         tokenizer = tokenizer_of(run.config.data, run.config.model.name)
-        meta = run.feed.store.meta
+        meta = run.loader.store.meta
         if meta.template_text:
             # export the template that was trained with, even if the tokenizer has another
             give_template(tokenizer, meta.template_text, meta.stop_tokens)

@@ -23,9 +23,9 @@ from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
+from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.decide import EvalSet, PlannedRun
 from flatout.trainer.eval_prompts import EvalPrompts
-from flatout.trainer.feed import Feed
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
 
@@ -96,9 +96,9 @@ class Run:
     reporter: Reporter
     plan: RunPlan
     planned: PlannedRun
-    feed: Feed
+    loader: BatchLoader
     eval_sets: tuple[EvalSet, ...]
-    eval_feeds: tuple[Feed, ...]
+    eval_loaders: tuple[BatchLoader, ...]
     prompts: EvalPrompts | None
     model: PreTrainedModel
     loss: PackedLoss
@@ -123,8 +123,8 @@ class Run:
     def close(self) -> None:
         """End the threads that save and read ahead."""
         self.saver.close()
-        for feed in (self.feed, *self.eval_feeds):
-            feed.close()
+        for loader in (self.loader, *self.eval_loaders):
+            loader.close()
 
     @property
     def data_rank(self) -> int:

@@ -76,9 +76,9 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     run.optimizer.zero_grad(set_to_none=True)
     if divisor_of(run, step) == 0:
         return skip_step(run)
-    run.rank_meter.start_step(run.feed.wait_s)
+    run.rank_meter.start_step(run.loader.wait_s)
     sums = accumulate_gradients(run, step)
-    figures = run.rank_meter.figures(run.feed.wait_s)
+    figures = run.rank_meter.figures(run.loader.wait_s)
     run.watch.set_phase("sum")
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
@@ -92,8 +92,8 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
 
 def skip_step(run: Run) -> Pending:
     """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
-    run.rank_meter.start_step(run.feed.wait_s)
-    figures = run.rank_meter.figures(run.feed.wait_s)
+    run.rank_meter.start_step(run.loader.wait_s)
+    figures = run.rank_meter.figures(run.loader.wait_s)
     gathered = run.strategy.sum_values(scatter_figures(figures, run.rank, run.device))
     nothing, why = dict.fromkeys(run.planned.objective.figures, 0.0), "no label tokens"
     return lambda: StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered.tolist()) or (figures,))
@@ -124,7 +124,7 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
     try:
         with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
             start_terms(run, step, micro_batches)
-        for index, batch in enumerate(run.feed.batches(micro_batches)):
+        for index, batch in enumerate(run.loader.batches(micro_batches)):
             # in lockstep every rank must run every pass, or the others would hang
             if run.stop.requested and not run.shares_passes:
                 break
@@ -146,7 +146,7 @@ def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -
     """Start a step of the run's terms, with passes without gradients if any needs them."""
     facts = StepFacts(step.index, step.num_tokens, divisor_of(run, step), run.device, run.strategy.sum_values)
     with run.terms.passes_before(facts, len(micro_batches)) as any_needed:
-        for index, batch in enumerate(run.feed.batches(micro_batches) if any_needed else ()):
+        for index, batch in enumerate(run.loader.batches(micro_batches) if any_needed else ()):
             if run.stop.requested and not run.shares_passes:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
@@ -327,8 +327,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         return skip_step(run)
     if run.stop.requested:
         return lambda: None
-    run.rank_meter.start_step(run.feed.wait_s)
-    (batch,) = run.feed.batches(step.ranks[run.data_rank])
+    run.rank_meter.start_step(run.loader.wait_s)
+    (batch,) = run.loader.batches(step.ranks[run.data_rank])
     start_terms(run, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
@@ -337,7 +337,7 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     require_finite(run, step, loss_sum, 0.0)
     lr, named = next_lr(run), run.planned.normalizers.figures([loss_sum, *others], step)
     if skipped := guard_spike(run, step, loss_sum / divisor):
-        figures = (run.rank_meter.figures(run.feed.wait_s),)
+        figures = (run.rank_meter.figures(run.loader.wait_s),)
         left_out = StepOutcome(loss_sum / divisor, named, 0.0, lr, skipped, figures)
         return lambda: left_out
     update.start(lr)
@@ -354,6 +354,6 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         )
     term_sums = run.terms.sums
     run.terms.after_update(term_sums)
-    loss, figures = loss_sum / divisor, (run.rank_meter.figures(run.feed.wait_s),)
+    loss, figures = loss_sum / divisor, (run.rank_meter.figures(run.loader.wait_s),)
     outcome = StepOutcome(loss, named, grad_norm, lr, ranks=figures, terms=tuple(term_sums.tolist()))
     return lambda: outcome

@@ -55,7 +55,7 @@ def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> N
 
 def origins_of(run: Run, step: StepPlan) -> dict[int, str]:
     """Return the file and row of each sample of a step."""
-    return {sample_id: str(run.feed.store.origin(sample_id)) for sample_id in step.sample_ids}
+    return {sample_id: str(run.loader.store.origin(sample_id)) for sample_id in step.sample_ids}
 
 
 def judge(history: LossHistory, loss: float, sigmas: float) -> tuple[LossHistory, float | None]:

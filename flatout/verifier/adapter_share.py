@@ -75,7 +75,7 @@ def _row(run: Run, step: StepPlan, layers: dict[str, LoraLinear], case: str) -> 
     was_training = run.model.training
     try:
         with torch.compiler.set_stance("force_eager"):
-            batch = next(iter(run.feed.batches(step.ranks[0][:1])))
+            batch = next(iter(run.loader.batches(step.ranks[0][:1])))
             hidden_states(run.model.eval(), batch)
     finally:
         run.model.train(was_training)

@@ -156,8 +156,8 @@ def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path
     try:
         yield run
     finally:
-        for feed in (run.feed, *run.eval_feeds):
-            feed.close()
+        for loader in (run.loader, *run.eval_loaders):
+            loader.close()
         del run
         free_memory()
 

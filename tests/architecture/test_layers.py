@@ -239,7 +239,7 @@ WAITS = {
     "studio/jobs.py: self._changed.wait": "wait_for bounds it",
     "studio/jobs.py: self._process.wait": "a process that was killed",
     "trainer/load.py: importing.join": "an import in this process",
-    "trainer/feed.py: future.result": "this process's disk; over ranks faults.stall_s",
+    "trainer/batch_loader.py: future.result": "this process's disk; over ranks faults.stall_s",
     "trainer/resume.py: run.saver.wait": "as write_async's",
     "verifier/ranks.py: process.wait": "a process that was killed",
 }

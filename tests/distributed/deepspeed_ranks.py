@@ -83,7 +83,7 @@ def move(spec: dict[str, Any], messages: ControlGroup) -> dict[str, Any]:
         if index == 0 or index + 1 == len(spec["strategies"]):
             export(run, folder / "final")
             refuse_poison(run)
-        run.feed.close()
+        run.loader.close()
     return {
         "loss": torch.cat([figure["loss"] for figure in figures]),
         "norm": torch.cat([figure["norm"] for figure in figures]),

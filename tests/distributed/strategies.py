@@ -207,7 +207,7 @@ def main(spec_path: str) -> None:
     for index, case in enumerate(spec["cases"]):
         run = build(case["values"], Path(spec["folder"]) / f"case-{index}", rank)
         got = measure(run, case)
-        run.feed.close()
+        run.loader.close()
         if rank.is_first:
             expected = torch.load(case["reference"], weights_only=True)
             if run.strategy.engine_state:
@@ -228,7 +228,7 @@ def reference(values: dict[str, Any], case: dict[str, Any], folder: Path, name: 
     run = build(values, folder / f"one-{name}", Rank())
     path = folder / f"{name}.pt"
     torch.save(measure(run, case), path)
-    run.feed.close()
+    run.loader.close()
     return str(path)
 
 

@@ -55,7 +55,7 @@ def test_rows_equal_packed(tiny: Any, tmp_path: Path, method: str, attention: st
         torch._dynamo.reset()
         run = build(tiny, tmp_path, layout, attention, method=method)
         found.append([gradient(run, step) for step in range(3)])
-        run.feed.close()
+        run.loader.close()
     for packed, rows in zip(*found, strict=True):
         assert torch.nn.functional.cosine_similarity(packed, rows, dim=0) > 0.995
         assert rows.norm().item() == pytest.approx(packed.norm().item(), rel=0.02)
@@ -68,7 +68,7 @@ def test_steady_steps_compile_nothing_and_never_wait(tiny: Any, tmp_path: Path, 
     compiled: list[float] = []
     sizes = set()
     with report_compilations(compiled.append):
-        for index, step in enumerate(run.feed.prefetching(run.plan.steps(), 0)):
+        for index, step in enumerate(run.loader.prefetching(run.plan.steps(), 0)):
             run.optimizer.zero_grad(set_to_none=True)
             sizes |= {(len(batch.sample_ids), batch.row_length) for batch in step.ranks[0]}
             torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def test_steady_steps_compile_nothing_and_never_wait(tiny: Any, tmp_path: Path, 
                 accumulate_gradients(run, step)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    run.feed.close()
+    run.loader.close()
     assert not compiled
     assert len(sizes) > 12, "one row and several, of many lengths"
     assert min(count for count, _ in sizes) == 1 < max(count for count, _ in sizes)

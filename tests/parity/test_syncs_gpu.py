@@ -67,12 +67,12 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     checkpoints = Checkpoints(tmp_path / "run", keep=1, on_event=lambda kind, facts: None)
     made = build_run(config, planned, checkpoints, None, Reporter(), Rank())
     yield made
-    made.feed.close()
+    made.loader.close()
 
 
 @pytest.mark.parametrize("run", ["lora", "dropout", "fp8-backward", "full", "experts", "experts-fp8"], indirect=True)
 def test_forward_and_backward_never_wait_nor_compile(run: Run) -> None:
-    steps = run.feed.prefetching(run.plan.steps(), run.rank.index)
+    steps = run.loader.prefetching(run.plan.steps(), run.rank.index)
     compiled_s: list[float] = []
     for index, step in enumerate(steps):
         run.optimizer.zero_grad(set_to_none=True)
@@ -96,7 +96,7 @@ def test_the_debug_mode_sees_a_wait() -> None:
 def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: Run) -> None:
     """From the first forward to the update and the figures of the last step: no synchronisation at all."""
     before = None
-    for index, step in enumerate(run.feed.prefetching(run.plan.steps(), run.rank.index)):
+    for index, step in enumerate(run.loader.prefetching(run.plan.steps(), run.rank.index)):
         with sync_debug("default" if index < WARM_UP_STEPS else "error"):
             pending = launch_step(run, step)
             outcome = before() if before is not None else None

@@ -81,7 +81,7 @@ class GraphedDecoder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self, size: PackedSize, batch: PackedBatch) -> None:
-        # thread_local, as the feed's thread may pin memory meanwhile
+        # thread_local, as the loader's thread may pin memory meanwhile
         options: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # entering a recording returns the memory that plain passes have left behind

@@ -16,7 +16,7 @@ from flatout.errors import UsageError
 from flatout.models.context.share import ContextShare
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
-from flatout.trainer.feed import Feed
+from flatout.trainer.batch_loader import BatchLoader
 
 META = StoreMeta("pairs", "f" * 32, "tok", "t" * 32, "", "", 300, sources=("a.jsonl",), files=("a.jsonl",))
 SIZES, LENGTHS = [2, 1, 3, 2], [90, 70, 4, 80, 60, 90, 1, 70]
@@ -61,9 +61,9 @@ def micro_batch(store: TokenStore, ids: tuple[int, ...], **more: Any) -> MicroBa
 
 
 def read(store: TokenStore, batch: MicroBatch, share: ContextShare | None = None) -> PackedBatch:
-    feed = Feed(store, torch.device("cpu"), share, max_documents=8, max_prefixes=4, needs=NAMES)
-    (made,) = feed.batches([batch])
-    feed.close()
+    loader = BatchLoader(store, torch.device("cpu"), share, max_documents=8, max_prefixes=4, needs=NAMES)
+    (made,) = loader.batches([batch])
+    loader.close()
     return made
 
 
@@ -127,9 +127,9 @@ def test_a_filler_has_no_sample_and_no_unit(store: TokenStore) -> None:
 
 
 def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
-    feed = Feed(store, torch.device("cpu"), max_documents=8)
-    (batch,) = feed.batches([micro_batch(store, (0, 1))])
-    feed.close()
+    loader = BatchLoader(store, torch.device("cpu"), max_documents=8)
+    (batch,) = loader.batches([micro_batch(store, (0, 1))])
+    loader.close()
     assert batch.asked is None
     with pytest.raises(UsageError, match="declares no `needs`"):
         _ = batch.label_samples
@@ -138,8 +138,8 @@ def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_columns_reach_the_gpu(store: TokenStore) -> None:
-    feed = Feed(store, torch.device("cuda"), max_documents=8, needs=NAMES)
-    (batch,) = feed.batches([micro_batch(store, (6, 7, 0, 1, 2))])
+    loader = BatchLoader(store, torch.device("cuda"), max_documents=8, needs=NAMES)
+    (batch,) = loader.batches([micro_batch(store, (6, 7, 0, 1, 2))])
     assert {values.device.type for values in batch.columns.values()} == {"cuda"}
     assert seen(batch, (6, 7, 0, 1, 2)) == expected(store, (6, 7, 0, 1, 2))
-    feed.close()
+    loader.close()

@@ -121,8 +121,8 @@ def make_run(folder: Path, **gradients: list[float] | None) -> Any:
     for name, gradient in gradients.items():
         named[name] = torch.zeros(2, requires_grad=True)
         named[name].grad = None if gradient is None else torch.tensor(gradient)
-    feed = SimpleNamespace(store=SimpleNamespace(origin=origin_of))
-    return SimpleNamespace(config=SimpleNamespace(folder=folder), named_parameters=named, feed=feed)
+    loader = SimpleNamespace(store=SimpleNamespace(origin=origin_of))
+    return SimpleNamespace(config=SimpleNamespace(folder=folder), named_parameters=named, loader=loader)
 
 
 def make_step(*sample_ids: int, index: int = 0) -> StepPlan:

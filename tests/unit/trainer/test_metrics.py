@@ -39,7 +39,7 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     values = {
         "plan": plan, "reporter": reporter, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
         "terms": Terms(), "rank": SimpleNamespace(world=2),
-        "feed": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
+        "loader": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

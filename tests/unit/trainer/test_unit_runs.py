@@ -25,9 +25,9 @@ from flatout.models.packed import PackedBatch
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
+from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.build import build_run
 from flatout.trainer.decide import PlannedRun, plan_run
-from flatout.trainer.feed import Feed
 from flatout.trainer.run import train
 from flatout.trainer.state import Run
 
@@ -102,12 +102,12 @@ def gradients(run: Run) -> torch.Tensor:
 def summed(run: Run, store: TokenStore, ranks: Sequence[Sequence[MicroBatch]]) -> tuple[float, torch.Tensor]:
     total = 0.0
     for own in ranks:
-        feed = Feed(store, torch.device("cpu"), max_documents=40, max_prefixes=20, needs=NEEDS)
-        for batch in feed.batches(own):
+        loader = BatchLoader(store, torch.device("cpu"), max_documents=40, max_prefixes=20, needs=NEEDS)
+        for batch in loader.batches(own):
             loss = of_batch(run, batch)
             loss.backward()
             total += loss.item()
-        feed.close()
+        loader.close()
     return total, gradients(run)
 
 

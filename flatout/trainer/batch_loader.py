@@ -26,7 +26,7 @@ NUM_PREFETCHED = 2
 Staged = tuple[PackedBatch, torch.cuda.Event | None]
 
 
-class Feed:
+class BatchLoader:
     """Reads samples from the memory-mapped token store, flattens them and copies them to the device ahead of time.
 
     A thread reads, packs, pins and copies on its own stream; the training stream waits for that copy, the host does
@@ -62,7 +62,7 @@ class Feed:
         self.size_buckets = size_buckets
         self._needs = needs
         self._token_columns = [name for name in needs or () if store.columns[name].per == "token"]
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-feed")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-loader")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
         self._following: Sequence[MicroBatch] = ()

@@ -1,4 +1,4 @@
-"""The feed looks ahead: the same batches in the same order, whatever was foreseen; errors surface; no thread stays."""
+"""The loader looks ahead: the same batches in the same order, whatever was foreseen; errors surface, no thread stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.data.token_store import TokenSample
 from flatout.errors import DataError
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.feed import NUM_PREFETCHED, Feed
+from flatout.trainer.batch_loader import NUM_PREFETCHED, BatchLoader
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -53,13 +53,13 @@ def step(index: int, micro_batches: Sequence[MicroBatch], others: Sequence[Micro
     return StepPlan(index, 0, ids, 1, 1, (tuple(others), tuple(micro_batches)), 1.0)
 
 
-def make_feed(store: Any, device: torch.device = CPU) -> Feed:
-    return Feed(store, device, max_documents=8)
+def make_loader(store: Any, device: torch.device = CPU) -> BatchLoader:
+    return BatchLoader(store, device, max_documents=8)
 
 
-def plain(feed: Feed, batches: Sequence[MicroBatch]) -> list[PackedBatch]:
+def plain(loader: BatchLoader, batches: Sequence[MicroBatch]) -> list[PackedBatch]:
     return [
-        flatten_samples([Store().sample(i).pair for i in batch.sample_ids], num_boundaries=feed.num_boundaries)
+        flatten_samples([Store().sample(i).pair for i in batch.sample_ids], num_boundaries=loader.num_boundaries)
         for batch in batches
     ]
 
@@ -85,15 +85,15 @@ STEPS = [
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_steps_and_batches_are_those_of_the_plan(device: torch.device, num_steps: int) -> None:
     store = Store()
-    feed = make_feed(store, device)
+    loader = make_loader(store, device)
     seen, ours = [], []
-    for now in feed.prefetching(STEPS[:num_steps], rank=1):
+    for now in loader.prefetching(STEPS[:num_steps], rank=1):
         seen.append(now)
-        ours += list(feed.batches(now.ranks[1]))
-    feed.close()
+        ours += list(loader.batches(now.ranks[1]))
+    loader.close()
     expected = [batch for now in STEPS[:num_steps] for batch in now.ranks[1]]
     assert seen == STEPS[:num_steps]
-    assert_equal(ours, plain(feed, expected))
+    assert_equal(ours, plain(loader, expected))
     assert all(tensor.device == device for batch in ours for tensor in (batch.token_ids, batch.label_rows))
     # nothing is read twice, and nothing of another rank
     assert store.read == [i for batch in expected for i in batch.sample_ids]
@@ -102,36 +102,36 @@ def test_steps_and_batches_are_those_of_the_plan(device: torch.device, num_steps
 def test_the_next_micro_batches_are_ready_before_they_are_asked_for() -> None:
     """Across the step's border; and no more of them than the look-ahead."""
     store = Store()
-    feed = make_feed(store)
-    steps = feed.prefetching(STEPS, rank=1)
-    batches = feed.batches(next(steps).ranks[1])
+    loader = make_loader(store)
+    steps = loader.prefetching(STEPS, rank=1)
+    batches = loader.batches(next(steps).ranks[1])
     next(batches)
-    settle(feed)
+    settle(loader)
     assert store.read == [1, 2, 3, 4, 5, 6]
     next(batches)
-    settle(feed)
+    settle(loader)
     assert store.read == [1, 2, 3, 4, 5, 6]  # two steps ahead lies one without work for this rank
-    next(feed.batches(next(steps).ranks[1]))
-    settle(feed)
+    next(loader.batches(next(steps).ranks[1]))
+    settle(loader)
     assert store.read == [1, 2, 3, 4, 5, 6, 7]
-    feed.close()
+    loader.close()
 
 
-def settle(feed: Feed) -> None:
-    for future in list(feed._staged.values()):
+def settle(loader: BatchLoader) -> None:
+    for future in list(loader._staged.values()):
         future.result()
 
 
 def test_waiting_is_counted_only_where_the_host_was_blocked() -> None:
-    feed = make_feed(Store(slow_s=0.05))
-    batches = feed.batches([micro_batch(1), micro_batch(2)])
+    loader = make_loader(Store(slow_s=0.05))
+    batches = loader.batches([micro_batch(1), micro_batch(2)])
     next(batches)
-    assert feed.wait_s >= 0.05
-    settle(feed)
-    before_s = feed.wait_s
+    assert loader.wait_s >= 0.05
+    settle(loader)
+    before_s = loader.wait_s
     next(batches)
-    assert feed.wait_s - before_s < 0.05
-    feed.close()
+    assert loader.wait_s - before_s < 0.05
+    loader.close()
 
 
 class HeldStore(Store):
@@ -149,68 +149,68 @@ class HeldStore(Store):
 def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is cut anew in the middle, as after running out of memory; the steps after it go on as planned."""
     store = HeldStore()
-    feed = make_feed(store)
-    steps = feed.prefetching(STEPS, rank=1)
+    loader = make_loader(store)
+    steps = loader.prefetching(STEPS, rank=1)
     first = next(steps)
     halves = [micro_batch(1), micro_batch(2), micro_batch(3)]
-    ours = [next(feed.batches(first.ranks[1]))]
-    stage_ahead = feed._prefetch
+    ours = [next(loader.batches(first.ranks[1]))]
+    stage_ahead = loader._prefetch
     # samples 4 to 6 wait behind sample 3 until they have been dropped
-    monkeypatch.setattr(feed, "_prefetch", lambda expected: (stage_ahead(expected), store.opened.set()))
-    ours += list(feed.batches(halves))
-    settle(feed)
-    assert len(feed._staged) <= NUM_PREFETCHED
+    monkeypatch.setattr(loader, "_prefetch", lambda expected: (stage_ahead(expected), store.opened.set()))
+    ours += list(loader.batches(halves))
+    settle(loader)
+    assert len(loader._staged) <= NUM_PREFETCHED
     second = next(steps)
-    ours += list(feed.batches(second.ranks[1]))
-    assert_equal(ours, plain(feed, [first.ranks[1][0], *halves, *second.ranks[1]]))
+    ours += list(loader.batches(second.ranks[1]))
+    assert_equal(ours, plain(loader, [first.ranks[1][0], *halves, *second.ranks[1]]))
     assert store.read.count(4) == 1
-    feed.close()
+    loader.close()
 
 
 def test_leaving_early_leaves_nothing_behind() -> None:
     before = set(threading.enumerate())  # others may end meanwhile
-    feed = make_feed(Store(slow_s=0.01))
-    for _ in feed.batches(STEPS[0].ranks[1]):
+    loader = make_loader(Store(slow_s=0.01))
+    for _ in loader.batches(STEPS[0].ranks[1]):
         break
     (ours,) = set(threading.enumerate()) - before
-    feed.close()
+    loader.close()
     assert not ours.is_alive()
-    assert not feed._staged
-    make_feed(Store()).close()
+    assert not loader._staged
+    make_loader(Store()).close()
 
 
 def test_an_error_surfaces_where_its_micro_batch_is_used() -> None:
-    feed = make_feed(Store(bad=3))
-    batches = feed.batches(STEPS[0].ranks[1])
-    assert_equal([next(batches)], plain(feed, [micro_batch(1, 2)]))
+    loader = make_loader(Store(bad=3))
+    batches = loader.batches(STEPS[0].ranks[1])
+    assert_equal([next(batches)], plain(loader, [micro_batch(1, 2)]))
     with pytest.raises(DataError, match="sample 3 is damaged"):
         next(batches)
     # and again when asked again, with other batches untouched
     with pytest.raises(DataError, match="sample 3 is damaged"):
-        list(feed.batches([micro_batch(3)]))
-    assert_equal(list(feed.batches([micro_batch(4)])), plain(feed, [micro_batch(4)]))
-    feed.close()
+        list(loader.batches([micro_batch(3)]))
+    assert_equal(list(loader.batches([micro_batch(4)])), plain(loader, [micro_batch(4)]))
+    loader.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it() -> None:
     """The training stream is far behind the host: batches freed by the host must not be overwritten by later ones."""
-    feed = make_feed(Store(), CUDA)
+    loader = make_loader(Store(), CUDA)
     micro_batches = [micro_batch(i, i + 1) for i in range(200)]
     sums = []
-    for batch in feed.batches(micro_batches):
+    for batch in loader.batches(micro_batches):
         torch.cuda._sleep(2_000_000)
         sums.append(batch.token_ids.sum())
         del batch
-    feed.close()
-    truth = [batch.token_ids.sum().item() for batch in plain(feed, micro_batches)]
+    loader.close()
+    truth = [batch.token_ids.sum().item() for batch in plain(loader, micro_batches)]
     assert torch.stack(sums).tolist() == truth
 
 
 def test_a_mask_with_other_labels_than_the_plan_counts_is_refused() -> None:
-    feed = make_feed(Store())
+    loader = make_loader(Store())
     planned = micro_batch(1, 2)
     with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, but the plan counts"):
-        list(feed.batches([replace(planned, num_label_tokens=planned.num_label_tokens + 1)]))
-    feed.close()
+        list(loader.batches([replace(planned, num_label_tokens=planned.num_label_tokens + 1)]))
+    loader.close()
