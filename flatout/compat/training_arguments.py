@@ -226,7 +226,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
         Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
     ),
     "data_seed": _data_seed,
-    "average_tokens_across_devices": t.any_value("the divisor is always the label tokens of the whole step"),
+    "average_tokens_across_devices": t.any_value("the normalizer is always the label tokens of the whole step"),
     "label_smoothing_factor": t.off("label smoothing is not supported"),
     "neftune_noise_alpha": t.off("noise on embeddings (NEFTune) is not supported"),
     "loss_type": t.only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LossSums(NamedTuple):
-    """Sums, not means, over one micro-batch's rows: the caller divides once, by the step's global divisor.
+    """Sums, not means, over one micro-batch's rows: the caller divides once, by the step's global normalizer.
 
     `loss_sum` 0-d fp32 (fp64 in fp64) with its graph; `num_correct` 0-d int64, tokens whose argmax is right.
     """

@@ -74,7 +74,7 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     both cases no launched step has changed any weight.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    if divisor_of(run, step) == 0:
+    if normalizer_of(run, step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
     sums = accumulate_gradients(run, step)
@@ -103,8 +103,8 @@ def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
     """Run this rank's micro-batches; return the objective's sums, fp64, the loss first.
 
     On out-of-memory, gradients are dropped and the same samples are run again in smaller micro-batches, with the same
-    divisor. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could not
-    run this one's extra passes.
+    normalizer. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could
+    not run this one's extra passes.
     """
     while True:
         micro_batches = micro_batches_of(run, step)
@@ -118,7 +118,7 @@ def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
 def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> Tensor | MicroBatch:
     """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
     run.fused_lora.refresh()
-    index, divisor = 0, divisor_of(run, step)
+    index, normalizer = 0, normalizer_of(run, step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     each = sums.unbind()
     try:
@@ -133,8 +133,8 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
                 with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
                     found = run.loss(batch)
                 with run.rank_meter.phase("backward"):
-                    # the plan fixes this divisor before step 0, so ranks need no collective for it
-                    run.scaler.scale(found[0] / divisor).backward()
+                    # the plan fixes this normalizer before step 0, so ranks need no collective for it
+                    run.scaler.scale(found[0] / normalizer).backward()
             for total, value in zip(each, found, strict=True):
                 total += value.detach()
     except torch.OutOfMemoryError:
@@ -144,7 +144,7 @@ def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]
 
 def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
     """Start a step of the run's terms, with passes without gradients if any needs them."""
-    facts = StepFacts(step.index, step.num_tokens, divisor_of(run, step), run.device, run.strategy.sum_values)
+    facts = StepFacts(step.index, step.num_tokens, normalizer_of(run, step), run.device, run.strategy.sum_values)
     with run.terms.passes_before(facts, len(micro_batches)) as any_needed:
         for index, batch in enumerate(run.loader.batches(micro_batches) if any_needed else ()):
             if run.stop.requested and not run.shares_passes:
@@ -154,7 +154,7 @@ def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -
                 run.loss(batch)
 
 
-def divisor_of(run: Run, step: StepPlan) -> float:
+def normalizer_of(run: Run, step: StepPlan) -> float:
     """Return what the summed loss of a step is divided by."""
     return run.planned.normalizers.of_loss(step)
 
@@ -285,7 +285,7 @@ def _read_totals(
         run.optimizer.zero_grad(set_to_none=True)
         clear_found_inf(run.optimizer)
         return None
-    loss = sums[0] / divisor_of(run, step)
+    loss = sums[0] / normalizer_of(run, step)
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
@@ -322,8 +322,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
     found after the updates: NumericError then says to resume from the newest checkpoint.
     """
-    divisor = divisor_of(run, step)
-    if divisor == 0:
+    normalizer = normalizer_of(run, step)
+    if normalizer == 0:
         return skip_step(run)
     if run.stop.requested:
         return lambda: None
@@ -336,16 +336,16 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     loss_sum, *others = torch.stack([value.detach().double() for value in found]).tolist()
     require_finite(run, step, loss_sum, 0.0)
     lr, named = next_lr(run), run.planned.normalizers.figures([loss_sum, *others], step)
-    if skipped := guard_spike(run, step, loss_sum / divisor):
+    if skipped := guard_spike(run, step, loss_sum / normalizer):
         figures = (run.rank_meter.figures(run.loader.wait_s),)
-        left_out = StepOutcome(loss_sum / divisor, named, 0.0, lr, skipped, figures)
+        left_out = StepOutcome(loss_sum / normalizer, named, 0.0, lr, skipped, figures)
         return lambda: left_out
     update.start(lr)
     # weights change inside the backward pass
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (found[0] / divisor).backward()
+        (found[0] / normalizer).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
@@ -354,6 +354,6 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         )
     term_sums = run.terms.sums
     run.terms.after_update(term_sums)
-    loss, figures = loss_sum / divisor, (run.rank_meter.figures(run.loader.wait_s),)
+    loss, figures = loss_sum / normalizer, (run.rank_meter.figures(run.loader.wait_s),)
     outcome = StepOutcome(loss, named, grad_norm, lr, ranks=figures, terms=tuple(term_sums.tolist()))
     return lambda: outcome

@@ -58,7 +58,7 @@ class Bug:
 
 
 BUGS = (
-    Bug("mean of means", "_backward_each", "X / divisor",
+    Bug("mean of means", "_backward_each", "X / normalizer",
         "X / max(1, batch.num_label_tokens) / len(micro_batches)", PACKED_EXACT),
     Bug("ranks averaged", "BucketedSum._launch", "dist.all_reduce(X, group=Y, async_op=True)",
         "dist.all_reduce(X.div_(2), group=Y, async_op=True)", RANKS),

@@ -307,7 +307,7 @@ def make_eval_plan(
     """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
     The micro-batches are the same for any number of ranks; ranks are balanced by cost, and in `lockstep` they get the
-    same number of micro-batches, of one size among `expert_ranks`. `num_label_tokens` is the divisor of the evaluation
+    same number of micro-batches, of one size among `expert_ranks`. `num_label_tokens` normalizes the evaluation
     loss. Raises UsageError and DataError as `make_plan` does.
     """
     layout = BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep, pass_tokens, expert_ranks)

@@ -56,8 +56,8 @@ class MicroBatch:
 class StepPlan:
     """One optimizer step over all ranks.
 
-    `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` is the divisor of
-    the summed loss, on every rank. `ranks[r]` are rank r's micro-batches (may be empty if there are fewer samples than
+    `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` are those of
+    all ranks, by which cross-entropy is normalized. `ranks[r]` are rank r's micro-batches (may be empty if there are fewer samples than
     ranks; in lockstep all ranks have the same number, including fillers). `balance` is mean / max of the ranks' FLOPs
     without fillers (1.0 is perfect).
     """

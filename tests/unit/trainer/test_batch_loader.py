@@ -1,4 +1,4 @@
-"""The loader looks ahead: the same batches in the same order, whatever was foreseen; errors surface, no thread stays."""
+"""The loader looks ahead: the same batches in the same order, whatever was foreseen; no error and no thread is lost."""
 
 from __future__ import annotations
 

@@ -64,14 +64,14 @@ def weighted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> float:
     """The weighted mean over samples, one forward pass of the plain model each."""
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)
-    total = divisor = 0.0
+    total = normalizer = 0.0
     for sample_id in sample_ids:
         token_ids, loss_mask = (torch.from_numpy(np.array(part)) for part in store.sample(sample_id).pair)
         logits = model(token_ids[None].long()).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, token_ids[1:].long(), reduction="none")
         weights = torch.where(token_ids[1:] % 2 == 0, even, 1.0) * loss_mask[1:]
-        total, divisor = total + float((losses * weights).sum().detach()), divisor + float(weights.sum())
-    return total / divisor
+        total, normalizer = total + float((losses * weights).sum().detach()), normalizer + float(weights.sum())
+    return total / normalizer
 
 
 def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set(
