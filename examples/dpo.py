@@ -12,17 +12,17 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from flatout import Figure, LabelTokens, Objective
+from flatout import LabelTokens, Metric, Objective
 
 
 class DPO(Objective):
     """-log sigmoid(beta (d_chosen - d_rejected)) of each pair; d is an answer's log-ratio to the reference."""
 
-    couples = "unit"
+    scope = "unit"
     unit_size = 2
-    needs = ("ref_logprob",)
+    columns = ("ref_logprob",)
     normalizer = "units"
-    figures = {"rewards/accuracies": Figure(), "rewards/margins": Figure(), "logps/chosen": Figure()}
+    metrics = {"rewards/accuracies": Metric(), "rewards/margins": Metric(), "logps/chosen": Metric()}
 
     beta: float = Field(default=0.1, gt=0)
 

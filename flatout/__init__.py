@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flatout.config.schema import Config as Config
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.objectives.labels import LabelTokens as LabelTokens
-    from flatout.objectives.protocol import Figure as Figure
+    from flatout.objectives.protocol import Metric as Metric
     from flatout.objectives.protocol import Objective as Objective
     from flatout.track.callback import Callback as Callback
 
@@ -31,7 +31,7 @@ _MODULES = {
     "flatout.config.schema": ("Config",),
     "flatout.errors": ("FlatoutError",),
     "flatout.objectives.labels": ("LabelTokens",),
-    "flatout.objectives.protocol": ("Figure", "Objective"),
+    "flatout.objectives.protocol": ("Metric", "Objective"),
     "flatout.track.callback": ("Callback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

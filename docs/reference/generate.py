@@ -23,7 +23,7 @@ PYTHON = {
     "flatout": ["train", "load", "plan", "verify", "build_data"],
     "flatout.api.run": ["Run", "Page"],
     "flatout.track.callback": ["Callback"],
-    "flatout.objectives.protocol": ["Objective", "Figure"],
+    "flatout.objectives.protocol": ["Objective", "Metric"],
     "flatout.objectives.labels": ["LabelTokens"],
     "flatout.errors": ["FlatoutError"],
 }

@@ -45,7 +45,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "schedule.min_lr_ratio schedule.decay_ratio",
         "changes the samples to train on": "eval.fraction",
         "the best figure so far was measured on different rows": "eval.data",
-        "the best so far was judged by another figure": "eval.best",
+        "the best so far was judged by another metric": "eval.best",
         "changes rounding in every sum of gradients": "comm.compress",
         "changes which steps update": "faults.spike faults.spike_sigmas",
     },

@@ -91,7 +91,7 @@ class EvalConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """Stop early after this many evaluations without a new best."""
     best: str = "loss"
-    """The figure that decides what is best: loss, or another that the objective names, such as token_accuracy."""
+    """The metric that decides what is best: loss, or another that the objective names, such as token_accuracy."""
     min_delta: float = Field(default=0.0, ge=0)
     """Minimum improvement of it that counts as a new best."""
     prompts: list[str] | PathText | None = None

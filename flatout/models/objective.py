@@ -107,7 +107,7 @@ def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ..
         # every weight that the loss reaches stays in its graph
         loss_sum, _ = labels.cross_entropy()
         return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
-    labels.couples = objective.couples
+    labels.scope = objective.scope
     try:
         found = objective(labels)
     except (FlatoutError, torch.OutOfMemoryError):

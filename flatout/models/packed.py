@@ -175,7 +175,7 @@ class PackedBatch:
     def _asked(self) -> BatchColumns:
         if self.asked is None:
             raise UsageError(
-                "the objective reads samples or columns, but declares neither: set couples = 'sample' or `needs`"
+                "the objective reads samples or columns, but declares neither: set scope = 'sample' or `columns`"
             )
         return self.asked
 

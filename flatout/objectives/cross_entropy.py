@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from flatout.objectives.protocol import Figure, Objective
+from flatout.objectives.protocol import Metric, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ class CrossEntropy(Objective):
     """The negative log-probability of each label token, divided by their number."""
 
     name = "cross_entropy"
-    figures: ClassVar[Mapping[str, Figure]] = {"token_accuracy": Figure(per="labels")}
+    metrics: ClassVar[Mapping[str, Metric]] = {"token_accuracy": Metric(per="labels")}
 
     def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sums; 0, still attached to the graph, for a batch without labels."""

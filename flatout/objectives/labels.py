@@ -71,10 +71,10 @@ class LabelTokens:
     """The L label tokens of a micro-batch with S samples of U units, as an objective reads them.
 
     Everything is computed on first use. `states` (T, D), `batch` and `head` are the lower door, for losses that need
-    more than log-probabilities of labels. `couples` is that of the objective, which may not sum over more.
+    more than log-probabilities of labels. `scope` is that of the objective, which may not sum over more.
     """
 
-    couples: str = "unit"
+    scope: str = "unit"
 
     def __init__(self, states: Tensor, batch: Batch, head: Head) -> None:
         self.states, self.batch, self.head = states, batch, head
@@ -123,8 +123,8 @@ class LabelTokens:
         return values[order].view(self.batch.num_units, -1)
 
     def _require(self, *coupled: str) -> None:
-        if self.couples not in coupled:
+        if self.scope not in coupled:
             raise UsageError(
-                f"the objective sums over each {coupled[0]}, but its couples is {self.couples!r}, with which ranks may "
-                f"hold a part of one: set couples = {coupled[0]!r}"
+                f"the objective sums over each {coupled[0]}, but its scope is {self.scope!r}, with which ranks may "
+                f"hold a part of one: set scope = {coupled[0]!r}"
             )

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from flatout.config.objective import ObjectiveConfig, class_of_kind
 from flatout.config.read import line_of
 from flatout.errors import UsageError
-from flatout.objectives.protocol import COUNTED, Figure, Objective
+from flatout.objectives.protocol import COUNTED, Metric, Objective
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -92,32 +92,32 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
 
 def _check(found: type[Objective], where: str) -> None:
     """Raise UsageError for class variables that no plan can follow."""
-    for what, value, expected in (*_wrong_variables(found), *_wrong_figures(found)):
+    for what, value, expected in (*_wrong_variables(found), *_wrong_metrics(found)):
         raise UsageError(f"{where}: {what} is {value!r}; expected {expected}")
 
 
 def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
-    if found.couples not in ("token", "sample", "unit"):
-        yield "couples", found.couples, "token, sample or unit"
-    if not (isinstance(found.needs, tuple) and all(isinstance(one, str) for one in found.needs)):
-        yield "needs", found.needs, "a tuple of names of columns, such as ('weight',)"
-    if found.couples == "unit" and not (isinstance(found.unit_size, int) and found.unit_size > 0):
-        yield "unit_size", found.unit_size, "the number of samples of a unit, such as 2, as couples is 'unit'"
+    if found.scope not in ("token", "sample", "unit"):
+        yield "scope", found.scope, "token, sample or unit"
+    if not (isinstance(found.columns, tuple) and all(isinstance(one, str) for one in found.columns)):
+        yield "columns", found.columns, "a tuple of names of columns, such as ('weight',)"
+    if found.scope == "unit" and not (isinstance(found.unit_size, int) and found.unit_size > 0):
+        yield "unit_size", found.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
     for name in sorted({"kind", "path"} & set(found.model_fields)):
         yield "the name of a field", name, "another, as objective.kind and objective.path choose the loss"
 
 
-def _wrong_figures(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
-    counts = (*COUNTED, *found.needs)
-    one_of = f"one of {', '.join(counts)}, or a column that `needs` names"
+def _wrong_metrics(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
+    counts = (*COUNTED, *found.columns)
+    one_of = f"one of {', '.join(counts)}, or one of `columns`"
     if found.normalizer not in counts:
         yield "normalizer", found.normalizer, one_of
-    for name, figure in found.figures.items():
-        if not isinstance(figure, Figure):
-            yield f"figures[{name!r}]", figure, "a flatout.Figure, such as Figure('lower')"
-        elif figure.better not in ("higher", "lower"):
-            yield f"figures[{name!r}].better", figure.better, "higher or lower"
-        elif figure.per is not None and figure.per not in counts:
-            yield f"figures[{name!r}].per", figure.per, one_of
-    if "loss" in found.figures:
-        yield "figures", "loss", "the other sums only"
+    for name, metric in found.metrics.items():
+        if not isinstance(metric, Metric):
+            yield f"metrics[{name!r}]", metric, "a flatout.Metric, such as Metric('lower')"
+        elif metric.better not in ("higher", "lower"):
+            yield f"metrics[{name!r}].better", metric.better, "higher or lower"
+        elif metric.per is not None and metric.per not in counts:
+            yield f"metrics[{name!r}].per", metric.per, one_of
+    if "loss" in found.metrics:
+        yield "metrics", "loss", "the other sums only"

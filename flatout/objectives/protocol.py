@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 COUNTED = ("labels", "samples", "units")
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """A sum that an objective returns beside its loss.
 
-    `better` says which values are best, for `eval.best`. The figure is the sum divided by the count of `per` (as
+    `better` says which values are best, for `eval.best`. The metric is the sum divided by the count of `per` (as
     `Objective.normalizer`); None: by what the loss is divided by.
     """
 
@@ -39,15 +39,15 @@ class Objective(Section):
 
     name: ClassVar[str] = ""
     """What records, messages and checkpoints call it; by default, the name of the class."""
-    couples: ClassVar[Literal["token", "sample", "unit"]] = "token"
+    scope: ClassVar[Literal["token", "sample", "unit"]] = "token"
     """The most that one term of the sum reads: a token, all label tokens of a sample, or all samples of a unit."""
     unit_size: ClassVar[int | None] = None
-    """The number of samples of every unit, which an objective that couples units must say."""
-    needs: ClassVar[tuple[str, ...]] = ()
+    """The number of samples of every unit, which an objective over units must say."""
+    columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads."""
     normalizer: ClassVar[str] = "labels"
     """What the loss is divided by: the step's number of labels, samples or units, or the sum of a column it needs."""
-    figures: ClassVar[Mapping[str, Figure]] = {}
+    metrics: ClassVar[Mapping[str, Metric]] = {}
     """The sums besides `loss`, by name."""
 
     # hash of the file that a person's own class is from
@@ -81,12 +81,12 @@ class Objective(Section):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """The names of all sums, the loss first."""
-        return ("loss", *self.figures)
+        return ("loss", *self.metrics)
 
     @property
     def asked_columns(self) -> tuple[str, ...] | None:
         """The columns that batches carry, beside the sample and unit of each label token; None: neither."""
-        return self.needs if self.needs or self.couples != "token" else None
+        return self.columns if self.columns or self.scope != "token" else None
 
     @property
     def identity(self) -> dict[str, Any]:

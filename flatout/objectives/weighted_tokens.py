@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from flatout.objectives.protocol import Figure, Objective
+from flatout.objectives.protocol import Metric, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,9 +17,9 @@ class WeightedTokens(Objective):
     """The negative log-probability of each label token times its `weight`, divided by the sum of these weights."""
 
     name = "weighted_tokens"
-    needs = ("weight",)
+    columns = ("weight",)
     normalizer = "weight"
-    figures: ClassVar[Mapping[str, Figure]] = {"token_accuracy": Figure(per="labels")}
+    metrics: ClassVar[Mapping[str, Metric]] = {"token_accuracy": Metric(per="labels")}
 
     def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sums."""

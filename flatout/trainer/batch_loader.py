@@ -43,11 +43,11 @@ class BatchLoader:
         max_documents: int,
         size_buckets: Sequence[int] = (),
         max_prefixes: int = 0,
-        needs: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
     ) -> None:
         """`max_documents` is the most samples that a micro-batch holds, and `max_prefixes` the most prefixes.
 
-        `size_buckets` are as in `packed_size`. With `share`, batches are that share of each micro-batch. `needs` are
+        `size_buckets` are as in `packed_size`. With `share`, batches are that share of each micro-batch. `columns` are
         the store's columns that batches carry, with the samples and units that labels belong to; None: neither.
         """
         self.store = store
@@ -60,8 +60,8 @@ class BatchLoader:
         self.share = share
         self.wait_s = 0.0
         self.size_buckets = size_buckets
-        self._needs = needs
-        self._token_columns = [name for name in needs or () if store.columns[name].per == "token"]
+        self._columns = columns
+        self._token_columns = [name for name in columns or () if store.columns[name].per == "token"]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-loader")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
@@ -130,7 +130,7 @@ class BatchLoader:
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
                 f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
-        if self._needs is not None:
+        if self._columns is not None:
             batch = replace(batch, asked=self._gather(micro_batch, read))
         if self.share is not None:
             batch = self.share.of(batch, self.num_boundaries)
@@ -148,7 +148,7 @@ class BatchLoader:
         units, sample_units = np.unique(self.store.units_of(ids), return_inverse=True)
         counts = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in read]
         per: dict[str, dict[str, torch.Tensor]] = {"token": {}, "sample": {}, "unit": {}}
-        for name in self._needs or ():
+        for name in self._columns or ():
             column, values = self.store.columns[name], self.store.extra[name]
             if column.per == "token":
                 own = [sample.columns[name][1:][sample.loss_mask[1:]] for sample in read]

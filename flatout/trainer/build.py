@@ -177,12 +177,12 @@ def make_loaders(
 ) -> tuple[BatchLoader, tuple[BatchLoader, ...]]:
     """Return the loader of training, and one for each evaluation data set."""
     share = share_of(planned.parallel_layout, rank)
-    needs = planned.objective.asked_columns
+    columns = planned.objective.asked_columns
     loader = BatchLoader(
-        planned.store, device, share, size_buckets=size_buckets, needs=needs, **planned.plan.batch_bounds
+        planned.store, device, share, size_buckets=size_buckets, columns=columns, **planned.plan.batch_bounds
     )
     return loader, tuple(
-        BatchLoader(each.store, device, share, max_documents=each.max_documents, needs=needs)
+        BatchLoader(each.store, device, share, max_documents=each.max_documents, columns=columns)
         for each in planned.eval_sets
     )
 

@@ -31,8 +31,8 @@ def check_context(config: Config, rank: Rank, objective: Objective) -> None:
             "--ranks of flatout plan); set it to 1 or a divisor"
         )
     why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
-    if why is None and objective.couples != "token":
-        why = f"objective {objective.name} reads all tokens of a {objective.couples}, of which a rank has a share"
+    if why is None and objective.scope != "token":
+        why = f"objective {objective.name} reads all tokens of a {objective.scope}, of which a rank has a share"
     if why is not None:
         raise UsageError(f"context.parallel: {num_ranks} does not work with {config.model.name}: {why}; set it to 1")
 

@@ -125,8 +125,8 @@ def plan_run(
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
-    store, needs = open_tokens(config.data, config, reporter), objective.needs
-    store.require_columns(needs, f"objective {objective.name}")
+    store, columns = open_tokens(config.data, config, reporter), objective.columns
+    store.require_columns(columns, f"objective {objective.name}")
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
@@ -157,9 +157,9 @@ def plan_run(
     eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
-    fingerprints: dict[str, Any] = {"data": _identity(store, needs), "plan": plan.fingerprint}
+    fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
     if eval_sets:
-        identities = [_identity(each.store, needs) for each in eval_sets]
+        identities = [_identity(each.store, columns) for each in eval_sets]
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity
@@ -169,11 +169,11 @@ def plan_run(
 
 
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
-    """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no figure of it."""
+    """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no metric of it."""
     objective = load_objective(config.objective)
     if config.eval.best not in objective.sum_names:
         raise UsageError(
-            f"eval.best: {config.eval.best!r} is no figure of objective {objective.name}; it has "
+            f"eval.best: {config.eval.best!r} is no metric of objective {objective.name}; it has "
             f"{', '.join(objective.sum_names)}"
         )
     if config.objective != ObjectiveConfig():
@@ -226,7 +226,7 @@ def plan_evaluation(
     for name in config.eval.data_names:
         eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
         stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter)
-        stores[name].require_columns(objective.needs, f"objective {objective.name}")
+        stores[name].require_columns(objective.columns, f"objective {objective.name}")
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():
@@ -259,10 +259,10 @@ def plan_evaluation(
     return tuple(eval_sets)
 
 
-def _identity(store: TokenStore, needs: Sequence[str]) -> dict[str, Any]:
+def _identity(store: TokenStore, columns: Sequence[str]) -> dict[str, Any]:
     """Return what a checkpoint remembers of a data set; of its own columns, those that the objective reads."""
     found = {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
-    return found | ({"columns": {name: store.columns[name].fingerprint for name in needs}} if needs else {})
+    return found | ({"columns": {name: store.columns[name].fingerprint for name in columns}} if columns else {})
 
 
 def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:

@@ -66,13 +66,13 @@ def evaluate_now(run: Run) -> bool:
 
 
 def _is_better(run: Run, judged: float) -> bool:
-    """Whether this value of the figure that `eval.best` names is a new best."""
+    """Whether this value of the metric that `eval.best` names is a new best."""
     progress, name = run.progress, run.config.eval.best
     # a checkpoint of an earlier version has the best loss only
     best = progress.best_eval_loss if progress.best_figure is None and name == "loss" else progress.best_figure
-    figures = run.planned.objective.figures
+    metrics = run.planned.objective.metrics
     gain = (
-        0.0 if best is None else judged - best if name != "loss" and figures[name].better == "higher" else best - judged
+        0.0 if best is None else judged - best if name != "loss" and metrics[name].better == "higher" else best - judged
     )
     return best is None or gain > run.config.eval.min_delta
 
@@ -100,5 +100,5 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
 
 def _figures(run: Run, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
     loss, *others = (value / count for value, count in zip(sums, counts, strict=True))
-    metrics = dict(zip(run.planned.objective.figures, others, strict=True))
+    metrics = dict(zip(run.planned.objective.metrics, others, strict=True))
     return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)

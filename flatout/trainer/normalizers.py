@@ -43,8 +43,8 @@ class Normalizers:
             return step.num_label_tokens
         return float(self.values[name][list(step.sample_ids)].sum())
 
-    def figures(self, sums: Sequence[float], step: StepPlan) -> dict[str, float]:
-        """Return the step's figures by name, without the loss; 0 where there is nothing to divide by."""
+    def metrics(self, sums: Sequence[float], step: StepPlan) -> dict[str, float]:
+        """Return the step's metrics by name, without the loss; 0 where there is nothing to divide by."""
         pairs = zip(self.names[1:], sums[1:], self.of(step)[1:], strict=True)
         return {name: value / (count or 1) for name, value, count in pairs}
 
@@ -54,10 +54,10 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
 
     Raises DataError for values that are negative, or all 0, and for units of another size than the objective takes.
     """
-    if objective.couples == "unit":
+    if objective.scope == "unit":
         _require_unit_size(objective, store)
     names = objective.sum_names
-    per = (objective.normalizer, *(figure.per or objective.normalizer for figure in objective.figures.values()))
+    per = (objective.normalizer, *(metric.per or objective.normalizer for metric in objective.metrics.values()))
     values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
     for name, found in values.items():
         if (found < 0).any():

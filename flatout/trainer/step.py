@@ -37,7 +37,7 @@ from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_fini
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one step. `figures` are the objective's means by name, without the loss.
+    """The result of one step. `metrics` are the objective's means by name, without the loss.
 
     `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
@@ -46,7 +46,7 @@ class StepOutcome:
     """
 
     loss: float
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     grad_norm: float
     lr: float
     skipped: str | None = None
@@ -95,7 +95,7 @@ def skip_step(run: Run) -> Pending:
     run.rank_meter.start_step(run.loader.wait_s)
     figures = run.rank_meter.figures(run.loader.wait_s)
     gathered = run.strategy.sum_values(scatter_figures(figures, run.rank, run.device))
-    nothing, why = dict.fromkeys(run.planned.objective.figures, 0.0), "no label tokens"
+    nothing, why = dict.fromkeys(run.planned.objective.metrics, 0.0), "no label tokens"
     return lambda: StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered.tolist()) or (figures,))
 
 
@@ -298,7 +298,7 @@ def _read_totals(
         require_finite(run, step, loss, grad_norm)
     else:
         skipped = guard_spike(run, step, loss)
-    named = run.planned.normalizers.figures(sums, step)
+    named = run.planned.normalizers.metrics(sums, step)
     return StepOutcome(
         loss, named, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
     )
@@ -335,7 +335,7 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         found = run.loss(batch)
     loss_sum, *others = torch.stack([value.detach().double() for value in found]).tolist()
     require_finite(run, step, loss_sum, 0.0)
-    lr, named = next_lr(run), run.planned.normalizers.figures([loss_sum, *others], step)
+    lr, named = next_lr(run), run.planned.normalizers.metrics([loss_sum, *others], step)
     if skipped := guard_spike(run, step, loss_sum / normalizer):
         figures = (run.rank_meter.figures(run.loader.wait_s),)
         left_out = StepOutcome(loss_sum / normalizer, named, 0.0, lr, skipped, figures)

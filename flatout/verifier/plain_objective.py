@@ -56,7 +56,7 @@ def _gathered(
     """Return what a batch of the whole step would carry, read sample by sample."""
     units = [int(store.units_of(np.array([sample_id]))[0]) for sample_id in sample_ids]
     every, columns = list(dict.fromkeys(units)), {}
-    for name in objective.needs:
+    for name in objective.columns:
         per, values = store.columns[name].per, store.extra[name]
         if per == "token":
             read = [(store.sample(sample_id, [name])) for sample_id in sample_ids]

@@ -201,7 +201,7 @@ def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
         tokens = max(largest, -(-step.num_tokens // wanted) + longest // 8)
         batches = run.plan.resplit(step, 0, min(run.plan.layout.micro_batch_tokens, tokens))
         cuts.setdefault(len(batches), batches)
-    if run.planned.objective.couples != "unit":
+    if run.planned.objective.scope != "unit":
         cuts[len(alone)] = alone
     for num, batches in sorted(cuts.items()):
         several = f"{layout.name}, {num} micro-batches"

@@ -219,10 +219,10 @@ def test_models_whose_tokens_need_more_than_keys_are_refused(
 
 def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chats: Path, tmp_path: Path) -> None:
     given, _ = shared(tiny, long_chats, "lora")
-    for couples in ("sample", "token"):
-        (tmp_path / "own.py").write_text(f"import flatout\nclass Own(flatout.Objective):\n    couples = {couples!r}\n")
+    for scope in ("sample", "token"):
+        (tmp_path / "own.py").write_text(f"import flatout\nclass Own(flatout.Objective):\n    scope = {scope!r}\n")
         config = make_config({**given, "objective": f"{tmp_path / 'own.py'}:Own"})
-        if couples == "token":
+        if scope == "token":
             assert plan_run(config, Reporter(), Rank(0, 2)).parallel_layout.context_ranks == 2
             continue
         with pytest.raises(

@@ -57,9 +57,9 @@ class StepPlan:
     """One optimizer step over all ranks.
 
     `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` are those of
-    all ranks, by which cross-entropy is normalized. `ranks[r]` are rank r's micro-batches (may be empty if there are fewer samples than
-    ranks; in lockstep all ranks have the same number, including fillers). `balance` is mean / max of the ranks' FLOPs
-    without fillers (1.0 is perfect).
+    all ranks, which normalize cross-entropy. `ranks[r]` are rank r's micro-batches (may be empty if there are fewer
+    samples than ranks; in lockstep all ranks have the same number, including fillers). `balance` is mean / max of the
+    ranks' FLOPs without fillers (1.0 is perfect).
     """
 
     index: int

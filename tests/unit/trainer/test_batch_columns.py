@@ -61,7 +61,7 @@ def micro_batch(store: TokenStore, ids: tuple[int, ...], **more: Any) -> MicroBa
 
 
 def read(store: TokenStore, batch: MicroBatch, share: ContextShare | None = None) -> PackedBatch:
-    loader = BatchLoader(store, torch.device("cpu"), share, max_documents=8, max_prefixes=4, needs=NAMES)
+    loader = BatchLoader(store, torch.device("cpu"), share, max_documents=8, max_prefixes=4, columns=NAMES)
     (made,) = loader.batches([batch])
     loader.close()
     return made
@@ -131,14 +131,14 @@ def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
     (batch,) = loader.batches([micro_batch(store, (0, 1))])
     loader.close()
     assert batch.asked is None
-    with pytest.raises(UsageError, match="declares no `needs`"):
+    with pytest.raises(UsageError, match="declares no `columns`"):
         _ = batch.label_samples
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_columns_reach_the_gpu(store: TokenStore) -> None:
-    loader = BatchLoader(store, torch.device("cuda"), max_documents=8, needs=NAMES)
+    loader = BatchLoader(store, torch.device("cuda"), max_documents=8, columns=NAMES)
     (batch,) = loader.batches([micro_batch(store, (6, 7, 0, 1, 2))])
     assert {values.device.type for values in batch.columns.values()} == {"cuda"}
     assert seen(batch, (6, 7, 0, 1, 2)) == expected(store, (6, 7, 0, 1, 2))

@@ -28,11 +28,11 @@ FOCAL = '''
 from __future__ import annotations
 import torch
 from pydantic import Field
-from flatout import Figure, LabelTokens, Objective
+from flatout import Metric, LabelTokens, Objective
 
 class Focal(Objective):
     """(1 - p) ** gamma times the cross-entropy of each label token."""
-    figures = {"certainty": Figure("higher"), "surprise": Figure("lower")}
+    metrics = {"certainty": Metric("higher"), "surprise": Metric("lower")}
     gamma: float = Field(default=2.0, ge=0)
 
     def __call__(self, labels: LabelTokens) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def test_best_is_judged_by_the_named_figure(
     assert (progress.best_figure, progress.best_step) == min(
         zip(values, steps, strict=True), key=lambda pair: pair[0] if least else -pair[0]
     )
-    with pytest.raises(UsageError, match=r"eval.best: 'accuracy' is no figure of objective Focal; it has loss, cert"):
+    with pytest.raises(UsageError, match=r"eval.best: 'accuracy' is no metric of objective Focal; it has loss, cert"):
         train(tiny.config(tmp_path / "other", eval={"fraction": 0.1, "best": "accuracy"}, **sections))
 
 
@@ -183,7 +183,7 @@ def test_best_is_judged_by_the_named_figure(
         ("return {'loss': l}", "objective Focal returned loss; expected"),
         ("return {'loss': l[None], 'certainty': l, 'surprise': l}", r"returned loss of shape \(1,\); expected"),
         ("return labels.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
-        ("return labels.by_sample(labels.logprobs)", "sums over each sample, but its couples is 'token'"),
+        ("return labels.by_sample(labels.logprobs)", "sums over each sample, but its scope is 'token'"),
     ],
 )
 def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, body: str, said: str | None) -> None:
@@ -204,14 +204,14 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
         (("Focal(Objective)", "Other(Objective)"), "own.py:Focal: has no such class; define class Focal"),
         (("Focal(Objective)", "Focal"), "it is not a subclass of flatout.Objective"),
         (("import torch", "import torch, nothing_like_it"), r"own.py:3: the objective's own code failed with Module"),
-        (("    figures", "    normalizer = 'weight'\n    figures"), "normalizer is 'weight'; expected one of labels"),
-        (("    figures", "    couples = 'pair'\n    figures"), "couples is 'pair'; expected token, sample or unit"),
-        (("    figures", "    couples = 'unit'\n    figures"), "unit_size is None; expected the number of samples"),
+        (("    metrics", "    normalizer = 'weight'\n    metrics"), "normalizer is 'weight'; expected one of labels"),
+        (("    metrics", "    scope = 'pair'\n    metrics"), "scope is 'pair'; expected token, sample or unit"),
+        (("    metrics", "    scope = 'unit'\n    metrics"), "unit_size is None; expected the number of samples"),
         (
             ("    gamma: float", "    kind: str = ''\n    gamma: float"),
             "the name of a field is 'kind'; expected another",
         ),
-        (('Figure("higher")', "Figure('max')"), r"better is 'max'; expected higher or lower"),
+        (('Metric("higher")', "Metric('max')"), r"better is 'max'; expected higher or lower"),
         (("    gamma: float", "    gama: float"), r"objective.gamma: Focal has no such field; did you mean gama\?"),
         (("    gamma: float", "    gamma: bool"), "objective.gamma: input should be a valid boolean, got 2.5"),
     ],

@@ -151,12 +151,12 @@ def test_what_a_model_would_compute_differently_is_not_shared(
     assert why in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("couples", ["token", "sample"])
+@pytest.mark.parametrize("scope", ["token", "sample"])
 def test_an_objective_over_log_probabilities_shares_prefixes(
-    tiny: Any, chats: Path, tmp_path: Path, couples: str
+    tiny: Any, chats: Path, tmp_path: Path, scope: str
 ) -> None:
     loss = "return {'loss': -labels.logprobs.sum()}"
-    own = f"import flatout\nclass Own(flatout.Objective):\n    couples = {couples!r}\n"
+    own = f"import flatout\nclass Own(flatout.Objective):\n    scope = {scope!r}\n"
     (tmp_path / "own.py").write_text(f"{own}    def __call__(self, labels):\n        {loss}\n")
     objective = {"path": f"{tmp_path / 'own.py'}:Own"}
     train(run_of(tiny, chats, tmp_path / "run", batch={"max_steps": 1}, objective=objective))

@@ -32,7 +32,7 @@ from flatout.trainer.run import train
 from flatout.trainer.state import Run
 
 SIZES = [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 2, 2]
-NEEDS = ("weight", "ref_logprob", "margin")
+COLUMNS = ("weight", "ref_logprob", "margin")
 
 
 def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
@@ -72,7 +72,7 @@ def one_by_one(run: Run, store: TokenStore, step: StepPlan) -> tuple[float, torc
         ids = [sample for sample, own in zip(step.sample_ids, units, strict=True) if own == unit]
         logprobs, places, weights, reference = [], [], [], []
         for place, sample_id in enumerate(ids):
-            sample = store.sample(sample_id, NEEDS)
+            sample = store.sample(sample_id, COLUMNS)
             tokens = torch.tensor(sample.token_ids.astype(np.int64))[None]
             document = {"cu_seq_lens_q": torch.tensor([0, tokens.shape[1]], dtype=torch.int32)}
             document |= {"max_length_q": tokens.shape[1]}
@@ -84,7 +84,7 @@ def one_by_one(run: Run, store: TokenStore, step: StepPlan) -> tuple[float, torc
             weights.append(torch.tensor(np.array(sample.columns["weight"][1:]))[mask])
             places += [place] * int(mask.sum())
             reference.append(float(sample.columns["ref_logprob"]))
-        margin = torch.tensor([float(store.sample(ids[0], NEEDS).columns["margin"])], dtype=torch.float64)
+        margin = torch.tensor([float(store.sample(ids[0], COLUMNS).columns["margin"])], dtype=torch.float64)
         total = total + value(
             torch.cat(logprobs), torch.tensor(places), torch.cat(weights), torch.tensor(reference, dtype=torch.float64),
             torch.zeros(len(ids), dtype=torch.long), margin,
@@ -102,7 +102,7 @@ def gradients(run: Run) -> torch.Tensor:
 def summed(run: Run, store: TokenStore, ranks: Sequence[Sequence[MicroBatch]]) -> tuple[float, torch.Tensor]:
     total = 0.0
     for own in ranks:
-        loader = BatchLoader(store, torch.device("cpu"), max_documents=40, max_prefixes=20, needs=NEEDS)
+        loader = BatchLoader(store, torch.device("cpu"), max_documents=40, max_prefixes=20, columns=COLUMNS)
         for batch in loader.batches(own):
             loss = of_batch(run, batch)
             loss.backward()
