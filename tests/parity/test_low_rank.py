@@ -125,8 +125,8 @@ def test_adapters_of_float8_products_read_the_quantized_input_and_gradient(base,
         # and they are others than those of exact inputs and gradients
         assert (relative(found[2 + 2 * index].double(), 2 * direction.T @ low) > 1e-3) == reads_float8
         assert relative(found[1 + 2 * index].double(), (direction @ wide).T @ x) > 1e-3
-    assert fused.narrow_terms is not None or not is_forward
-    assert (fused.narrow is None) == is_forward
+    assert fused.a_terms is not None or not is_forward
+    assert (fused.a is None) == is_forward
 
 
 @pytest.mark.parametrize("base", ["fp8", "nf4"])

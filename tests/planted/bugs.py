@@ -104,7 +104,7 @@ BUGS = (
     Bug("norms decayed", "split_by_decay", "X in Y or Z", "False", "tests/unit/optim/test_optim_build.py"),
     Bug("gradients of a failed pass kept", "lower_cap", "X.zero_grad(set_to_none=True)", "None",
         "tests/unit/trainer/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain"),
-    Bug("fused gradient without the scale", "_wide_grads", "X * ctx.scaling", "X",
+    Bug("fused gradient without the scale", "_b_grads", "X * ctx.scaling", "X",
         "tests/parity/test_fused_lora.py"),
     Bug("float8 gradient without the scale", "FusedLora._empty_copies", "self.scaling / X", "1 / X",
         "tests/parity/test_low_rank.py"),
@@ -151,8 +151,8 @@ BUGS = (
         "tests/unit/trainer/test_proofs.py::test_a_verdict_on_packed_documents_is_none_on_rows"),
     Bug("what no gradient reaches decays", "freeze_named", "X.requires_grad_(False)", "None",
         "tests/unit/trainer/test_weight_decay.py::test_what_no_gradient_reaches"),
-    Bug("two roundings", "LoraProduct.forward", "operands.total_with(low, wide, use_kernel=False)",
-        "[operands.total(x) + F.linear(low, wide)]", ONE_ROUNDING),
+    Bug("two roundings", "LoraProduct.forward", "operands.total_with(low, b, use_kernel=False)",
+        "[operands.total(x) + F.linear(low, b)]", ONE_ROUNDING),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
 )  # fmt: skip
 

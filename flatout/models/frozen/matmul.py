@@ -100,19 +100,19 @@ class FrozenMatmul:
     fp8_forward: bool = False
     fp8_backward: bool = False
 
-    def outputs_with(self, operands: Operands, low: Tensor, wide: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Return x W_i.T + low_i wide_i.T for each i, with `low` (..., R) and wide_i the `blocks` of `wide`."""
+    def outputs_with(self, operands: Operands, low: Tensor, b: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Return x W_i.T + low_i b_i.T for each i, with `low` (..., R) and b_i the `blocks` of `b`."""
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         first_ranks = [sum(ranks[:i]) for i in range(len(ranks) + 1)]
-        return operands.total_with(low, wide, starts, first_ranks, use_kernel=self.one_accumulator)
+        return operands.total_with(low, b, starts, first_ranks, use_kernel=self.one_accumulator)
 
 
-def blocks(wide: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
+def blocks(b: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
     """Return views (N_i, r_i) of a matrix (sum of N_i, sum of r_i) on its diagonal, or of (sum of N_i, largest r_i)."""
     found, row, column = [], 0, 0
     for size, rank in zip(sizes, ranks, strict=True):
-        found.append(wide[row : row + size, column : column + rank])
-        row, column = row + size, column + (rank if wide.shape[1] == sum(ranks) else 0)
+        found.append(b[row : row + size, column : column + rank])
+        row, column = row + size, column + (rank if b.shape[1] == sum(ranks) else 0)
     return found
 
 

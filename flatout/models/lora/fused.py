@@ -26,20 +26,19 @@ from flatout.models.packed import flatten_samples
 class _Copies(NamedTuple):
     """An adapted group's matrices in the forms that its matmuls read; a field is None if no matmul reads it.
 
-    narrow (R, K) is all A concatenated, narrow_t its copy (K, R); wide has the scaled B (see `blocks`). narrow_terms
-    e4m3 (2, R, K) with narrow_scales fp32 (1, R), and wide_terms (2, largest r_i, sum of N_i) with wide_scales (number
-    of members, largest r_i), are A and the transposed scaled B for `low_product`. grad_scales fp32 (sum of N_i,) turn
-    float8 gradients of outputs into those that B's gradient needs, LoRA's scaling included. It is None if gradients of
-    A and B do not read float8.
+    a (R, K) is all A concatenated, a_t its copy (K, R); b has the scaled B (see `blocks`). a_terms e4m3 (2, R, K) with
+    a_scales fp32 (1, R), and b_terms (2, largest r_i, sum of N_i) with b_scales (number of members, largest r_i), are A
+    and the transposed scaled B for `low_product`. grad_scales fp32 (sum of N_i,) turn float8 gradients of outputs into
+    those that B's gradient needs, LoRA's scaling included. It is None if gradients of A and B do not read float8.
     """
 
-    wide: Tensor
-    narrow: Tensor | None
-    narrow_t: Tensor | None
-    narrow_terms: Tensor | None
-    narrow_scales: Tensor | None
-    wide_terms: Tensor | None
-    wide_scales: Tensor | None
+    b: Tensor
+    a: Tensor | None
+    a_t: Tensor | None
+    a_terms: Tensor | None
+    a_scales: Tensor | None
+    b_terms: Tensor | None
+    b_scales: Tensor | None
     grad_scales: Tensor | None
 
 
@@ -56,15 +55,15 @@ class _FusedLora(torch.autograd.Function):
         num_copies = len(_Copies._fields)
         copies, storage = _Copies(*rest[:num_copies]), rest[num_copies : -2 * len(ranks)]
         operands = product.forward(x, *storage)
-        if copies.narrow_terms is not None and copies.narrow_scales is not None:
-            low = operands.low_rank(copies.narrow_terms, copies.narrow_scales, [sum(ranks)], [x])
+        if copies.a_terms is not None and copies.a_scales is not None:
+            low = operands.low_rank(copies.a_terms, copies.a_scales, [sum(ranks)], [x])
         else:
-            assert copies.narrow is not None
-            low = F.linear(x, copies.narrow)
+            assert copies.a is not None
+            low = F.linear(x, copies.a)
         saved = (x, None) if copies.grad_scales is None else (operands.parts[0], operands.row_scales[0])
         ctx.save_for_backward(*saved, low, *copies, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, rest[-1].dtype
-        return tuple(product.outputs_with(operands, low, copies.wide, ranks))
+        return tuple(product.outputs_with(operands, low, copies.b, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,26 +71,26 @@ class _FusedLora(torch.autograd.Function):
         num_copies = len(_Copies._fields)
         copies, storage = _Copies(*rest[:num_copies]), rest[num_copies:]
         operands = ctx.product.backward(grads, *storage) if ctx.needs_input_grad[0] else None
-        if operands is not None and copies.wide_terms is not None and copies.wide_scales is not None:
-            low_grad = operands.low_rank(copies.wide_terms, copies.wide_scales, ctx.ranks, grads)
+        if operands is not None and copies.b_terms is not None and copies.b_scales is not None:
+            low_grad = operands.low_rank(copies.b_terms, copies.b_scales, ctx.ranks, grads)
         else:
-            wides = blocks(copies.wide, ctx.product.sizes, ctx.ranks)
-            low_grad = torch.cat([grad @ own for grad, own in zip(grads, wides, strict=True)], dim=-1)
+            all_b = blocks(copies.b, ctx.product.sizes, ctx.ranks)
+            low_grad = torch.cat([grad @ own for grad, own in zip(grads, all_b, strict=True)], dim=-1)
         x_grad = None
         if operands is not None:
-            narrow_t = copies.narrow.t() if copies.narrow_t is None and copies.narrow is not None else copies.narrow_t
-            assert narrow_t is not None
-            (x_grad,) = operands.total_with(low_grad, narrow_t, use_kernel=ctx.product.one_accumulator)
+            a_t = copies.a.t() if copies.a_t is None and copies.a is not None else copies.a_t
+            assert a_t is not None
+            (x_grad,) = operands.total_with(low_grad, a_t, use_kernel=ctx.product.one_accumulator)
         low_grad = low_grad.flatten(0, -2)
         if x_scale is None:
-            narrow_grad = over_tokens(low_grad, x, ctx.dtype)
+            a_grad = over_tokens(low_grad, x, ctx.dtype)
         else:
-            narrow_grad = narrow_gradient(x, x_scale, low_grad, ctx.dtype, ranks_first=True)
-        wide_grads = _wide_grads(ctx, operands, grads, low.flatten(0, -2), copies.grad_scales)
-        return x_grad, *(None,) * (3 + len(rest)), *narrow_grad.split(ctx.ranks), *wide_grads
+            a_grad = narrow_gradient(x, x_scale, low_grad, ctx.dtype, ranks_first=True)
+        b_grads = _b_grads(ctx, operands, grads, low.flatten(0, -2), copies.grad_scales)
+        return x_grad, *(None,) * (3 + len(rest)), *a_grad.split(ctx.ranks), *b_grads
 
 
-def _wide_grads(
+def _b_grads(
     ctx: Any, operands: Operands | None, grads: Sequence[Tensor], low: Tensor, grad_scales: Tensor | None
 ) -> list[Tensor]:
     """Return the gradients (N_i, r_i) of all B from those of the outputs, in float8 if there are `grad_scales`."""
@@ -150,13 +149,13 @@ class FusedLora(nn.Module):
 
         fp8, scale_dtype, largest = torch.float8_e4m3fn, torch.float32, max(self.ranks)
         return _Copies(
-            wide=torch.zeros(columns, rank if joined else largest, dtype=dtype, device=device),
-            narrow=zeros(rank, depth, wanted=not terms_forward),
-            narrow_t=zeros(depth, rank, wanted=joined),
-            narrow_terms=zeros(2, rank, depth, dtype=fp8, wanted=terms_forward),
-            narrow_scales=zeros(1, rank, dtype=scale_dtype, wanted=terms_forward),
-            wide_terms=zeros(2, largest, columns, dtype=fp8, wanted=terms_backward),
-            wide_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, wanted=terms_backward),
+            b=torch.zeros(columns, rank if joined else largest, dtype=dtype, device=device),
+            a=zeros(rank, depth, wanted=not terms_forward),
+            a_t=zeros(depth, rank, wanted=joined),
+            a_terms=zeros(2, rank, depth, dtype=fp8, wanted=terms_forward),
+            a_scales=zeros(1, rank, dtype=scale_dtype, wanted=terms_forward),
+            b_terms=zeros(2, largest, columns, dtype=fp8, wanted=terms_backward),
+            b_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, wanted=terms_backward),
             grad_scales=self.scaling / self._folded_scales() if reads_float8 else None,
         )
 
@@ -171,20 +170,20 @@ class FusedLora(nn.Module):
     def matrix_copies(self) -> list[MatrixCopy]:
         """Describe how to write the copies from the masters."""
         copies, found, rank, column = self._copies, [], 0, 0
-        wides = blocks(copies.wide, self.product.sizes, self.ranks)
-        for index, (member, wide) in enumerate(zip(self.members, wides, strict=True)):
+        all_b = blocks(copies.b, self.product.sizes, self.ranks)
+        for index, (member, b) in enumerate(zip(self.members, all_b, strict=True)):
             ranks, columns = slice(rank, rank + member.rank), slice(column, column + member.out_features)
-            targets = [] if copies.narrow is None else [copies.narrow[ranks]]
-            targets += [] if copies.narrow_t is None else [copies.narrow_t[:, ranks].t()]
-            narrow = MatrixCopy(member.lora_a, 1.0, targets)
-            if copies.narrow_terms is not None and copies.narrow_scales is not None:
-                narrow = narrow._replace(terms=copies.narrow_terms[:, ranks], scales=copies.narrow_scales[0, ranks])
-            turned = MatrixCopy(member.lora_b, member.scaling, [wide.t()], transposed=True)
-            if copies.wide_terms is not None and copies.wide_scales is not None:
+            targets = [] if copies.a is None else [copies.a[ranks]]
+            targets += [] if copies.a_t is None else [copies.a_t[:, ranks].t()]
+            a_copy = MatrixCopy(member.lora_a, 1.0, targets)
+            if copies.a_terms is not None and copies.a_scales is not None:
+                a_copy = a_copy._replace(terms=copies.a_terms[:, ranks], scales=copies.a_scales[0, ranks])
+            b_copy = MatrixCopy(member.lora_b, member.scaling, [b.t()], transposed=True)
+            if copies.b_terms is not None and copies.b_scales is not None:
                 divisor = self._folded_scales()[columns] if self.product.fp8_forward else None
-                terms, scales = copies.wide_terms[:, : member.rank, columns], copies.wide_scales[index, : member.rank]
-                turned = turned._replace(terms=terms, scales=scales, divisor=divisor)
-            found += [narrow, turned]
+                terms, scales = copies.b_terms[:, : member.rank, columns], copies.b_scales[index, : member.rank]
+                b_copy = b_copy._replace(terms=terms, scales=scales, divisor=divisor)
+            found += [a_copy, b_copy]
             rank, column = ranks.stop, columns.stop
         return found
 

@@ -26,36 +26,36 @@ class LoraProduct(torch.autograd.Function):
         matmul: FrozenMatmul, *storage: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         dropped, mask = torch.native_dropout(x, dropout, True) if dropout else (x, None)
-        narrow, wide = a.to(x.dtype), b.to(x.dtype)
-        low = F.linear(dropped, narrow) * scaling
-        ctx.save_for_backward(dropped, mask, low, narrow, wide, *storage)
-        ctx.matmul, ctx.scaling, ctx.dropout, ctx.dtype = matmul, scaling, dropout, a.dtype
+        master_dtype, a, b = a.dtype, a.to(x.dtype), b.to(x.dtype)
+        low = F.linear(dropped, a) * scaling
+        ctx.save_for_backward(dropped, mask, low, a, b, *storage)
+        ctx.matmul, ctx.scaling, ctx.dropout, ctx.dtype = matmul, scaling, dropout, master_dtype
         operands = matmul.forward(x, *storage)
         if exact is None:
-            (output,) = operands.total_with(low, wide, use_kernel=False)
+            (output,) = operands.total_with(low, b, use_kernel=False)
             return output
-        frozen = operands.added_to(x.new_zeros(*x.shape[:-1], len(wide), dtype=exact))
+        frozen = operands.added_to(x.new_zeros(*x.shape[:-1], len(b), dtype=exact))
         of_dropped = [matmul.forward(dropped, *storage).total(dropped)] if dropout else []
-        return frozen, *of_dropped, F.linear(low, wide)
+        return frozen, *of_dropped, F.linear(low, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dropped, mask, low, narrow, wide, *storage = ctx.saved_tensors
+        dropped, mask, low, a, b, *storage = ctx.saved_tensors
         # with a single result, all of it is the sum
-        grad, wide_grad = grads[0].to(dropped.dtype), grads[-1]
-        low_grad = (wide_grad @ wide) * ctx.scaling
+        grad, adapter_grad = grads[0].to(dropped.dtype), grads[-1]
+        low_grad = (adapter_grad @ b) * ctx.scaling
         x_grad = None
         if ctx.needs_input_grad[0]:
             operands = ctx.matmul.backward([grad], *storage)
             if mask is None:
-                (x_grad,) = operands.total_with(low_grad, narrow.t(), use_kernel=False)
+                (x_grad,) = operands.total_with(low_grad, a.t(), use_kernel=False)
             else:
-                kept = low_grad @ narrow
+                kept = low_grad @ a
                 for dropped_grad in grads[1:-1]:
                     kept = ctx.matmul.backward([dropped_grad], *storage).added_to(kept)
                 x_grad = operands.added_to(torch.ops.aten.native_dropout_backward(kept, mask, 1 / (1 - ctx.dropout)))
         a_grad = over_tokens(low_grad, dropped, ctx.dtype)
-        return x_grad, a_grad, over_tokens(wide_grad, low, ctx.dtype), *(None,) * (4 + len(storage))
+        return x_grad, a_grad, over_tokens(adapter_grad, low, ctx.dtype), *(None,) * (4 + len(storage))
 
 
 def over_tokens(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
