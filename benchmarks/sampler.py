@@ -112,7 +112,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         sampler = InProcess(weights, records=records)
         for temperature in (1.0, 0.0):
             params = SamplingParams(args.new, temperature=temperature)
-            # kernels are loaded, and the form is proved, once
+            # kernels are loaded, and the backend is proved, once
             sampler.sample(prompts[:2], 8, SamplingParams(20, temperature=temperature))
             found, figures = timed(partial(sampler.sample, prompts, args.completions, params))
             error = error_of(weights, prompts, found)

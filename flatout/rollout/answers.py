@@ -41,7 +41,7 @@ class Answer:
         return Completion(tuple(self.token_ids), tuple(self.logprobs), self.ending)
 
 
-class Drawn:
+class DecodeState:
     """What the device knows of each place: the newest token, its position, and what its draws depend on.
 
     `agree` returns the tokens that all ranks use in place of this rank's.

@@ -17,7 +17,7 @@ from flatout.io.redact import printable
 from flatout.io.template_limits import bounded
 from flatout.models.load.model import library_errors
 from flatout.models.stops import stop_token_ids
-from flatout.rollout.in_process import FormName, InProcess
+from flatout.rollout.in_process import BackendName, InProcess
 from flatout.rollout.sampler import SamplingParams
 from flatout.rollout.weights import inference_weights
 
@@ -30,8 +30,8 @@ _OTHERS = {
     "forced_bos_token_id": None, "forced_eos_token_id": None, "min_new_tokens": None, "min_length": 0,
     "exponential_decay_length_penalty": None, "guidance_scale": None, "encoder_repetition_penalty": 1.0,
 }  # fmt: skip
-# which forms of the sampler are exact for a model, for as long as it is there
-_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[FormName, bool]] = WeakKeyDictionary()
+# which backends of the sampler are exact for a model, for as long as it is there
+_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[BackendName, bool]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 
 from flatout.errors import NumericError
 from flatout.optim.update import copy_to_host_async
-from flatout.rollout.answers import Answer, Drawn
+from flatout.rollout.answers import Answer, DecodeState
+from flatout.rollout.backends import DecodeBackend, Slots
 from flatout.rollout.cuda_graphs import RecordedSteps, recorded_size
-from flatout.rollout.forms import Form, Slots
 from flatout.rollout.sampler import OnToken, SamplingParams
 from flatout.rollout.weights import Weights
 
@@ -31,20 +31,20 @@ class Decoding:
     """
 
     def __init__(
-        self, form: Form, num_places: int, answers: Sequence[Answer], params: SamplingParams, weights: Weights,
-        on_token: OnToken | None, *, records: bool,
+        self, backend: DecodeBackend, num_places: int, answers: Sequence[Answer], params: SamplingParams,
+        weights: Weights, on_token: OnToken | None, *, records: bool,
     ) -> None:  # fmt: skip
-        self._form, self._num_places, self._params, self._on_token = form, num_places, params, on_token
+        self._backend, self._num_places, self._params, self._on_token = backend, num_places, params, on_token
         self._longest = max(len(each.prompt_ids) + each.limit for each in answers)
         # answers of one prompt, and prompts of one length, come one after the other
-        order = answers if form.mixes else sorted(answers, key=lambda each: (len(each.prompt_ids), each.prompt))
+        order = answers if backend.mixes else sorted(answers, key=lambda each: (len(each.prompt_ids), each.prompt))
         self._waiting, self._active = deque(order), list[Answer]()
-        self._drawn = Drawn(num_places, self._longest, params, weights.device, weights.agree)
+        self._state = DecodeState(num_places, self._longest, params, weights.device, weights.agree)
         self._lag = int(weights.device.type == "cuda" and not weights.in_lockstep)
         self._refill = max(1, num_places // _REFILL_SHARE) if self._lag else 1
         self._unread: deque[tuple[list[Answer], Callable[[], list[float]]]] = deque()
         self._recorded = None
-        if self._lag and isinstance(form, Slots):
+        if self._lag and isinstance(backend, Slots):
             records = records and max(each.limit for each in answers) >= MIN_RECORDED_TOKENS
             self._recorded = RecordedSteps(self._step, weights.device, weights.tell, records=records)
 
@@ -67,40 +67,40 @@ class Decoding:
     def _begin_waiting(self) -> bool:
         """Begin answers at free places; return whether any did."""
         free = self._num_places - len(self._active)
-        if not self._waiting or (self._active and (not self._form.mixes or free < self._refill)):
+        if not self._waiting or (self._active and (not self._backend.mixes or free < self._refill)):
             return False
         chosen = [self._waiting.popleft()]
         while self._waiting and len(chosen) < free:
-            if not self._form.mixes and len(self._waiting[0].prompt_ids) != len(chosen[0].prompt_ids):
+            if not self._backend.mixes and len(self._waiting[0].prompt_ids) != len(chosen[0].prompt_ids):
                 break
             chosen.append(self._waiting.popleft())
         groups = [list(each) for _, each in groupby(chosen, key=lambda each: each.prompt)]
-        logits = self._form.admit([(group[0].prompt_ids, len(group)) for group in groups])
+        logits = self._backend.admit([(group[0].prompt_ids, len(group)) for group in groups])
         counts = torch.tensor([len(group) for group in groups], device=logits.device)
         first = len(self._active)
         self._active += chosen
-        self._drawn.begin(chosen, first, logits.repeat_interleave(counts, dim=0, output_size=len(chosen)))
+        self._state.begin(chosen, first, logits.repeat_interleave(counts, dim=0, output_size=len(chosen)))
         self._copy(first)
         return True
 
     def _step(self, num_places: int) -> None:
         """Draw the next token at the first places."""
-        drawn, places = self._drawn, slice(0, num_places)
+        state, places = self._state, slice(0, num_places)
         longest = self._longest
         if self._recorded is None:
             longest = max(len(each.prompt_ids) + each.num_drawn for each in self._active)
-        logits = self._form.step(drawn.tokens[places], drawn.positions[places], longest)
-        drawn.draw(logits, places)
+        logits = self._backend.step(state.tokens[places], state.positions[places], longest)
+        state.draw(logits, places)
         # those of ended answers stay where they have room
-        drawn.positions[places].add_(1).clamp_(max=drawn.last_position)
+        state.positions[places].add_(1).clamp_(max=state.last_position)
 
     def _copy(self, first: int) -> None:
         """Start copying what was drawn at the places from `first` on."""
-        answers, drawn = self._active[first:], self._drawn
+        answers, state = self._active[first:], self._state
         for each in answers:
             each.num_drawn += 1
         places = slice(first, len(self._active))
-        both = torch.cat([drawn.tokens[places].double(), drawn.logprobs[places]])
+        both = torch.cat([state.tokens[places].double(), state.logprobs[places]])
         self._unread.append((answers, copy_to_host_async(both)[0]))
 
     def _read(self, lag: int) -> None:
@@ -138,5 +138,5 @@ class Decoding:
             active[new] = active[old]
         del active[count:]
         if pairs:
-            self._drawn.move(pairs)
-        self._form.move(pairs, count)
+            self._state.move(pairs)
+        self._backend.move(pairs, count)

@@ -1,4 +1,4 @@
-"""Sample in this process over the weights that are there, in the fastest form that is exact for the model."""
+"""Sample in this process over the weights that are there, in the fastest backend that is exact for the model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
 from flatout.planner.steps.padded import row_length
 from flatout.rollout.answers import Answer
+from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of
 from flatout.rollout.decode import Decoding
-from flatout.rollout.forms import Form, OwnCache, Recomputed, last_rows_of
 from flatout.rollout.sampler import Completion, Ending, OnToken, Sampler, SamplingParams
 from flatout.rollout.slots import open_slots
 from flatout.rollout.weights import Weights
 
-FormName = Literal["slots", "own cache", "recomputed"]
+BackendName = Literal["slots", "own cache", "recomputed"]
 # tokens at the end of an answer whose log-probabilities are compared
 NUM_COMPARED = 64
 # tokens of a prompt and of its answer in `prove`
@@ -32,7 +32,7 @@ PROVED_TOKENS, PROVED_ANSWER = 128, 4
 
 @dataclass
 class _Told:
-    """Calls what a caller gets tokens by, and remembers that it failed, which is no fault of a form."""
+    """Calls what a caller gets tokens by, and remembers that it failed, which is no fault of a backend."""
 
     on_token: OnToken | None
     failed: bool = False
@@ -50,14 +50,14 @@ class _Told:
 class InProcess(Sampler):
     """A `Sampler` over weights in this process, which may change between calls: no copy of them is made.
 
-    Slots are taken where layers keep only keys and values, else transformers' own cache; each form is compared with
+    Slots are taken where layers keep only keys and values, else transformers' own cache; each backend is compared with
     passes without a cache once, and given up if it differs: `known` says which are exact. With `records`, steps in
     slots on a GPU are recorded as CUDA graphs.
     """
 
     weights: Weights
     records: bool = True
-    known: dict[FormName, bool] = field(default_factory=dict)
+    known: dict[BackendName, bool] = field(default_factory=dict)
 
     def load(self, adapter: Path, version: int) -> None:
         """Do nothing: the weights are those that this process trains."""
@@ -70,12 +70,12 @@ class InProcess(Sampler):
         if not prompts or not num_completions:
             return [[] for _ in prompts]
         told = _Told(on_token)
-        for name in self._usable_forms(len(prompts) * num_completions):
+        for name in self._usable_backends(len(prompts) * num_completions):
             answers = begin(prompts, num_completions, params)
             flat = [each for group in answers for each in group]
             try:
-                with self._opened(name, flat) as (form, num_places):
-                    Decoding(form, num_places, flat, params, self.weights, told, records=self.records).finish()
+                with self._opened(name, flat) as (backend, num_places):
+                    Decoding(backend, num_places, flat, params, self.weights, told, records=self.records).finish()
                 why = self._difference(name, flat)
             except (torch.OutOfMemoryError, ResourceError, NumericError):
                 raise
@@ -90,27 +90,27 @@ class InProcess(Sampler):
                 self.weights.tell(
                     f"every token computes its prompt again, as this model has no cache that is exact: {why}"
                 )
-        raise AssertionError("the last form is always usable")
+        raise AssertionError("the last backend is always usable")
 
     def prove(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Find the form for as many prompts by a few tokens, before answers are shown that might be given up."""
-        form, *_ = self._usable_forms(len(prompts))
-        if form != "recomputed" and form not in self.known:
+        """Find the backend for as many prompts by a few tokens, before answers are shown that might be given up."""
+        backend, *_ = self._usable_backends(len(prompts))
+        if backend != "recomputed" and backend not in self.known:
             # of each prompt the end, which leaves positions for an answer
             ends = [prompt[-PROVED_TOKENS:] for prompt in prompts[:2]]
             self.sample([end[len(end) // 2 :] for end in ends], 1, SamplingParams(PROVED_ANSWER))
 
-    def _usable_forms(self, num_answers: int) -> list[FormName]:
-        weights, forms = self.weights, list[FormName]()
+    def _usable_backends(self, num_answers: int) -> list[BackendName]:
+        weights, backends = self.weights, list[BackendName]()
         fits = not weights.prefers_own_cache or num_answers > 1
         config = weights.model.config.get_text_config()
         if weights.packs is not None and fits and whole_document_problem(config) is None:
-            forms.append("slots")
-        return [name for name in (*forms, "own cache", "recomputed") if self.known.get(name, True)]
+            backends.append("slots")
+        return [name for name in (*backends, "own cache", "recomputed") if self.known.get(name, True)]
 
     @contextmanager
-    def _opened(self, name: FormName, answers: Sequence[Answer]) -> Iterator[tuple[Form, int]]:
-        """Yield a form, and for how many answers at once it has places, with the attention that it needs."""
+    def _opened(self, name: BackendName, answers: Sequence[Answer]) -> Iterator[tuple[DecodeBackend, int]]:
+        """Yield a backend, and for how many answers at once it has places, with the attention that it needs."""
         weights = self.weights
         if name == "slots" and weights.packs is not None:
             with weights.packs():
@@ -121,7 +121,7 @@ class InProcess(Sampler):
         else:
             yield Recomputed(weights.logits, weights.device, weights.pass_tokens, weights.is_padded), len(answers)
 
-    def _difference(self, name: FormName, answers: Sequence[Answer]) -> str | None:
+    def _difference(self, name: BackendName, answers: Sequence[Answer]) -> str | None:
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
         if name == "recomputed" or name in self.known:
             return None

@@ -10,7 +10,7 @@ import torch
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.slot_cache import SlotCache
 from flatout.rollout.answers import Answer
-from flatout.rollout.forms import Slots, last_rows_of
+from flatout.rollout.backends import Slots, last_rows_of
 from flatout.rollout.sampler import NoRoomError
 from flatout.rollout.weights import Weights
 

@@ -1,4 +1,4 @@
-"""How a model continues several answers at once: in slots, by transformers' own cache, or from the start each time."""
+"""Backends that continue several answers at once: in slots, by transformers' own cache, or from the start each time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Group = tuple[Sequence[int], int]
 """A prompt and how many answers to it begin."""
 
 
-class Form(Protocol):
+class DecodeBackend(Protocol):
     """Continues answers, which have consecutive places from 0 on. `mixes` whether new ones may join at any time."""
 
     mixes: bool
