@@ -23,14 +23,13 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class PlanTotals:
-    """What a run will do. Counts are over the whole run, but `num_samples` and `num_units` are of the data set.
+    """What a run will do. Counts are of the whole run, but `num_samples` and `num_units` of the data set.
 
-    `num_units` is None where each sample is one.
-    `num_naive_tokens` is what a padding loader would compute for the same steps, `padding_avoided` the share of them
-    that is padding and not computed here, `padding_share` that of the computed tokens that is padding. `num_tokens` are
-    those of all samples; `num_shared_tokens` of them are not computed again, as samples of one micro-batch share them.
-    `time_s` is None unless the throughput is known. Everything is exact except the balance at other numbers of ranks,
-    taken from `NUM_BALANCE_STEPS` steps, and the memory, which is estimated.
+    `num_units` is None where each sample is one. `num_naive_tokens` is what a padding loader would compute for the same
+    steps, `padding_avoided` the share of them that is padding and not computed here, `padding_share` that of the
+    computed tokens. `num_shared_tokens` of the `num_tokens` are not computed again, as samples of one micro-batch share
+    them. `time_s` is None without a throughput. All is exact but the memory, which is estimated, and the balance at
+    other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps.
     """
 
     num_ranks: int
@@ -140,8 +139,7 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
         mark = " (this run)" if balance.num_ranks == totals.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
         yield f"balance, {_ranks(balance.num_ranks)}", text
-    petaflops = totals.flops / 1e15
-    yield "compute", f"{petaflops:,.0f} PFLOP" if petaflops >= 100 else f"{petaflops:.3g} PFLOP"
+    yield "compute", f"{totals.flops / 1e15:,.0f} PFLOP" if totals.flops >= 1e17 else f"{totals.flops / 1e15:.3g} PFLOP"
     if memory := totals.memory:
         parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
         sizes = {name: getattr(memory, f"{name}_bytes") for name in parts}
