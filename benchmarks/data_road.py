@@ -7,9 +7,9 @@ The rows are chats of the demo, or with --data those of public files in that fol
 with a number in the first question, so that no two are equal. Both sides run as a process of their own with
 their imports, reading and writing, in turns. CPU time is that of the process and all of its children, user and system.
 
---memory builds that many short chats instead, or with --token-rows rows of token ids, and reports the peak resident memory of the parent and of the largest
-other process, and the peak of all together, in which pages that processes share count once. A line through the
-smallest and the largest build gives the memory at 30 million rows.
+--memory builds that many short chats instead, or with --token-rows rows of token ids, and reports the peak resident
+memory of the parent and of the largest other process, and the peak of all together, in which pages that processes
+share count once. A line through the smallest and the largest build gives the memory at 30 million rows.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
     (batch,) = loader.batches([micro_batch(store, (0, 1))])
     loader.close()
     assert batch.asked is None
-    with pytest.raises(UsageError, match="declares no `columns`"):
+    with pytest.raises(UsageError, match="declares neither"):
         _ = batch.label_samples
 
 
