@@ -27,8 +27,12 @@ def write_units(
     name: str = "units",
     declares: bool = True,
     lacks: str = "",
+    unlabelled: int | None = None,
 ) -> TokenStore:
-    """Write units of `sizes` samples as the data set `name`; about every second one shares a prompt of 70 tokens."""
+    """Write units of `sizes` samples as the data set `name`; about every second one shares a prompt of 70 tokens.
+
+    The sample `unlabelled` has no label.
+    """
     rng, ids, masks, prefixes = np.random.default_rng(0), [], [], []
     for unit, size in enumerate(sizes):
         shared = 70 if unit % 2 == 0 and size > 1 else 5
@@ -36,7 +40,7 @@ def write_units(
         for place in range(size):
             answer = np.concatenate([[200 + place], rng.integers(5, 200, rng.integers(6, 50))])
             ids.append(np.concatenate([prompt, answer]).astype(np.int32))
-            masks.append(np.arange(len(ids[-1])) > shared)
+            masks.append((np.arange(len(ids[-1])) > shared) & (len(masks) != unlabelled))
         prefixes.append(shared if size > 1 else 0)
     columns = COLUMNS | ({"prefix_tokens": Column("int32", "unit", "tokens of the prompt")} if declares else {})
     columns = {each: column for each, column in columns.items() if each != lacks}

@@ -16,7 +16,13 @@ from flatout.errors import UsageError
 
 # kind -> module and class below flatout.objectives, whose fields are the kind's settings
 OBJECTIVES: Mapping[str, str] = MappingProxyType(
-    {"cross_entropy": "cross_entropy.CrossEntropy", "weighted_tokens": "weighted_tokens.WeightedTokens"}
+    {
+        "cross_entropy": "cross_entropy.CrossEntropy",
+        "weighted_tokens": "weighted_tokens.WeightedTokens",
+        "orpo": "orpo.ORPO",
+        "simpo": "simpo.SimPO",
+        "cpo": "cpo.CPO",
+    }
 )
 
 
@@ -33,6 +39,14 @@ def objective_section(value: Any) -> Any:
     )
 
 
+def kind_of(value: Any) -> str:
+    """Return the kind that a value of the section names; empty for none."""
+    if isinstance(value, str):
+        return value
+    kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+    return kind if isinstance(kind, str) else ""
+
+
 def class_of_kind(kind: str) -> Any:
     """Return the class of a kind of OBJECTIVES."""
     module, name = OBJECTIVES[kind].split(".")
@@ -45,7 +59,8 @@ class ObjectiveConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     kind: str = "cross_entropy"
-    """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`)."""
+    """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
+    answers: orpo, simpo, cpo, with fields of their own such as `beta` and `sft_weight` (docs/preference.md)."""
     path: str | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
 

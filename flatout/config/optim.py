@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -9,6 +10,12 @@ from pydantic import Field, WithJsonSchema, model_validator
 from flatout.config.section import Section, Share, refuse_unused
 
 LR_OF_METHOD = {"lora": 2e-4, "full": 1e-5}
+# for the weights what papers and their code take, for adapters ten times as much
+LR_OF_OBJECTIVE: Mapping[str, Mapping[str, float]] = {
+    "orpo": {"lora": 5e-5, "full": 5e-6},
+    "simpo": {"lora": 1e-5, "full": 1e-6},
+    "cpo": {"lora": 1e-5, "full": 1e-6},
+}
 _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1e30}]}
 
 
@@ -18,7 +25,8 @@ class OptimConfig(Section):
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits."""
     lr: Annotated[float, Field(gt=0, le=1e30), WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
-    """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full."""
+    """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and less for objectives on pairs
+    (docs/preference.md)."""
     beta1: Share = 0.9
     """Decay rate of the first moment (AdamW); momentum (SGD)."""
     beta2: Share = 0.999
@@ -35,6 +43,11 @@ class OptimConfig(Section):
         if self.name == "sgd":
             refuse_unused(self, ("beta2", "eps"), "optim.name: sgd, which has no second moment")
         return self
+
+
+def lr_of(method: object, objective: str) -> float | None:
+    """Return the learning rate that stands for `auto`; None for an unknown method."""
+    return LR_OF_OBJECTIVE.get(objective, LR_OF_METHOD).get(str(method))
 
 
 class ScheduleConfig(Section):

@@ -13,8 +13,8 @@ from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
-from flatout.config.objective import ObjectiveConfig
-from flatout.config.optim import LR_OF_METHOD, OptimConfig, ScheduleConfig
+from flatout.config.objective import ObjectiveConfig, kind_of
+from flatout.config.optim import OptimConfig, ScheduleConfig, lr_of
 from flatout.config.parallel import (
     STRATEGIES,
     CommConfig,
@@ -253,10 +253,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _lr_of_the_method(cls, values: Any) -> Any:
-        """Replace a missing or `auto` optim.lr by the method's number, so that shown and saved settings contain it."""
+        """Replace a missing or `auto` optim.lr by its number, so that shown and saved settings contain it."""
         if not isinstance(values, Mapping):
             return values
-        given, lr = values.get("optim", {}), LR_OF_METHOD.get(str(values.get("method", "lora")))
+        given, lr = values.get("optim", {}), lr_of(values.get("method", "lora"), kind_of(values.get("objective")))
         if isinstance(given, OptimConfig) and "lr" not in given.model_fields_set:
             return {**values, "optim": given.model_copy(update={"lr": lr})}
         if isinstance(given, Mapping) and given.get("lr", "auto") == "auto" and lr is not None:

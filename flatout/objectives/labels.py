@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from flatout.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LossSums(NamedTuple):
@@ -111,10 +111,20 @@ class LabelTokens:
         """Return a column that the objective needs: at label tokens (L,), of samples (S,) or of units (U,)."""
         return self.batch.columns[name]
 
-    def by_sample(self, values: Tensor) -> Tensor:
-        """Return the sums over each sample (S,) of values at label tokens (L,)."""
+    @cached_property
+    def sample_lengths(self) -> Tensor:
+        """The number of label tokens of each sample, int64 (S,)."""
         self._require("sample", "unit")
-        return values.new_zeros(self.batch.num_samples).index_add(0, self.batch.label_samples, values)
+        samples = self.batch.label_samples
+        return samples.new_zeros(self.batch.num_samples).index_add(0, samples, torch.ones_like(samples))
+
+    def by_sample(self, values: Tensor) -> Tensor:
+        """Return the sums over each sample (S,) of values at label tokens (L,), reproducible to the bit."""
+        self._require("sample", "unit")
+        if not values.is_floating_point():  # exact in any order
+            return values.new_zeros(self.batch.num_samples).index_add(0, self.batch.label_samples, values)
+        # label tokens are in the order of their samples; index_add would add them in any order on a GPU
+        return torch.segment_reduce(values, "sum", lengths=self.sample_lengths, unsafe=True, initial=0)
 
     def by_unit(self, values: Tensor) -> Tensor:
         """Return values of samples (S,) as (U, n), n = `Objective.unit_size`, in the order of the data set."""

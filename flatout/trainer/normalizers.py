@@ -52,10 +52,11 @@ class Normalizers:
 def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
     """Count what an objective's sums are divided by.
 
-    Raises DataError for values that are negative, or all 0, and for units of another size than the objective takes.
+    Raises DataError for values that are negative, or all 0, for units of another size than the objective takes, and for
+    samples of units without labels.
     """
     if objective.scope == "unit":
-        _require_unit_size(objective, store)
+        _require_units(objective, store)
     names = objective.sum_names
     per = (objective.normalizer, *(metric.per or objective.normalizer for metric in objective.metrics.values()))
     values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
@@ -71,7 +72,7 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
     return Normalizers(names, per, values)
 
 
-def _require_unit_size(objective: Objective, store: TokenStore) -> None:
+def _require_units(objective: Objective, store: TokenStore) -> None:
     offsets = store.unit_offsets
     sizes = np.ones(store.num_samples, np.int64) if offsets is None else np.diff(offsets)
     if (wrong := np.flatnonzero(sizes != objective.unit_size)).size:
@@ -80,6 +81,11 @@ def _require_unit_size(objective: Objective, store: TokenStore) -> None:
             f"{store.origin(first)}: a unit of {sizes[wrong[0]]}, but objective {objective.name} takes units of "
             f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "
             "build it with such units"
+        )
+    if (empty := np.flatnonzero(np.asarray(store.num_labels) == 0)).size:
+        raise DataError(
+            f"{store.origin(int(empty[0]))}: sample {int(empty[0])} has no label token, so objective {objective.name} "
+            f"has nothing of it to compare; {empty.size:,} of {store.num_samples:,} samples have none"
         )
 
 
