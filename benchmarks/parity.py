@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.models.lora.layer import lora_layers
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.build import build_run
+    from flatout.trainer.build import Setup, build_run
     from flatout.trainer.decide import gpu_of, plan_run
     from flatout.trainer.run import train
     from flatout.trainer.step import accumulate_gradients
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     rank = Rank()
     planned = plan_run(config, Reporter(), rank, lambda: gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(config, planned, checkpoints, None, Reporter(), rank)
+    run = build_run(Setup(config, planned, checkpoints, Reporter(), rank))
     accumulate_gradients(run, planned.plan.step(0))
     ours_gradient, weights = adapter_gradient(run.model), base_weights(run.model)
     bases = Counter(type(layer.base).__name__ for layer in lora_layers(run.model).values())

@@ -21,7 +21,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import RunEnd
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run, weakest_gpu
 from flatout.trainer.loop import run_steps
 from flatout.trainer.model_shape import read_shape
@@ -71,7 +71,7 @@ def take_steps(
 
     planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=meet())
-    run = build_run(config, planned, checkpoints, None, reporter, rank)
+    run = build_run(Setup(config, planned, checkpoints, reporter, rank))
     before(run)
     reporter.phase("step", 1)
     try:

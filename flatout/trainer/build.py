@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -31,7 +31,6 @@ from flatout.models.lora.layer import trainable_parameters
 from flatout.models.terms import Terms
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
-from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
@@ -53,35 +52,49 @@ from flatout.trainer.resume import restore
 from flatout.trainer.state import Run
 
 
-def build_run(
-    config: Config,
-    planned: PlannedRun,
-    checkpoints: Checkpoints,
-    saved: SavedCheckpoint | None,
-    reporter: Reporter,
-    rank: Rank,
-    watch: PeerWatch | None = None,
-    memory_check: MemoryCheck | None = None,
-) -> Run:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every stage of building a run reads."""
+
+    config: Config
+    planned: PlannedRun
+    checkpoints: Checkpoints
+    reporter: Reporter
+    rank: Rank
+    watch: PeerWatch | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank trains on."""
+        return choose_device(self.config.wanted_device, self.rank)
+
+    def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> PlannedRun:
+        """Return the plan, made again for this device or with these `problems` (None: those known before)."""
+        planned = self.planned
+        again = plan_run(self.config, self.reporter, self.rank, lambda: device, *(problems or planned.problems))
+        return replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
+
+
+def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: MemoryCheck | None = None) -> Run:
     """Build model, strategy, optimizer and loader, and restore what was `saved`. Raises a FlatoutError.
 
     A run that starts at step 0 measures passes with `memory_check`. If these change the plan, it is built again, which
     may measure passes of another kind, but each kind once.
     """
-    device = choose_device(config.wanted_device, rank)
+    device, reporter = setup.device, setup.reporter
     while True:
         stood_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run, no_graphs, sizes = assemble_run(
-            config, planned, checkpoints, saved, reporter, rank, watch or PeerWatch(config.faults, reporter.event),
-        )  # fmt: skip
+        run, no_graphs, sizes = assemble_run(setup, saved)
         if memory_check is None or saved is not None:
             break
         found, is_off = memory_check.check(run, stood_bytes)
-        planned = plan_again(config, run.planned, found, reporter, rank) if is_off else run.planned
+        setup = replace(setup, planned=run.planned)
+        planned = setup.plan_again(found) if is_off else run.planned
         if planned.split == run.planned.split:
             memory_check.record(found)
             run = replace(run, planned=replace(planned, device=found), memory=planned.memory, prompts=planned.prompts)
             break
+        setup = replace(setup, planned=planned)
         run.close()
         del run
         if device.type == "cuda":
@@ -94,29 +107,22 @@ def build_run(
     return run
 
 
-def assemble_run(
-    config: Config,
-    planned: PlannedRun,
-    checkpoints: Checkpoints,
-    saved: SavedCheckpoint | None,
-    reporter: Reporter,
-    rank: Rank,
-    watch: PeerWatch,
-) -> tuple[Run, str | None, list[int]]:
+def assemble_run(setup: Setup, saved: SavedCheckpoint | None) -> tuple[Run, str | None, list[int]]:
     """Return the run, why it records no CUDA graphs (None: it does), and the bytes of each tensor it will save.
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
-    device = choose_device(config.wanted_device, rank)
-    loaded, planned, proofs = load_or_replan(config, planned, checkpoints.group, reporter, rank)
+    loaded, planned, proofs = load_or_replan(setup)
+    setup = replace(setup, planned=planned)
+    config, rank, device, reporter = setup.config, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     loader, eval_loaders = make_loaders(planned, device, rank, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
-    strategy, wrapped_loss, optimizer = shard_state(loss, loaded, config, planned, rank, device, reporter)
-    compiled = compile_model(loaded, loss, wrapped_loss, config, planned, loader, rank, reporter, proofs)
+    strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
+    compiled = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
     named = trainable_parameters(loaded.model)
-    saver, sizes = make_saver(config, checkpoints, reporter, rank, device, named)
+    saver, sizes = make_saver(setup, named)
     run = Run(
         config=config,
         rank=rank,
@@ -136,12 +142,12 @@ def assemble_run(
         strategy=strategy,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
-        checkpoints=checkpoints,
+        checkpoints=setup.checkpoints,
         saver=saver,
         fingerprints=planned.fingerprints,
         memory=planned.memory,
         fused_lora=fused,
-        watch=watch,
+        watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         terms=loss.terms,
     )
@@ -149,20 +155,6 @@ def assemble_run(
         restore(run, saved)
     run.model.train()
     return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
-
-
-def plan_again(
-    config: Config,
-    planned: PlannedRun,
-    device: Device | None,
-    reporter: Reporter,
-    rank: Rank,
-    problems: tuple[str | None, str | None] | None = None,
-) -> PlannedRun:
-    """Return the run's plan, made again for this device or with these `problems` (None: those known before)."""
-    problems = problems or planned.problems
-    again = plan_run(config, reporter, rank, lambda: device, *problems)
-    return replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
 
 
 def free_memory(device: torch.device) -> None:
@@ -197,17 +189,11 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     return loss
 
 
-def load_or_replan(
-    config: Config,
-    planned: PlannedRun,
-    group: ControlGroup,
-    reporter: Reporter,
-    rank: Rank,
-) -> tuple[LoadedModel, PlannedRun, Proofs]:
+def load_or_replan(setup: Setup) -> tuple[LoadedModel, PlannedRun, Proofs]:
     """Load the model; return it with its plan, which is made again if shared prefixes or packing are inexact."""
-    device = choose_device(config.wanted_device, rank)
+    config, planned, device, reporter = setup.config, setup.planned, setup.device, setup.reporter
     try:
-        proofs = Proofs(config, planned, group, reporter)
+        proofs = Proofs(config, planned, setup.checkpoints.group, reporter)
         return load_trainable(config, planned, device, reporter, proofs), planned, proofs
     except PackingError as error:
         shared = isinstance(error, SharedPrefixError)
@@ -217,9 +203,8 @@ def load_or_replan(
         found = str(error).partition("; ")[0]
     # here no frame of the failed check holds the model any more
     free_memory(device)
-    problems = (None, found) if shared else (found, None)
-    again = plan_again(config, planned, planned.device, reporter, rank, problems)
-    proofs = Proofs(config, again, group, reporter)
+    again = setup.plan_again(planned.device, (None, found) if shared else (found, None))
+    proofs = Proofs(config, again, setup.checkpoints.group, reporter)
     return load_trainable(config, again, device, reporter, proofs), again, proofs
 
 
@@ -252,15 +237,10 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
 
 
 def shard_state(
-    loss: PackedLoss,
-    loaded: LoadedModel,
-    config: Config,
-    planned: PlannedRun,
-    rank: Rank,
-    device: torch.device,
-    reporter: Reporter,
+    setup: Setup, loaded: LoadedModel, loss: PackedLoss
 ) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
+    config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     if apply_recompute(loaded.model, planned.memory.recompute):
         reporter.stage("recompute", "the embedding table is in host memory")
     reporter.phase("setting up strategy and optimizer")
@@ -309,24 +289,17 @@ def shard_state(
     return strategy, cast(PackedLoss, wrapped), optimizer
 
 
-def make_saver(
-    config: Config,
-    checkpoints: Checkpoints,
-    reporter: Reporter,
-    rank: Rank,
-    device: torch.device,
-    named: Mapping[str, torch.nn.Parameter],
-) -> tuple[Saver, list[int]]:
+def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[Saver, list[int]]:
     """Choose how this rank saves, and estimate each saved tensor's bytes. Raises ResourceError if the disk is full."""
     # replicas after the first save nothing
-    saves = rank.is_first or any(map(is_sharded, named.values()))
-    sizes = state_sizes(named, config.optim) if saves else []
-    checkpoints.require_room(sum(sizes))
+    saves = setup.rank.is_first or any(map(is_sharded, named.values()))
+    sizes = state_sizes(named, setup.config.optim) if saves else []
+    setup.checkpoints.require_room(sum(sizes))
     saver = choose_saver(
-        config.checkpoint.asynchronous,
-        checkpoints,
-        reporter,
-        device=device,
+        setup.config.checkpoint.asynchronous,
+        setup.checkpoints,
+        setup.reporter,
+        device=setup.device,
         num_bytes=sum(sizes),
         available_bytes=available_host_bytes(),
     )
@@ -334,20 +307,13 @@ def make_saver(
 
 
 def compile_model(
-    loaded: LoadedModel,
-    loss: PackedLoss,
-    wrapper: PackedLoss,
-    config: Config,
-    planned: PlannedRun,
-    loader: BatchLoader,
-    rank: Rank,
-    reporter: Reporter,
-    proofs: Proofs,
+    setup: Setup, loaded: LoadedModel, losses: tuple[PackedLoss, PackedLoss], loader: BatchLoader, proofs: Proofs
 ) -> CompileOutcome:
     """Compile the layers after sharding; without one graph for each, `selective` and `budget` fall back to `full`.
 
-    `loss` and `wrapper` are as for `compile_layers`. Attention and the head also prepare their kernels here.
+    `losses` are the loss and what training calls. Attention and the head also prepare their kernels here.
     """
+    config, planned, reporter = setup.config, setup.planned, setup.reporter
     reporter.phase("compiling")
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
@@ -362,8 +328,8 @@ def compile_model(
             num_shared_boundaries=loader.num_shared_boundaries,
             largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
-            loss=loss,
-            wrapper=wrapper,
+            loss=losses[0],
+            wrapper=losses[1],
             proved=known is not None,
             share=loader.share,
             gather=proofs.gather,
@@ -374,7 +340,7 @@ def compile_model(
     line += "; block sizes tuned" if mode == "tuned" and compiled.num_compiled else ""
     reporter.stage("compile", line)
     if loader.num_boundaries is not None and compiled.num_compiled:
-        place = planned.parallel_layout.place_of(rank.index)
+        place = planned.parallel_layout.place_of(setup.rank.index)
         sizes = count_sizes(planned.plan, place, size_buckets=loader.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")

@@ -43,7 +43,7 @@ from flatout.track.run_folder import RunFolderWriter
 from flatout.track.start_up import StartUpClock
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run, require_same_run, weakest_gpu
 from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.loop import run_steps, save
@@ -216,7 +216,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, rec
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
-    run = build_run(config, planned, checkpoints, checkpoint, reporter, rank, watch, memory_check())
+    run = build_run(Setup(config, planned, checkpoints, reporter, rank, watch), checkpoint, memory_check())
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)

@@ -25,7 +25,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run, weakest_gpu
 from flatout.trainer.state import Run
 from flatout.trainer.step import accumulate_gradients
@@ -148,7 +148,7 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
 def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path) -> Iterator[Run]:
     """Set up the run as `flatout train` does, but without its checkpoints; its memory is freed on exit."""
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(config, planned, checkpoints, None, Reporter(), rank)
+    run = build_run(Setup(config, planned, checkpoints, Reporter(), rank))
     # the reference has no dropout; everything else stays in training mode, which recomputation needs
     for module in run.model.modules():
         if isinstance(module, torch.nn.Dropout):

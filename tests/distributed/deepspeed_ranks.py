@@ -21,7 +21,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.run import export
@@ -36,7 +36,7 @@ def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resum
     planned = plan_run(config, reporter, messages.rank)
     checkpoints = Checkpoints(folder, keep=9, on_event=reporter.event, group=messages)
     snapshot = checkpoints.newest() if resume else None
-    return build_run(config, planned, checkpoints, snapshot, reporter, messages.rank)
+    return build_run(Setup(config, planned, checkpoints, reporter, messages.rank), snapshot)
 
 
 def train(run: Run, end: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from flatout.parallel.shards import as_global, global_tensors, local_part
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.callback import Reporter
 from flatout.trainer.answers import generate
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.evaluate import evaluate
 from flatout.trainer.state import Run
@@ -45,7 +45,7 @@ def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
     if torch.cuda.is_available():
         # graphs of another case, made under another autocast, are no graphs of this one
         torch._dynamo.reset()
-    return build_run(config, planned, checkpoints, None, reporter, rank)
+    return build_run(Setup(config, planned, checkpoints, reporter, rank))
 
 
 def whole(tensor: Tensor, parameter: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import check_backward_update, plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Run
@@ -33,7 +33,7 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
 def make_run(config: Any) -> Run:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, Reporter(), Rank())
+    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

@@ -56,7 +56,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.build import build_run
+    from flatout.trainer.build import Setup, build_run
     from flatout.trainer.decide import plan_run
     from flatout.trainer.run import train
 
@@ -71,7 +71,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32, attn_implementation="eager")
     if method == "lora":
         checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-        start = build_run(config, planned, checkpoints, None, Reporter(), Rank())
+        start = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
         (tmp_path / "start").mkdir()
         save_adapter(start.model, tmp_path / "start", base_name=config.model.name, config=config.lora)
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "start"), is_trainable=True)

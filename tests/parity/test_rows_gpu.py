@@ -11,7 +11,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.models.compile.layers import report_compilations
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.state import Run
 from flatout.trainer.step import accumulate_gradients
@@ -37,7 +37,7 @@ def build(tiny: Any, folder: Path, layout: str, attention: str, **sections: Any)
     )
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder / layout, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, Reporter(), Rank())
+    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
 
 
 def gradient(run: Run, step: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from flatout.planner.steps.run_plan import make_plan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer import build
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.evaluate import evaluate
 from flatout.trainer.state import Run
@@ -27,7 +27,7 @@ from flatout.trainer.step import accumulate_gradients, launch_step
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, PlannedRun]:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, Reporter(), Rank()), planned
+    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
 
 
 def gradients(run: Run) -> Tensor:

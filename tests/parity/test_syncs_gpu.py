@@ -15,7 +15,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.models.compile.layers import report_compilations
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.state import Run
 from flatout.trainer.step import accumulate_gradients, launch_step
@@ -65,7 +65,7 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
     )
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path / "run", keep=1, on_event=lambda kind, facts: None)
-    made = build_run(config, planned, checkpoints, None, Reporter(), Rank())
+    made = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
     yield made
     made.loader.close()
 

@@ -22,7 +22,7 @@ from flatout.models.experts.router import Routers, prepare_biases
 from flatout.models.load.auto_class import auto_class
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.run import train
 from flatout.trainer.step import step_launcher
@@ -141,7 +141,7 @@ def test_the_load_gets_more_even(tiny: Any, skewed_dir: Path, tmp_path: Path, me
 def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: Path, name: str) -> None:
     config = config_of(tiny, tmp_path / "run", skewed_dir, optim={"name": name})
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(config, plan_run(config, Reporter(), Rank()), checkpoints, None, Reporter(), Rank())
+    run = build_run(Setup(config, plan_run(config, Reporter(), Rank()), checkpoints, Reporter(), Rank()))
     step = next(iter(run.plan.steps()))
     before = run.terms.buffers[BIAS].clone()
     step_launcher(run)(run, step)()

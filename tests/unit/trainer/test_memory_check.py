@@ -20,7 +20,7 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.memory_check import (
     MemoryCheck,
@@ -90,7 +90,7 @@ class Start:
         planned = plan_run(config, reporter, rank, lambda: check.corrected(gpu))
         self.first_plan = planned
         checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-        run = build_run(config, planned, checkpoints, None, reporter, rank, memory_check=check)
+        run = build_run(Setup(config, planned, checkpoints, reporter, rank), memory_check=check)
         self.planned: PlannedRun = run.planned
         assert run.plan.layout == run.planned.plan.layout
         run.close()

@@ -17,7 +17,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.head import sums_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.loop import run_steps
 from flatout.trainer.resume import restore, take_snapshot
@@ -70,7 +70,7 @@ def make_run(config: Any, folder: Path) -> tuple[Run, Events]:
     events = Events()
     planned = plan_run(config, events, Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=events.event)
-    return build_run(config, planned, checkpoints, None, events, Rank()), events
+    return build_run(Setup(config, planned, checkpoints, events, Rank())), events
 
 
 def config_of(

@@ -49,7 +49,7 @@ def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def make_run(config: Any, tmp_path: Path) -> Run:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build.build_run(config, planned, checkpoints, None, Reporter(), Rank())
+    run = build.build_run(build.Setup(config, planned, checkpoints, Reporter(), Rank()))
     assert supports_found_inf(run.optimizer)
     return run
 

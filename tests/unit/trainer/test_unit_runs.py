@@ -26,7 +26,7 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.build import build_run
+from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Run
@@ -46,7 +46,7 @@ def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
 def made(config: Any, folder: Path) -> tuple[Run, PlannedRun]:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(config, planned, checkpoints, None, Reporter(), Rank()), planned
+    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
 
 
 def value(logprobs: Any, samples: Any, weight: Any, reference: Any, units: Any, margin: Any) -> Any:
