@@ -19,7 +19,7 @@ from flatout.errors import PackingError, SharedPrefixError
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile.layers import CompileOutcome, compile_layers
+from flatout.models.compile.layers import CompileOptions, CompileOutcome, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.frozen.fp8_backward import convert_backward_to_float8
@@ -321,19 +321,16 @@ def compile_model(
     # finding it plans hundreds of steps, which runs that compile nothing need not wait for
     largest = None if mode == "off" or loader.num_boundaries is None else largest_pass(planned.plan)
     with compiling_with(recompute):
-        compiled = compile_layers(
-            loaded,
-            mode,
+        options = CompileOptions(
             num_boundaries=loader.num_boundaries,
             num_shared_boundaries=loader.num_shared_boundaries,
+            share=loader.share,
             largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
-            loss=losses[0],
-            wrapper=losses[1],
             proved=known is not None,
-            share=loader.share,
             gather=proofs.gather,
         )
+        compiled = compile_layers(loaded, mode, options, *losses)
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
     line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")

@@ -25,7 +25,7 @@ from flatout.models import attention as models_attention
 from flatout.models.attention import register_over_ranks
 from flatout.models.blocks import decoder_layers
 from flatout.models.collectives import RankGroup
-from flatout.models.compile.layers import compile_layers
+from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.context import attention as context_attention
 from flatout.models.context.attention import attention_over_ranks
 from flatout.models.context.check import check_share
@@ -265,7 +265,7 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
     assert error <= limit
     torch.compiler.reset()
     if place.is_cuda:
-        outcome = compile_layers(loaded, "auto", num_boundaries=number or 0, share=share)
+        outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=number or 0, share=share))
         assert outcome.is_complete, outcome.line
     elif place.form == "varlen":
         loaded.model.enable_input_require_grads()

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.config.schema import FullConfig, ModelConfig, OptimConfig
-from flatout.models.compile.layers import compile_layers
+from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
@@ -142,7 +142,7 @@ def test_updates_in_backward_through_compiled_layers(tmp_path: Path, weights: st
     curves = []
     for in_backward in (False, True):
         loaded = load(tmp_path, weights=weights)
-        assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100)).is_complete
+        assert compile_layers(loaded, "auto", CompileOptions(padded_num_boundaries(100))).is_complete
         named = dict(loaded.model.named_parameters())
         optimizer = make_optimizer(named, config, seed=1)
         if not in_backward:
@@ -174,7 +174,7 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str, comput
         if each != "model":
             line = convert_to_float8(loaded.model, compute, compile_mode="auto", shards=False)
             assert line.startswith(f"14 linear layers compute in fp8, one scale per {scale}; 14 do not")
-        assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100), fp8=True).is_complete
+        assert compile_layers(loaded, "auto", CompileOptions(padded_num_boundaries(100), fp8=True)).is_complete
         named = dict(loaded.model.named_parameters())
         grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))
         gradients.append(torch.cat([grad.double().flatten() for grad in grads]))
@@ -193,7 +193,7 @@ def test_narrow_hidden_states_compile_and_learn_as_wide_ones_do(tmp_path: Path) 
     curves, gradients = [], []
     for hidden_states in ("fp32", "model"):
         loaded = load(tmp_path, 4, hidden_states=hidden_states)
-        assert compile_layers(loaded, "auto", num_boundaries=padded_num_boundaries(100)).is_complete
+        assert compile_layers(loaded, "auto", CompileOptions(padded_num_boundaries(100))).is_complete
         named = dict(loaded.model.named_parameters())
         grads = torch.autograd.grad(loss_of(loaded, batches(1)[0]), list(named.values()))
         assert {grad.dtype for grad in grads} == {torch.float32}

@@ -7,7 +7,7 @@ from tiny_models import VOCAB_SIZE, save_tiny_model
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.compile.cuda_graphs import GraphedDecoder
-from flatout.models.compile.layers import compile_layers
+from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
@@ -38,7 +38,7 @@ def trained(tmp_path):
         layer.lora_b.data.normal_(0, 0.1)
     fuse_layers(loaded.model)
     num_boundaries = padded_num_boundaries(8)
-    assert compile_layers(loaded, "auto", num_boundaries=num_boundaries).is_complete
+    assert compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries)).is_complete
     parameters = list(trainable_parameters(loaded.model).values())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -9,7 +9,7 @@ from tiny_models import save_tiny_model, tiny_samples
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import ExpertsConfig, LoraConfig, ModelConfig
-from flatout.models.compile.layers import compile_layers
+from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.head import PackedLoss, packed_loss
@@ -39,7 +39,7 @@ def model_at(folder, level, compiled):
     apply_recompute(loaded.model, level)
     with compiling_with(level):
         outcome = compile_layers(
-            loaded, "auto" if compiled else "off", num_boundaries=BORDERS, largest_pass_tokens=16384
+            loaded, "auto" if compiled else "off", CompileOptions(BORDERS, largest_pass_tokens=16384)
         )
     assert outcome.is_complete == compiled, outcome.line
     return loaded
@@ -83,7 +83,7 @@ def test_recomputed_experts_compile_beside_losses_on_their_routers(tmp_path):
         routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
         loss.terms = Terms(routers)
         apply_recompute(loaded.model, level)
-        outcome = compile_layers(loaded, "auto", num_boundaries=BORDERS, loss=loss)
+        outcome = compile_layers(loaded, "auto", CompileOptions(BORDERS), loss=loss)
         assert outcome.is_complete, outcome.line
         loaded.model.zero_grad()
         routers.start_step(StepFacts(0, 742, 738.0, CUDA, lambda values: values))

@@ -10,7 +10,7 @@ from tiny_models import save_tiny_model, tiny_samples
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels.attention.cudnn import cudnn_problem
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile.layers import compile_layers
+from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.compile.recompute import apply_recompute
 from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
@@ -115,7 +115,7 @@ def test_compiled_layers_never_recompile(tmp_path, family, method, kernel, large
     if method == "lora":
         add_lora(loaded.model, LoraConfig(rank=8, dropout=0.1 if family == "qwen3" else 0.0), seed=0)
     options = {"num_boundaries": padded_num_boundaries(100), "largest_pass_tokens": largest_pass_tokens}
-    line = compile_layers(loaded, "auto", **options).line
+    line = compile_layers(loaded, "auto", CompileOptions(**options)).line
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in ([5, 300, 1, 90], [64], [17, 33, 250, 900, 4, 5, 6, 7, 8, 9], [2000, 300], [3] * 100, [990] * 9):
@@ -130,7 +130,7 @@ def test_norms_gradients_of_any_size_are_one_graph(tmp_path, largest_pass_tokens
     torch._dynamo.reset()
     loaded = load(tmp_path, method="full", hidden_size=1024, num_hidden_layers=1)
     options = {"num_boundaries": padded_num_boundaries(20), "largest_pass_tokens": largest_pass_tokens}
-    line = compile_layers(loaded, "auto", **options).line
+    line = compile_layers(loaded, "auto", CompileOptions(**options)).line
     assert "layers as one graph" in line, line
     with torch._dynamo.config.patch(error_on_recompile=True):
         for num_documents in (1, 5, 9, 12):
@@ -148,7 +148,7 @@ def test_tuned_layers_compute_the_same(tmp_path):
         torch._dynamo.reset()
         loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
         add_lora(loaded.model, LoraConfig(rank=8), seed=0)
-        outcome = compile_layers(loaded, mode, num_boundaries=64, largest_pass_tokens=16384)
+        outcome = compile_layers(loaded, mode, CompileOptions(num_boundaries=64, largest_pass_tokens=16384))
         assert outcome.is_complete, outcome.line
         batch = flatten_samples(tiny_samples([17, 900, 33]), num_boundaries=64).to(CUDA)
         with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
@@ -160,8 +160,8 @@ def test_compile_is_off_where_it_cannot_be(tmp_path):
     save_tiny_model(tmp_path, "qwen3_moe", **SHAPE)
     own_loop = ModelConfig(name=str(tmp_path), experts="eager")
     loaded = load_model(own_loop, method="lora", device=CUDA, seed=0)
-    assert "expert routing" in compile_layers(loaded, "auto", num_boundaries=64).line
-    assert compile_layers(loaded, "off", num_boundaries=64).line == "off: as configured"
+    assert "expert routing" in compile_layers(loaded, "auto", CompileOptions(num_boundaries=64)).line
+    assert compile_layers(loaded, "off", CompileOptions(num_boundaries=64)).line == "off: as configured"
 
 
 def test_compiled_layers_with_checkpointing_learn(tmp_path):
@@ -170,4 +170,4 @@ def test_compiled_layers_with_checkpointing_learn(tmp_path):
     loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
     apply_recompute(loaded.model, "full")
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
-    assert compile_layers(loaded, "auto", num_boundaries=64).is_complete
+    assert compile_layers(loaded, "auto", CompileOptions(num_boundaries=64)).is_complete

@@ -130,31 +130,39 @@ class CompileOutcome:
         return "; ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What compiled layers must be ready for, and how they are compared with eager ones.
+
+    `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
+    `num_shared_boundaries`, in a run that shares prefixes. With `share`, batches are shares of micro-batches. `fp8`
+    means that products are in float8. `proved` says that an equal process has compared all layers: then only the first
+    and last of each kind are compared, and all if one of these differs. `gather` returns a value of every rank.
+    """
+
+    num_boundaries: int | None
+    num_shared_boundaries: int | None = None
+    share: ContextShare | None = None
+    largest_pass_tokens: int = 0
+    fp8: bool = False
+    proved: bool = False
+    gather: _Gather = _alone
+
+
 def compile_layers(
     loaded: LoadedModel,
     mode: CompileMode,
-    *,
-    num_boundaries: int | None,
-    num_shared_boundaries: int | None = None,
-    largest_pass_tokens: int = 0,
-    fp8: bool = False,
+    options: CompileOptions,
     loss: Forward | None = None,
     wrapper: Forward | None = None,
-    proved: bool = False,
-    share: ContextShare | None = None,
-    gather: _Gather = _alone,
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on small batches, and warm up the whole model.
 
-    `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
-    `num_shared_boundaries`, in a run that shares prefixes. `fp8` means that products are in float8. `loss` must already
-    be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger recompilation.
-    `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the layers. All
-    ranks must make the same call. `proved` says that an equal process has compared all layers: then only the first and
-    last of each kind are compared, and all if one of these differs. With `share`, batches are shares of micro-batches.
-    `gather` returns a value of every rank.
+    `loss` must already be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger
+    recompilation. `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the
+    layers. All ranks must make the same call.
     The first and last layer of each kind first run one large batch, of at most half of the run's largest pass: the
-    compiler picks block sizes on a kernel's first call. There is none with `share`, as a rank's share could be as long
+    compiler picks block sizes on a kernel's first call. There is none with a share, as a rank's share could be as long
     as a layer is wide (`_row_length`). `mode` tuned searches for faster block sizes.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
@@ -165,27 +173,24 @@ def compile_layers(
     model = loaded.model
     if (why := _reason_against(loaded, mode)) is not None:
         return CompileOutcome(0, len(decoder_layers(model)), why)
-    assert num_boundaries is not None
+    assert options.num_boundaries is not None
     was_training = model.training
-    large = _large_lengths(loaded, largest_pass_tokens) if share is None else []
+    large = _large_lengths(loaded, options.largest_pass_tokens) if options.share is None else []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _compiler_settings(tuned=mode == "tuned"):
-        smallest = _SMALLEST_FP8_COSINE if fp8 else _SMALLEST_COSINE[loaded.dtype]
+        smallest = _SMALLEST_FP8_COSINE if options.fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
-        options = {"num_boundaries": num_boundaries, "num_shared_boundaries": num_shared_boundaries, "share": share}
-        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, proved, gather, large)
+        outcome = _compile(loaded, options, smallest, loss, wrapper or loss, large)
     model.train(was_training)
     return outcome
 
 
 def _compile(
     loaded: LoadedModel,
-    options: Mapping[str, Any],
+    options: CompileOptions,
     smallest_cosine: float,
     loss: Forward,
     wrapper: Forward,
-    proved: bool = False,
-    gather: _Gather = _alone,
     large_lengths: Sequence[int] = (),
 ) -> CompileOutcome:
     # importing the compiler takes a second, and only runs on a GPU need it
@@ -202,7 +207,14 @@ def _compile(
     warm_up = [*_WARM_UP_LENGTHS, *(lengths[:1] for lengths in _WARM_UP_LENGTHS if loaded.is_padded)]
 
     def make_batch(lengths: Sequence[int]) -> PackedBatch:
-        return random_batch(model, lengths, **options, row_length=_row_length(lengths) if loaded.is_padded else None)
+        return random_batch(
+            model,
+            lengths,
+            num_boundaries=options.num_boundaries,
+            num_shared_boundaries=options.num_shared_boundaries,
+            share=options.share,
+            row_length=_row_length(lengths) if loaded.is_padded else None,
+        )
 
     batches, large = [make_batch(lengths) for lengths in warm_up], [make_batch(large_lengths)] if large_lengths else []
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
@@ -214,12 +226,14 @@ def _compile(
     calls = [call for batch in large for call in record_calls(loaded, ends, batch, wrapper)]
     calls += [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
     regions.compile()
-    first = ends if proved else set(layers)
-    cosines = _compare(loaded, trained, [call for call in calls if call[0] in first], smallest_cosine, regions, gather)
+    first = ends if options.proved else set(layers)
+    cosines = _compare(
+        loaded, trained, [call for call in calls if call[0] in first], smallest_cosine, regions, options.gather
+    )
     num_compared = len(first) if len(first) < len(layers) and not (regions.eager or regions.split) else None
     if num_compared is None:
         rest = [call for call in calls if call[0] not in first]
-        cosines |= _compare(loaded, trained, rest, smallest_cosine, regions, gather)
+        cosines |= _compare(loaded, trained, rest, smallest_cosine, regions, options.gather)
     model.train()
     try:
         # with dropout, this compiles another graph

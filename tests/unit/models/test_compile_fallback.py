@@ -20,6 +20,7 @@ from flatout.kernels.attention.reference import packed_attention
 from flatout.models.attention import window_marker
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile import layers as compiling
+from flatout.models.compile.layers import CompileOptions
 from flatout.models.compile.regions import ends_of_kinds
 from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import load_model
@@ -71,10 +72,9 @@ def batch():
     return flatten_samples([(np.arange(9), np.ones(9, bool))], num_boundaries=64)
 
 
-def compile_on_the_cpu(loaded, num_shared_boundaries=None, proved=False, **options):
+def compile_on_the_cpu(loaded, large_lengths=(), **options):
     loss = PackedLoss(loaded.model)
-    boundaries = {"num_boundaries": 64, "num_shared_boundaries": num_shared_boundaries}
-    return compiling._compile(loaded, boundaries, 0.99, loss, loss, proved, **options)
+    return compiling._compile(loaded, CompileOptions(64, **options), 0.99, loss, loss, large_lengths)
 
 
 def compiles_elsewhere():
@@ -85,8 +85,8 @@ def compiles_elsewhere():
 
 
 def test_off_on_the_cpu(loaded):
-    assert compiling.compile_layers(loaded, "auto", num_boundaries=None).line == "off: only on CUDA"
-    assert compiling.compile_layers(loaded, "off", num_boundaries=None).line == "off: as configured"
+    assert compiling.compile_layers(loaded, "auto", CompileOptions(None)).line == "off: only on CUDA"
+    assert compiling.compile_layers(loaded, "off", CompileOptions(None)).line == "off: as configured"
 
 
 def test_layers_that_are_no_graph_run_eagerly_and_the_line_says_so(loaded):
