@@ -148,6 +148,17 @@ class CompileOptions:
     proved: bool = False
     gather: _Gather = _alone
 
+    def batch(self, loaded: LoadedModel, lengths: Sequence[int]) -> PackedBatch:
+        """Return random documents of these lengths, as the run's batches are."""
+        return random_batch(
+            loaded.model,
+            lengths,
+            num_boundaries=self.num_boundaries,
+            num_shared_boundaries=self.num_shared_boundaries,
+            share=self.share,
+            row_length=_row_length(lengths) if loaded.is_padded else None,
+        )
+
 
 def compile_layers(
     loaded: LoadedModel,
@@ -206,17 +217,8 @@ def _compile(
     # a single row has a graph of its own, which must be dynamic as well
     warm_up = [*_WARM_UP_LENGTHS, *(lengths[:1] for lengths in _WARM_UP_LENGTHS if loaded.is_padded)]
 
-    def make_batch(lengths: Sequence[int]) -> PackedBatch:
-        return random_batch(
-            model,
-            lengths,
-            num_boundaries=options.num_boundaries,
-            num_shared_boundaries=options.num_shared_boundaries,
-            share=options.share,
-            row_length=_row_length(lengths) if loaded.is_padded else None,
-        )
-
-    batches, large = [make_batch(lengths) for lengths in warm_up], [make_batch(large_lengths)] if large_lengths else []
+    batches = [options.batch(loaded, lengths) for lengths in warm_up]
+    large = [options.batch(loaded, large_lengths)] if large_lengths else []
     # graphs are specific to train or eval mode; without dropout both compute the same, so compare train mode's graph
     has_dropout = _has_dropout(model)
     model.train(not has_dropout)
