@@ -9,6 +9,8 @@ _CLASS_NAME = re.compile(r"\b(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): ")
 _TYPE = re.compile(r"<class '([\w.]+)'>")
 _LINK = re.compile(r" For further information visit \S+")
 _PLAIN = (bool, int, float, str, list, dict, type(None))
+# begins a line of an error that says how to go on; config/spelling.py spells it for the reader
+STEP = "  > "
 
 
 class FlatoutError(Exception):
@@ -84,12 +86,17 @@ class PreemptedError(FlatoutError):
 
 
 class ProblemsError(UsageError):
-    """Several problems reported at once, one per line."""
+    """Several problems reported at once, one per line, then `steps` as of `next_steps`."""
 
-    def __init__(self, what: str, problems: list[str]) -> None:
+    def __init__(self, what: str, problems: list[str], steps: str = "") -> None:
         self.problems = problems
         lines = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{what}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}")
+        super().__init__(f"{what}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}{steps}")
+
+
+def next_steps(*steps: tuple[str, str]) -> str:
+    """Return lines that end an error: changed settings, such as `name=run-2`, or `--restart`, and what each does."""
+    return "".join(f"\n{STEP}{words}  {why}" for words, why in steps)
 
 
 def first_line(error: BaseException) -> str:

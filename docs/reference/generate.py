@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flatout.cli.main import VERBS
+from flatout.cli.main import EXAMPLES, VERBS
 from flatout.config.advanced import ADVANCED
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
@@ -78,7 +78,8 @@ def commands() -> Iterator[str]:
             prog=f"flatout {verb}", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80)
         )
         importlib.import_module(f"flatout.cli.{verb}").add_arguments(parser)
-        yield f"## flatout {verb}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{parser.format_help().rstrip()}\n```\n"
+        yield f"## flatout {verb}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{parser.format_help().rstrip()}\n\n"
+        yield f"example: {' '.join(['flatout', verb, EXAMPLES[verb]]).rstrip()}\n```\n"
 
 
 def python() -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.api.inputs import data_file, tokenizer_folder
 from flatout.api.start import ConfigLike, resolve_config
 from flatout.config.data import DataConfig
+from flatout.config.spelling import Caller, spelled_for
 from flatout.errors import ProblemsError, UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from flatout.verifier.compare import Row
 
 
+@spelled_for(Caller("python", ("build_data",)))
 def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, **settings: Any) -> TokenStore:
     """Tokenize data into a named data set, as `flatout data build` does; an unchanged one is opened.
 
@@ -38,6 +40,7 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
     return open_or_build(config, folder, replaces=replace)
 
 
+@spelled_for(Caller("python", ("plan",)))
 def plan(config: ConfigLike = None, *, ranks: int = 1, device: str | None = None, **settings: Any) -> PlanSummary:
     """Plan a run, as `flatout plan` does, without a GPU; print the result to read it.
 
@@ -58,6 +61,7 @@ def plan(config: ConfigLike = None, *, ranks: int = 1, device: str | None = None
     return summarize_plan(resolved, plan_run(resolved, Reporter(), Rank(0, ranks), lambda: gpu), gpu)
 
 
+@spelled_for(Caller("python", ("verify",)))
 def verify(config: ConfigLike = None, *, ranks: int = 2, fp64: bool = False, **settings: Any) -> list[Row]:
     """Compare this run's step with plain transformers, as `flatout verify` does; return one row per way to compute it.
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config.read import load_config
 from flatout.config.schema import Config
+from flatout.config.spelling import Caller, spelled_for
 from flatout.errors import UsageError
 from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
+from flatout.view.open_runs import find_run
 
 if TYPE_CHECKING:
     from flatout.export.write import Exported
@@ -156,9 +158,13 @@ class Run:
         return self._loaded
 
 
-def load(folder: str | Path) -> Run:
-    """Return the run in a folder, whatever its state. Raises DataError for a folder that is not a run's."""
-    return Run(folder)
+@spelled_for(Caller("python", ("load",)))
+def load(run: str | Path) -> Run:
+    """Return a run by its folder, or its name in `runs/`, whatever its state.
+
+    Raises UsageError if there is none, DataError for a folder that is not a run's.
+    """
+    return Run(find_run(run))
 
 
 class Page:

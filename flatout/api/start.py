@@ -16,10 +16,12 @@ from typing import Any, Self, TextIO, cast
 from pydantic import BaseModel
 
 from flatout.api.inputs import data_file, model_source, tokenizer_folder
+from flatout.api.restart import move_aside
 from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
+from flatout.config.spelling import Caller, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
 from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
@@ -80,6 +82,7 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new
 
 
+@spelled_for(Caller("python", ("train",)))
 def train(
     config: ConfigLike = None,
     *,
@@ -87,13 +90,15 @@ def train(
     tokenizer: Any = None,
     data: Any = None,
     callbacks: Sequence[Callback] = (),
+    restart: bool = False,
     **settings: Any,
 ) -> Run:
     """Train, or resume an interrupted run, as `flatout train` does; return the finished run.
 
     `config` is a Config, a mapping, or the path of a YAML file. `model` is a name or a transformers model, `data` a
     path, a datasets.Dataset, a pandas or pyarrow table, or rows; both are copied to files when they are objects, and
-    the object is not changed. Further `settings` are sections or keywords: `lr=1e-4`, `lora={"rank": 8}`.
+    the object is not changed. Further `settings` are sections or keywords: `lr=1e-4`, `lora={"rank": 8}`. `restart`
+    starts over: the folder of an earlier run is moved aside, and where it is now is printed.
 
     With several `gpus`, one process per GPU is started. `callbacks` stay in this process: they get records as the run
     writes them, but no `on_stage` and `on_phase`.
@@ -101,6 +106,8 @@ def train(
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
+    if restart:
+        move_aside(resolved, environment())
     place = _launch_mode(resolved)
     if not isinstance(place, SpawnRanks):
         prepare_torch(place.environment)

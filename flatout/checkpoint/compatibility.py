@@ -14,6 +14,14 @@ from flatout.errors import CheckpointError
 ABSENT = "(absent)"
 
 
+class OtherRunError(CheckpointError):
+    """A folder holds another run than the one that is asked for. `allow` would let it go on all the same."""
+
+    def __init__(self, message: str, *, allow: str | None = None) -> None:
+        self.allow = allow
+        super().__init__(message)
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A setting that differs: its dotted key, both values (JSON), and the effect of the difference."""
@@ -50,7 +58,7 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
 
 def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
-    """Raise CheckpointError with all changes that affect the numerics and are not covered by `allow`.
+    """Raise OtherRunError with all changes that affect the numerics and are not covered by `allow`.
 
     An entry of `allow` is a key, such as optim.lr, or a section, such as optim.
     """
@@ -60,16 +68,14 @@ def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
 
 
 def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
-    """Raise CheckpointError for changes of the numerics to a finished run, where they would have no effect."""
+    """Raise OtherRunError for changes of the numerics to a finished run, where they would have no effect."""
     lines = "".join(f"\n  - {change}" for change in changes if change.effect == "numerics")
     if lines:
-        raise CheckpointError(
-            f"{folder} is a finished run with different settings; choose a different run_dir for these:{lines}"
-        )
+        raise OtherRunError(f"{folder} is a finished run with different settings:{lines}")
 
 
 def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: Sequence[str] = ()) -> None:
-    """Raise CheckpointError with the files that differ when the base model is another and `allow` lacks "model".
+    """Raise OtherRunError with the files that differ when the base model is another and `allow` lacks "model".
 
     `saved` and `now` map the model's files to their hashes.
     """
@@ -91,7 +97,7 @@ def refuse_other_data(
     allow: Sequence[str] = (),
     explained_by: Sequence[Change] = (),
 ) -> None:
-    """Raise CheckpointError when the objective, the data or the plan differs from the checkpoint's.
+    """Raise OtherRunError when the objective, the data or the plan differs from the checkpoint's.
 
     `saved` and `now` map what was fingerprinted ("data", "eval_data", "objective", "plan") to JSON values, preferably
     objects with name, num_samples and fingerprint. A different plan is accepted when `explained_by` has a change that
@@ -118,10 +124,7 @@ def refuse_other_data(
 def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:
     lines = "".join(f"\n  - {change}" for change in refused)
     keys = allow_key or ",".join(change.key for change in refused)
-    raise CheckpointError(
-        f"{what}; restore {'it' if len(refused) == 1 else 'them'}, choose a different run_dir to start over, or resume "
-        f"anyway with checkpoint.allow_change=[{keys}]:{lines}"
-    )
+    raise OtherRunError(f"{what}:{lines}", allow=keys)
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

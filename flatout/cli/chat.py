@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.cli.screen import import_transformers
+from flatout.cli.screen import import_transformers, model_target
 from flatout.errors import ResourceError, UsageError
 from flatout.io.redact import printable, redacted
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     several = "run, adapter or model folder, or hub id; several answer beside each other"
-    add("targets", nargs="+", metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
+    add("targets", nargs="+", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
     add("--compare", choices=("base",), help="base: the first adapter's base model answers too")
     add("--prompt", help="answer this prompt and exit; without it the chat is interactive")
     add("--system", help="system prompt")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.cli.screen import import_transformers
+from flatout.cli.screen import import_transformers, model_target
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, now_utc
@@ -25,7 +25,7 @@ BATCH_SIZE, MAX_NEW_TOKENS = 8, 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("target", metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
+    add("target", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
     add("--tasks", help="tasks of lm-eval, such as arc_easy,hellaswag (needs the extra `eval`)")
     add("--include-path", type=Path, metavar="FOLDER", help="folder of further lm-eval tasks; their files can run code")
     add("--chat", action="store_true", help="put the tasks' questions into the chat template")

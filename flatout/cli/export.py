@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, rows
+from flatout.cli.screen import import_transformers, model_target, rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("target", metavar="RUN", help="run folder; also an adapter or model folder, or a hub id")
+    add("target", type=model_target, metavar="RUN", help="run folder; also an adapter or model folder, or a hub id")
     add("--to", required=True, metavar="PROGRAM", help="gguf (llama.cpp), ollama, vllm or mlx")
     add("--out", type=Path, required=True, help="output folder; must be empty or not exist")
     add("--best", action="store_true", help="export the run's best/ instead of final/")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from flatout import __version__
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, UsageError, next_steps
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.track.tolerant_stream import tolerant_output
@@ -28,6 +31,7 @@ VERBS = {
     "watch": "show a running or finished run: progress, loss, speed, ranks, events",
     "launch": "write an sbatch script or a Kubernetes manifest for a run",
     "bench": "measure tokens per second and memory of a configuration or model on this machine",
+    "runs": "list runs with their losses, times and sizes",
     "report": "write a page about a run, or several runs beside each other",
     "chat": "chat with a run, an adapter or a model",
     "track": "send a run to TensorBoard, Weights & Biases, MLflow, Comet or Trackio",
@@ -37,9 +41,67 @@ VERBS = {
     "push": "push a run to the hub, with a model card",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
+GROUPS = {
+    "Start": ("demo", "init", "convert", "studio"),
+    "Before a run": ("data", "plan", "doctor", "verify", "bench"),
+    "Train": ("train", "watch", "launch"),
+    "See": ("runs", "report", "track"),
+    "Use": ("chat", "eval", "merge", "export", "push"),
+}
+# what follows the verb in the example of its help
+EXAMPLES = {
+    "demo": "",
+    "init": "run.yaml --model Qwen/Qwen3-0.6B --data chats.jsonl",
+    "convert": "axolotl.yaml --to run.yaml",
+    "data": "build chats.jsonl --tokenizer Qwen/Qwen3-0.6B --name chats",
+    "plan": "run.yaml --device 4090",
+    "verify": "run.yaml --ranks 2",
+    "doctor": "run.yaml",
+    "train": "run.yaml optim.lr=1e-4 lora.rank=32",
+    "watch": "run",
+    "launch": "run.yaml --slurm --nodes 2 --out job.sh",
+    "bench": "run.yaml",
+    "runs": "--sort loss",
+    "report": "run run-2",
+    "chat": "run --prompt Hello",
+    "track": "run --to tensorboard",
+    "eval": "run --tasks arc_easy",
+    "merge": "run --out merged",
+    "export": "run --to gguf --out gguf --quantize q8_0",
+    "push": "run my-model --private",
+    "studio": "",
+}
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench", "convert")
+_NEED_A_FILE = ("bench", "convert")
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
+# in the place of a configuration file: all settings are on the command line
+NO_FILE = "-"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are as all others, with the example of the verb.
+
+    `verb_words` are those of the command line that the first parser leaves to those of verbs.
+    """
+
+    verb_words: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        words = self.prog.split()[1:] or self.verb_words
+        hint = f"`{' '.join(['flatout', *words])} --help` lists all options"
+        if found := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
+            option = found[1].partition("=")[0]
+            known = [*_options(self, self.verb_words)]
+            message = f"there is no option {option}" if option[0] == "-" else f"{found[1]!r} is one word too many"
+            hint = _near_option(option, known) or hint
+        elif found := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message = f"there is no {found[1]} {found[2]!r}; choose {found[3]}".replace("'", "")
+            if near := difflib.get_close_matches(found[2], re.findall(r"[\w-]+", found[3]), n=1):
+                hint = f"did you mean {near[0]}?"
+        elif "are required: " in message:
+            message = f"{message.partition('required: ')[2].replace(', section.name=value', '')} is missing"
+        raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{_example(words[:1])}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,21 +119,104 @@ def _run_verb(given: Sequence[str]) -> int:
     # --max_tokens means --max-tokens
     words = (re.sub(r"^--[a-z_]+", lambda option: option[0].replace("_", "-"), word) for word in given)
     argv = overrides_first(list(words))
-    parser = argparse.ArgumentParser(prog="flatout", description="Exact, planned, flat-out fine-tuning.")
-    parser.add_argument("--version", action="version", version=f"flatout {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb, what in VERBS.items():
-        subparser = verbs.add_parser(verb, help=what, description=what[:1].upper() + what[1:] + ".")
-        # import only the requested verb's file, so that --help stays instant
-        if argv and verb == argv[0]:
-            importlib.import_module(f"flatout.cli.{verb}").add_arguments(subparser)
     with tolerant_output():
-        args = parser.parse_args(argv)
-        return exit_code_of(lambda: importlib.import_module(f"flatout.cli.{args.verb}").run(args))
+        return exit_code_of(lambda: _parse_and_run(argv), argv)
 
 
-def exit_code_of(run: Callable[[], int]) -> int:
-    """Return what `run` returns, or the exit code of its FlatoutError, which is printed."""
+def _parse_and_run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    parser = _Parser(prog="flatout", add_help=False)
+    parser.add_argument("--version", action="version", version=f"flatout {__version__}")
+    if argv[0] != "--version":
+        if argv[0] not in VERBS:
+            _refuse_verb(argv)
+        verb, what = argv[0], VERBS[argv[0]]
+        # only the requested verb's file is imported, so that the overview stays instant
+        module = importlib.import_module(f"flatout.cli.{verb}")
+        verbs = parser.add_subparsers(dest="verb", parser_class=_Parser)
+        example = "\n".join(line.strip() for line in _example([verb]).splitlines() if line)
+        form = argparse.RawDescriptionHelpFormatter
+        subparser = verbs.add_parser(
+            verb, description=f"{what[:1].upper()}{what[1:]}.", epilog=example, formatter_class=form
+        )
+        module.add_arguments(subparser)
+        if verb in WITH_OVERRIDES:
+            _refuse_settings_as_options(argv, subparser)
+        parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[0] != "-"]
+    args = parser.parse_args(argv)
+    return int(module.run(args))
+
+
+def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+    """Yield the options of a parser, and of those for the verb and action in `words`."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for word in words:
+                if word in action.choices:
+                    yield from _options(action.choices[word], words)
+
+
+def _near_option(option: str, known: Sequence[str]) -> str | None:
+    """Return the sentence that names the option which is meant, by its name here or at other trainers."""
+    from flatout.config.names import OF_OTHERS
+
+    ours = OF_OTHERS.get(option.lstrip("-").replace("-", "_"), "").partition(":")[0]
+    named = f"--{ours.rpartition('.')[2].replace('_', '-')}"
+    near = [named] if ours and named in known else difflib.get_close_matches(option, known, n=1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _overview() -> str:
+    lines = ["usage: flatout VERB ...", "", "Exact, planned, flat-out fine-tuning of transformers models."]
+    for group, verbs in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {verb:<9} {VERBS[verb]}" for verb in verbs)]
+    lines += ["", "`flatout VERB --help` has the options of a verb. For a start:"]
+    return "\n".join([*lines, "  flatout train model=Qwen/Qwen3-0.6B data=chats.jsonl", "  flatout chat run"])
+
+
+def _example(verb: Sequence[str]) -> str:
+    """Return the lines with the example of a verb; none for another word."""
+    words = EXAMPLES.get(verb[0]) if verb else None
+    return "" if words is None else f"\n  example: {' '.join(['flatout', verb[0], words]).strip()}"
+
+
+def _refuse_verb(argv: Sequence[str]) -> NoReturn:
+    near = difflib.get_close_matches(argv[0], VERBS, n=1)
+    if near:
+        step = next_steps((f"{near[0]} instead of {argv[0]}", ""))
+        raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
+    hint = "; write a verb first, such as train" if argv[0].endswith((".yaml", ".yml")) or "=" in argv[0] else ""
+    raise UsageError(f"there is no verb {argv[0]!r}{hint}; the verbs are {', '.join(VERBS)}")
+
+
+def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise UsageError for `--lr 1e-4` of other trainers, with the command that sets it here."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    for index, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        if not option.startswith("--") or any(one.startswith(option) for one in known):
+            continue
+        from flatout.config.names import our_name
+
+        after = argv[index + 1] if index + 1 < len(argv) and not argv[index + 1].startswith("--") else None
+        value = value if equals else "VALUE" if after is None else after
+        if (ours := our_name(option[2:].replace("-", "_"), value, is_option=True)) is None:
+            continue
+        if ours.setting is None:
+            raise UsageError(f"there is no option {option}; {ours.why}")
+        change, used = f"{ours.setting}={ours.value}", [word] if equals or after is None else [word, after]
+        step = next_steps((shlex.join([change, "instead", "of", *used]), ""))
+        raise UsageError(f"{option} is a setting here: {change}{f' ({ours.why})' if ours.why else ''}{step}")
+
+
+def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> int:
+    """Return what `run` returns, or the exit code of its FlatoutError, which is printed.
+
+    With the `words` of the command line, it ends with the next commands.
+    """
     try:
         try:
             return run()
@@ -81,9 +226,14 @@ def exit_code_of(run: Callable[[], int]) -> int:
             raise refused from error
     except FlatoutError as error:
         # without control characters, which files can contain, or endless lines
+        text = str(error)
+        if words is not None:
+            from flatout.config.spelling import Caller, spelled  # lazy, so that --help stays instant
+
+            text = spelled(text, Caller("command", words))
         shown = [
             line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
-            for line in printable(redacted(str(error))).split("\n")
+            for line in printable(redacted(text)).split("\n")
         ]
         print("error: " + "\n".join(shown), file=sys.stderr)
         return error.exit_code
@@ -96,12 +246,16 @@ def overrides_first(argv: list[str]) -> list[str]:
     """Move `section.name=value` words right after the configuration, wherever they are among the options.
 
     argparse takes positional arguments only as one block: `plan run.yaml --ranks 2 lora.rank=8` would be an error.
+    Without a configuration file, NO_FILE stands in its place.
     """
     if not argv or argv[0] not in WITH_OVERRIDES:
         return argv
-    overrides = [word for word in argv if OVERRIDE.match(word)]
-    rest = [word for word in argv if not OVERRIDE.match(word)]
-    return [*rest[:2], *overrides, *rest[2:]] if rest[1:] and not rest[1].startswith("-") else argv
+    overrides = [word for word in argv[1:] if OVERRIDE.match(word)]
+    rest = [word for word in argv[1:] if not OVERRIDE.match(word)]
+    is_named = argv[0] in _NEED_A_FILE or any(word.endswith((".yaml", ".yml", ".py")) for word in rest)
+    if overrides and not is_named and (not rest or rest[0].startswith("-")):
+        rest = [NO_FILE, *rest]
+    return [argv[0], rest[0], *overrides, *rest[1:]] if rest and rest[0][:2] != "--" else argv
 
 
 if __name__ == "__main__":

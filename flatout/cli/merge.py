@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers
+from flatout.cli.screen import import_transformers, model_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("target", metavar="RUN_OR_ADAPTER", help="run folder, or adapter folder in PEFT's format")
+    target = "run, or adapter folder in PEFT's format"
+    parser.add_argument("target", type=model_target, metavar="RUN_OR_ADAPTER", help=target)
     parser.add_argument("--out", type=Path, required=True, help="output folder; must be empty or not exist")
     parser.add_argument("--base", help="base model (folder or hub id) to use instead of the adapter's own")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device to merge on (cpu)")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from flatout.cli.screen import import_transformers
+from flatout.cli.screen import import_transformers, run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder")
+    add("run", type=run_folder, metavar="RUN", help="name or folder of a run")
     add("repo", metavar="REPO", help="repository, such as org/my-model; without org, your own")
     add("--merged", action="store_true", help="push the whole model with the adapter merged in")
     add("--private", action="store_true", help="make the new repository private")

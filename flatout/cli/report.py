@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from flatout.cli.screen import run_folder
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, of runs in any state")
+    parser.add_argument("runs", nargs="+", type=run_folder, metavar="RUN", help="runs in any state")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (html: RUN/report.html; else stdout)")
     parser.add_argument("--format", choices=("html", "md", "json"), default="html", help="html, md or json (html)")
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from importlib import import_module
+from pathlib import Path
 
 from flatout.environment import require_docstrings
 from flatout.io.redact import printable
@@ -52,3 +53,17 @@ def quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def run_folder(name: str) -> Path:
+    """Return the folder of a run that an argument names. Raises UsageError as `find_run` does."""
+    from flatout.view.open_runs import find_run  # lazy, so that --help stays instant
+
+    return find_run(name)
+
+
+def model_target(name: str) -> str:
+    """Return the folder or hub id of a model that an argument names. Raises UsageError as `find_model` does."""
+    from flatout.view.open_runs import find_model  # lazy, as above
+
+    return find_model(name)

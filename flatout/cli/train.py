@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
 from flatout.cli.screen import import_without_gc, quiet_transformers
 from flatout.config.read import load_config
@@ -51,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
+    add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
     add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
     add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")
     add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")
     add("--tmux", metavar="NAME", help="run in a tmux session NAME, with a window NAME_gpu_N per GPU")
     add("--dry-run", action="store_true", help="with --tmux: print the commands without running them")
-    add("--device-map", help=argparse.SUPPRESS)
     add("overrides", nargs="*", metavar="section.name=value", help="e.g. lora.rank=32 optim.lr=1e-4")
 
 
@@ -72,11 +73,6 @@ def run(args: argparse.Namespace) -> int:
     start_up.begin("reading the settings")
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
-    if args.device_map is not None:
-        raise UsageError(
-            "--device-map is for `flatout chat`, which puts whole layers on GPUs; in training, all but one GPU would "
-            "wait: set strategy=fsdp, which shards the model over gpus=[0,1,...] and keeps them all busy"
-        )
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
         raise UsageError("--rdzv and --node-rank need --nnodes (the number of nodes)")
     config = load_config(args.config, args.overrides)
@@ -89,9 +85,12 @@ def run(args: argparse.Namespace) -> int:
     if args.tmux is not None:
         if nodes is not None:
             words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
+        words += ["--restart"] if args.restart else []
         _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
         return 0
     started_at = time.time()
+    if args.restart and (nodes is None or nodes.index == 0):
+        move_aside(config, environment(), args.config)
     try:
         if isinstance(place, SpawnRanks):
             return start_ranks(config, place, words, launched_at=own_launch)

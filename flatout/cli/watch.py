@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flatout.cli.screen import run_folder
 from flatout.errors import DataError, reason_of
 from flatout.io.redact import printable
 from flatout.track.callback import deliver
@@ -38,7 +39,7 @@ PARTS = (("data_wait_s", "data", "red"), ("forward_s", "forward", "green"), ("ba
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, running or finished")
+    parser.add_argument("run", type=run_folder, metavar="RUN", help="a run, running or finished")
 
 
 def run(args: argparse.Namespace) -> int:

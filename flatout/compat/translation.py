@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flatout.config.read import OF_OTHERS
+from flatout.config.names import OF_OTHERS
 from flatout.errors import ProblemsError
 
 

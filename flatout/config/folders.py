@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+
+
+def free_folder(folder: Path) -> Path:
+    """Return the first of NAME-2, NAME-3 ... beside a folder that does not exist."""
+    return next(one for number in count(2) if not (one := folder.with_name(f"{folder.name}-{number}")).exists())
 
 
 def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence[str | Path]) -> str | None:

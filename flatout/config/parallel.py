@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from flatout.config.section import Section, refuse_unused
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
+
+
+MAX_GPUS = 1024
+
+
+def gpu_list(value: Any) -> Any:
+    """Return the GPUs that a number (how many) or a text such as 0,1 stands for; any other value unchanged."""
+    if isinstance(value, str) and re.fullmatch(r" *\d+ *(, *\d+ *)*,?", value):
+        numbers = [int(number) for number in value.split(",") if number.strip()]
+        value = numbers if "," in value else numbers[0]
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 1 <= value <= MAX_GPUS:
+            raise ValueError(
+                f"expected 1 to {MAX_GPUS:,} GPUs; for the first alone set gpus: [0], for none device: cpu"
+            )
+        return list(range(value))
+    if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):
+        raise ValueError("a GPU is listed twice; list each once")
+    return value
+
+
+GpuList = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), BeforeValidator(gpu_list)]
+"""GPUs by number, or how many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,26 @@ import copy
 import difflib
 import logging
 import runpy
+import shlex
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from flatout.config.names import OF_OTHERS, OurName, as_yaml, knows_value, our_name, our_value
 from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS
-from flatout.errors import ProblemsError, SecurityError, UsageError
+from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 
 _log = logging.getLogger(__name__)
 
+_PLAIN = (bool, int, float, str, list, dict, type(None))
+# in the place of a file: all settings are overrides
+NO_FILE = Path("-")
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 20
 MAX_VALUES = 50_000
@@ -36,53 +41,6 @@ _OTHER_FILES = {
 
 # renamed values of settings; the old names are accepted until version 0.3
 RENAMED_VALUES = {"recompute": {"lean": "selective", "partial": "budget", "layers": "full"}}
-
-
-# our names -> those of transformers, TRL, PEFT, Axolotl, LLaMA-Factory and torchtune
-_OTHER_NAMES = {
-    "base.storage: fp8": "load_in_8bit",
-    "base.storage: nf4": "load_in_4bit",
-    "batch.epochs": "num_epochs num_train_epochs",
-    "batch.samples_per_step": "gradient_accumulation_steps micro_batch_size per_device_train_batch_size",
-    "checkpoint.every_steps": "save_steps save_strategy saves_per_epoch",
-    "checkpoint.keep": "save_total_limit",
-    "data.loss_type": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt",
-    "data.max_tokens": "cutoff_len max_length max_seq_len max_seq_length sequence_len",
-    "data.num_samples": "max_samples",
-    "data.sources": "dataset dataset_name datasets",
-    "data.template": "chat_template chat_template_path",
-    "deterministic": "full_determinism",
-    "eval.every_steps": "eval_steps eval_strategy evals_per_epoch evaluation_strategy",
-    "eval.fraction": "test_split_size val_set_size val_size",
-    "eval.patience": "early_stopping_patience",
-    "log_every_steps": "logging_steps",
-    "lora.alpha": "lora_alpha",
-    "lora.dora": "use_dora",
-    "lora.dropout": "lora_dropout",
-    "lora.rank": "lora_r lora_rank r",
-    "lora.rslora": "use_rslora",
-    "lora.targets": "lora_target lora_target_modules target_modules",
-    "method": "finetuning_type",
-    "model.attention": "attn_implementation",
-    "model.name": "base_model model_name_or_path",
-    "model.precision": "bf16 fp16",
-    "model.revision": "model_revision",
-    "name": "run_name",
-    "optim.beta1": "adam_beta1",
-    "optim.beta2": "adam_beta2",
-    "optim.eps": "adam_epsilon",
-    "optim.lr": "learning_rate",
-    "optim.max_grad_norm": "clip_grad_norm gradient_clipping",
-    "optim.name": "optimizer",
-    "recompute": "gradient_checkpointing",
-    "run_dir": "output_dir",
-    "schedule.kind": "lr_scheduler lr_scheduler_type",
-    "schedule.warmup_ratio": "warmup_ratio",
-    "schedule.warmup_steps": "num_warmup_steps warmup_steps",
-    "track.project": "wandb_project",
-    "track.to": "report_to",
-}
-OF_OTHERS = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -140,10 +98,13 @@ for _tag in ("binary", "omap", "pairs", "set"):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file (or a .py file that sets `config`, which is run as code) and apply `a.b=value` overrides.
 
+    NO_FILE stands for a file without settings.
     Raises UsageError with every problem, SecurityError for YAML with Python objects or unbounded expansion.
     """
     if path.suffix == ".py":
         return _run_python(path, overrides)
+    if path == NO_FILE:
+        return make_config({}, overrides, origin="the command line")
     return make_config(_read_yaml(path), overrides, origin=str(path), folder=path.parent)
 
 
@@ -173,7 +134,11 @@ def make_config(
     try:
         config = Config.model_validate(merged, context={"is_file": True})
     except ValidationError as error:
-        problems += [_describe(item) for item in error.errors(include_url=False)]
+        items = error.errors(include_url=False)
+        given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
+        problems += [_describe(item, given) for item in items]
+        steps = _fixes(items, None if origin == "config" else given)
+        raise ProblemsError(origin, problems, next_steps(*steps)) from None
     if problems:
         raise ProblemsError(origin, problems)
     return config
@@ -191,15 +156,6 @@ def dump_config(config: Config, *, only_given: bool = False) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def dotted_names(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield every setting's dotted name, such as `lora.rank`."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from dotted_names(kind, f"{prefix}{name}.")
-
-
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each setting with its dotted name, such as `lora.rank`."""
     for name, value in settings.items():
@@ -215,7 +171,7 @@ def _read_text(path: Path) -> str:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: cannot be read as a configuration: {reason}") from error
+        raise UsageError(f"{path}: cannot be read as a configuration: {reason}{_instead_of(path)}") from error
     if len(content) > MAX_FILE_BYTES:
         raise SecurityError(f"{path}: too large for a configuration (limit {MAX_FILE_BYTES:,} bytes)")
     try:
@@ -224,6 +180,17 @@ def _read_text(path: Path) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         found = next((kind for start, kind in _OTHER_FILES.items() if content.startswith(start)), "it is not UTF-8")
         raise UsageError(f"{path}:{line}: cannot be read as a configuration: {found}; save it as UTF-8 text") from error
+
+
+def _instead_of(path: Path) -> str:
+    """Return what to name instead of a file that does not exist: one that is there, or a new one."""
+    if path.exists():
+        return ""
+    there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    if near := difflib.get_close_matches(str(path), there, n=1):
+        return f"; did you mean {near[0]}?{next_steps((f'{near[0]} instead of {path}', ''))}"
+    found = f"; here are {', '.join(sorted(there)[:4])}" if there else ""
+    return f"{found}; `flatout init {path}` writes one, and without a file all settings can stand on the command line"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -317,22 +284,17 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     return None
 
 
-def _describe(item: Any) -> str:
-    """Format one pydantic error as `field: what, got, what to do`."""
+def _describe(item: Any, given: Mapping[str, str]) -> str:
+    """Format one pydantic error as `field: what, got, what to do`; `given` are the overrides."""
     name = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden" and item["loc"][-1] == "device_map":
-        return (
-            f"{name}: training does not spread a model's layers over GPUs, since all but one GPU would wait; "
-            "set strategy: fsdp (or zero3) and start one process per GPU; --device-map is for flatout chat"
-        )
     if item["type"] == "extra_forbidden":
-        names = list(dotted_names())
-        last = name.rsplit(".", 1)[-1]
-        near = [OF_OTHERS[last]] if last in OF_OTHERS else difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        near = near or [full for full in names if full.rsplit(".", 1)[-1] == last]
-        near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "`flatout init` writes all known keys"
-        return f"{name}: unknown key; {hint}"
+        ours = our_name(name, _written(item, given))
+        if ours is None:
+            return f"{name}: unknown key; `flatout init` writes all known keys"
+        if ours.setting is None:
+            return f"{name}: {ours.why}"
+        meant = OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
+        return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
     if item["type"] == "missing":
         return f"{name}: missing; every run needs it"
     message = str(item["msg"]).removeprefix("Value error, ")
@@ -343,4 +305,36 @@ def _describe(item: Any) -> str:
     where = f"{name}: " if name else ""
     shown = repr(item["input"])
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
-    return f"{where}{message[:1].lower()}{message[1:]}{got}"
+    meant = ""
+    if (fix := _fix(item, given)) is not None and fix.setting is not None:
+        meant = f"; set {fix.setting}: {fix.value}"
+    return f"{where}{message[:1].lower()}{message[1:]}{got}{meant}"
+
+
+def _fix(item: Any, given: Mapping[str, str]) -> OurName | None:
+    """Return what to set instead of a setting that is refused, if that is known."""
+    name, value = ".".join(str(part) for part in item["loc"]), _written(item, given)
+    if item["type"] == "extra_forbidden":
+        return our_name(name, value)
+    if item["type"] == "model_type" and name in OF_OTHERS:
+        return our_name(name, value)
+    return our_value(name, value) if knows_value(name, value) else None
+
+
+def _written(item: Any, given: Mapping[str, str]) -> str:
+    """Return a refused value as it is written in YAML."""
+    name, value = ".".join(str(part) for part in item["loc"]), item["input"]
+    return given.get(name) or (as_yaml(value) if isinstance(value, _PLAIN) else "...")
+
+
+def _fixes(items: Sequence[Any], given: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    """Return the step that replaces all refused settings; none if they stand in a file, or one has no replacement.
+
+    `given` are the overrides, None if all settings are a call's.
+    """
+    names = [".".join(str(part) for part in item["loc"]) for item in items]
+    fixes = [_fix(item, given or {}) for item in items]
+    if given is not None and not given.keys() >= set(names):
+        return []
+    changes = [f"{fix.setting}={fix.value}" for fix in fixes if fix is not None and fix.setting is not None]
+    return [(shlex.join([*changes, "instead", "of", *names]), "")] if len(changes) == len(items) else []

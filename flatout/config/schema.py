@@ -20,6 +20,7 @@ from flatout.config.parallel import (
     CommConfig,
     ContextConfig,
     FaultsConfig,
+    GpuList,
     ShardingConfig,
     StrategyName,
     check_parallel,
@@ -163,9 +164,9 @@ class Config(Section):
     """Seed of initial weights, sample order and dropout: the same seed gives the same run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if available, else the CPU."""
-    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """GPUs to train on, one process each, such as [0, 1]; with device: cpu, this many CPU processes. null: one process,
-    or the ranks that a launcher started."""
+    gpus: GpuList | None = None
+    """GPUs to train on, one process each, such as [0, 1] or 0,1; a number alone is how many. With device: cpu, this
+    many CPU processes. null: one process, or the ranks that a launcher started."""
     method: Literal["lora", "full"] = "lora"
     """lora trains adapters on frozen weights; full trains the weights."""
     deterministic: bool = False
@@ -219,7 +220,7 @@ class Config(Section):
             data: DataConfig | Mapping[str, Any] | str | list[str] = ...,
             name: str = ...,
             run_dir: Path | str | None = ...,
-            gpus: list[int] | None = ...,
+            gpus: list[int] | int | str | None = ...,
             device: Literal["auto", "cpu", "cuda"] = ...,
             method: Literal["lora", "full"] = ...,
             rank: int = ...,
@@ -237,13 +238,6 @@ class Config(Section):
             loss_type: Literal["response_only", "all"] = ...,
             **sections: Any,
         ) -> None: ...
-
-    @field_validator("gpus")
-    @classmethod
-    def _gpus_are_unique(cls, value: list[int] | None) -> list[int] | None:
-        if value is not None and len(set(value)) < len(value):
-            raise ValueError("a GPU is listed twice; list each once")
-        return value
 
     @field_validator("compile", "cuda_graphs", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from flatout.config.advanced import ADVANCED
-from flatout.config.read import dotted_names
+from flatout.config.names import as_yaml, dotted_names
 from flatout.config.schema import Config, SourceConfig
 
 WIDTH = 118
@@ -64,7 +64,7 @@ def describe_setting(name: str, root: type[BaseModel] = Config) -> Setting:
         kind = kind.model_fields[section].annotation
     schema, field = kind.model_json_schema()["properties"][leaf], kind.model_fields[leaf]
     choices = tuple(map(str, schema.get("enum", ()))) or (("false", "true") if schema.get("type") == "boolean" else ())
-    default = None if field.is_required() else _scalar(_plain_default(kind, leaf))
+    default = None if field.is_required() else as_yaml(_plain_default(kind, leaf))
     return Setting(name, str(field.description), _allowed(schema), choices, default)
 
 
@@ -75,7 +75,7 @@ def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, BaseModel):
             yield from changed_settings(value, f"{prefix}{name}.")
         elif not field.is_required() and value != field.get_default(call_default_factory=True):
-            yield f"{prefix}{name}", _scalar(_plain_default(type(section), name))
+            yield f"{prefix}{name}", as_yaml(_plain_default(type(section), name))
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
@@ -129,7 +129,7 @@ def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iter
         lines = ["Write a source as `- path: rows.jsonl`, with any of these below it:"]
         for key, field in SourceConfig.model_fields.items():
             default = _plain_default(SourceConfig, key)
-            shown = "" if field.is_required() else f"; default {_scalar(default)}"
+            shown = "" if field.is_required() else f"; default {as_yaml(default)}"
             lines.append(f"  {key}: {field.description} [{_facts(SourceConfig, key, default)}{shown}]")
         yield from _comment("\n".join(lines), depth)
     key = f"{INDENT * depth}{name}:"
@@ -138,7 +138,7 @@ def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iter
         yield key
         yield textwrap.indent(block.rstrip("\n"), INDENT * (depth + 1))
     else:
-        yield f"{key} {_scalar(value)}"
+        yield f"{key} {as_yaml(value)}"
 
 
 def _facts(section: type[BaseModel], name: str, value: Any) -> str:
@@ -147,7 +147,7 @@ def _facts(section: type[BaseModel], name: str, value: Any) -> str:
     if section.model_fields[name].is_required():
         return f"{what}; required"
     default = _plain_default(section, name)
-    return what if value == default else f"{what}; default {_scalar(default)}"
+    return what if value == default else f"{what}; default {as_yaml(default)}"
 
 
 def _plain_default(section: type[BaseModel], name: str) -> Any:
@@ -161,9 +161,3 @@ def _comment(text: str, depth: int = 0, mark: str = "#") -> Iterator[str]:
         indent = line[: len(line) - len(line.lstrip())]
         for piece in textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]:
             yield f"{INDENT * depth}{mark} {piece}".rstrip()
-
-
-def _scalar(value: Any) -> str:
-    """Return one value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-    return text.removesuffix("...\n").strip()

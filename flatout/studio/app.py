@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from flatout.config.read import dotted_names
+from flatout.config.names import dotted_names
 from flatout.config.schema import SourceConfig
 from flatout.config.template import describe_setting
 from flatout.data import registry

@@ -9,12 +9,12 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from flatout.config.folders import free_folder
 from flatout.config.read import make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
 from flatout.config.section import nested_kinds
@@ -97,8 +97,8 @@ class Workspace:
 
     def free_run_name(self) -> str:
         """Return the first of run, run-2, run-3 ... of which there is no folder."""
-        names = chain(["run"], (f"run-{number}" for number in count(2)))
-        return next(name for name in names if not (self.root / "runs" / name).exists())
+        first = self.root / "runs" / "run"
+        return (free_folder(first) if first.exists() else first).name
 
     def config(self, settings: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a form: `settings` by dotted name as text, then `section.name=value` overrides.

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
+from flatout.errors import STEP
 from flatout.io.redact import printable
 from flatout.track.record import EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
@@ -187,7 +188,7 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     """
     rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
     if summary.why is not None:
-        rows.append(("why", summary.why))
+        rows.append(("why", summary.why.partition(STEP)[0]))
     if summary.state not in ("complete", "running") and summary.num_steps:
         saved = f"at step {summary.saved_step:,}, where the same command continues"
         rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatout.checkpoint.compatibility import (
     Change,
+    OtherRunError,
     config_changes,
     refuse_changes,
     refuse_other_data,
@@ -24,9 +25,11 @@ from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_s
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.replicas import refuse_drift
 from flatout.checkpoint.write import Checkpoints, Snapshot
+from flatout.config.folders import free_folder
 from flatout.config.read import make_config
 from flatout.config.schema import Config
-from flatout.errors import CheckpointError, NumericError, UsageError
+from flatout.config.spelling import RESTART
+from flatout.errors import CheckpointError, NumericError, UsageError, next_steps
 from flatout.io.json_file import validated
 from flatout.io.redact import redacted
 from flatout.parallel.shards import as_global, global_tensors, local_state
@@ -152,6 +155,21 @@ def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
 def find_checkpoint(
     config: Config, planned: PlannedRun, checkpoints: Checkpoints, reporter: Reporter
 ) -> tuple[SavedCheckpoint | None, Progress | None]:
+    """Do as `_find_checkpoint` does; a folder with another run is refused with the steps that go on."""
+    try:
+        return _find_checkpoint(config, planned, checkpoints, reporter)
+    except OtherRunError as error:
+        free = free_folder(config.folder)
+        new = f"name={free.name}" if config.run_dir is None else f"run_dir={free}"
+        steps = [(new, "a run of its own beside this one"), (RESTART, "start over; the old folder is moved aside")]
+        if error.allow:
+            steps.append((f"checkpoint.allow_change=[{error.allow}]", "go on from the checkpoint all the same"))
+        raise CheckpointError(f"{error}{next_steps(*steps)}") from error
+
+
+def _find_checkpoint(
+    config: Config, planned: PlannedRun, checkpoints: Checkpoints, reporter: Reporter
+) -> tuple[SavedCheckpoint | None, Progress | None]:
     """Find the checkpoint to resume from (None: step 0), and the final progress if the run is already complete.
 
     Collective. Raises CheckpointError if none of the folder's checkpoints is valid, if the data, the base model or
@@ -162,16 +180,16 @@ def find_checkpoint(
     final_dir, best_dir = config.folder / "final", config.folder / "best"
     if checkpoint is None:
         if checkpoints.group.run_on_first_rank(lambda: final_dir.exists() and any(final_dir.iterdir())):
-            raise CheckpointError(
+            raise OtherRunError(
                 f"{final_dir} holds results, but there is no checkpoint to resume from: training again would overwrite "
-                "them; choose a different run_dir, or move that folder away"
+                "them"
             )
         reporter.stage("resume", "no checkpoint: start at step 0")
         return None, None
     if config.checkpoint.resume == "never":
-        raise CheckpointError(
-            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never; "
-            "choose a different run_dir, or set checkpoint.resume=auto"
+        raise OtherRunError(
+            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never; to go "
+            "on from it, set checkpoint.resume=auto"
         )
     changes = _accepted_changes(config, planned, checkpoint, reporter)
     reporter.stage("resume", f"from step {checkpoint.step}")

@@ -1,12 +1,82 @@
-"""Opens the run folders that a report names."""
+"""Finds runs by name, opens those that a report names, and lists those of a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, UsageError, next_steps
+from flatout.io.redact import redacted
 from flatout.track.run_log import RunLog, read_run
+from flatout.track.summary import summarize
+
+RUNS = Path("runs")
+# any of them makes a folder a run's
+_RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
+# a name that ends like a file is never that of a model on the hub
+_FILE_ENDINGS = (
+    ".yaml", ".yml", ".json", ".jsonl", ".csv", ".txt", ".py", ".gguf", ".safetensors", ".bin", ".pt", ".html"
+)  # fmt: skip
+
+
+def find_run(target: str | Path) -> Path:
+    """Return the folder of a run that is named by its folder, or by its name in `runs/`.
+
+    Raises UsageError, with the run whose name is nearest, if there is none.
+    """
+    path = Path(target)
+    if path.exists():
+        return path
+    if (named := RUNS / path).is_dir():
+        return named
+    known = [folder.name for folder in run_folders(RUNS)]
+    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
+    if near:
+        step = next_steps((f"{near[0]} instead of {target}", ""))
+        raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
+    found = f"the runs here are {', '.join(known[:8])}" if known else "there are no runs in runs/ yet"
+    raise UsageError(f"{target}: no such folder, and no run of that name; {found}")
+
+
+def find_model(target: str) -> str:
+    """Return the folder of a run, an adapter or a model, found as `find_run` does, else `target`, for the hub.
+
+    Raises UsageError for a file, and for a name without an owner that is nearly that of a run.
+    """
+    path = Path(target)
+    with suppress(OSError):  # a name too long for a path
+        if path.is_file():
+            step = next_steps((f"{path.parent} instead of {target}", "")) if len(path.parts) > 1 else ""
+            raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{step}")
+        if path.is_dir():
+            return target
+        if (RUNS / path).is_dir():
+            return str(RUNS / path)
+    if path.suffix in _FILE_ENDINGS:
+        raise UsageError(f"there is no file {target}; name the folder of a run, an adapter or a model, or a hub id")
+    known = [folder.name for folder in run_folders(RUNS)]
+    if "/" not in target and (near := difflib.get_close_matches(target, known, n=1, cutoff=0.7)):
+        step = next_steps((f"{near[0]} instead of {target}", ""))
+        raise UsageError(f"there is no run {target}; did you mean {near[0]}? (on the hub: OWNER/{target}){step}")
+    return target
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the run folders in a folder and in those below it, sorted by name; the folder alone if it is a run's."""
+    if _is_run(folder):
+        return [folder]
+    with suppress(OSError):
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+        return [one for path in inner for one in ([path] if _is_run(path) else filter(_is_run, sorted(path.iterdir())))]
+    return []
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _RUN_FILES)
 
 
 def open_runs(folders: Sequence[Path]) -> dict[str, RunLog]:
@@ -36,3 +106,64 @@ def _open_run(folder: Path) -> RunLog:
         found = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "its files are empty"
         raise DataError(f"{folder} holds no record of a run: {found}; name the folder of a run")
     return log
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run of a list. Losses are those of evaluations, or of single steps where there are none (`best` is None).
+
+    `time_s` is what training took, `size_bytes` that of all files, `started_at` a Unix time.
+    """
+
+    name: str
+    folder: str
+    state: str
+    model: str | None
+    data: str | None
+    steps: int
+    planned_steps: int
+    loss_before: float | None
+    loss_after: float | None
+    best: float | None
+    best_step: int | None
+    time_s: float
+    size_bytes: int
+    started_at: float | None
+
+
+def list_runs(folder: Path) -> Iterator[RunRow]:
+    """Yield a row for each run below a folder; one whose files cannot be read has the state `damaged`."""
+    for path in run_folders(folder):
+        name, size = str(path.relative_to(folder)) if path != folder else path.name, _size_bytes(path)
+        try:
+            log = read_run(path)
+        except (DataError, OSError):
+            yield RunRow(name, str(path), "damaged", None, None, 0, 0, None, None, None, None, 0.0, size, None)
+            continue
+        found, start = summarize(log), log.start
+        losses = found.evaluation
+        yield RunRow(
+            name=name,
+            folder=str(path),
+            state=found.state,
+            model=redacted(start.model) if start else None,
+            data=start.data if start else None,
+            steps=found.num_steps,
+            planned_steps=found.num_planned_steps,
+            loss_before=losses.first if losses else found.first_loss,
+            loss_after=losses.last if losses else found.last_loss,
+            best=losses.best if losses else None,
+            best_step=losses.best_step if losses else None,
+            time_s=found.train_s,
+            size_bytes=size,
+            started_at=start.first_started_at if start else None,
+        )
+
+
+def _size_bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # a file of a run that still writes may go
+                total += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118
+    return total

@@ -53,12 +53,12 @@ MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 21
 MAX_PACKAGE_LINES = {
     "__init__": 60,
     "__main__": 10,
-    "api": 700,
+    "api": 702,
     "bench": 254,
     "checkpoint": 1550,
-    "cli": 2250,
+    "cli": 2384,
     "compat": 2900,
-    "config": 2196,
+    "config": 2494,
     "data": 8337,
     "demo": 480,
     "doctor": 430,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "track": 2350,
     "trainer": 4778,
     "verifier": 990,
-    "view": 1350,
+    "view": 1396,
 }
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from flatout.cli.main import main, overrides_first
+from flatout.cli.main import EXAMPLES, GROUPS, VERBS, main, overrides_first
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,9 @@ from flatout.cli.main import main, overrides_first
         (["train", "r.yaml", "a.b=1", "seed=2"], ["train", "r.yaml", "a.b=1", "seed=2"]),
         (["data", "build", "x", "--column", "a=b"], ["data", "build", "x", "--column", "a=b"]),
         (["plan"], ["plan"]),
+        (["train", "model=m", "--restart"], ["train", "-", "model=m", "--restart"]),
+        (["train", "--profile", "3", "model=m"], ["train", "-", "model=m", "--profile", "3"]),
+        (["bench", "x", "a.b=1"], ["bench", "x", "a.b=1"]),
         ([], []),
     ],
 )
@@ -39,18 +42,24 @@ def test_a_device_map_for_training_names_the_strategy(capsys: pytest.CaptureFixt
     assert "strategy=fsdp" in capsys.readouterr().err
 
 
-def test_an_unknown_verb_is_a_usage_error() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["trian"])
-    assert caught.value.code == 2
+def test_every_verb_is_in_one_group_and_has_an_example_that_parses() -> None:
+    assert sorted(verb for verbs in GROUPS.values() for verb in verbs) == sorted(VERBS) == sorted(EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    "verb",
-    ["bench", "demo", "init", "data", "plan", "verify", "doctor", "launch", "train", "chat", "merge", "export", "push"],
-)
-def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_words_are_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {verb:<9} {what}\n" in said for verb, what in VERBS.items())
+    assert max(map(len, said.splitlines())) <= 100
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
     assert caught.value.code == 0
-    assert f"flatout {verb}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"usage: flatout {verb}" in said
+    assert said.endswith(f"\nexample: flatout {verb} {EXAMPLES[verb]}".rstrip() + "\n")

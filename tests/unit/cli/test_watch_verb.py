@@ -214,9 +214,10 @@ def test_folders_that_are_no_runs(
 ) -> None:
     run, empty = tmp_path / "run", tmp_path / "empty"
     empty.mkdir()
-    for folder in (empty, tmp_path / "absent"):
-        assert main(["watch", str(folder)]) == 3
-        assert f"error: {folder} is not a run folder" in capsys.readouterr().err
+    assert main(["watch", str(empty)]) == 3
+    assert f"error: {empty} is not a run folder" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "absent")]) == 2
+    assert f"error: {tmp_path / 'absent'}: no such folder" in capsys.readouterr().err
     for text in ("", '{"name": 1}', "[]", '{"name"'):
         (run / "start.json").write_text(text)
         assert main(["watch", str(run)]) == 3

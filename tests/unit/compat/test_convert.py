@@ -314,7 +314,7 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("name", ["lora_r", "sequence_len", "report_to", "val_size", "evals_per_epoch", "run_name"])
 def test_errors_know_the_names_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """The suggestion is the setting that the translation uses."""
-    from flatout.config.read import OF_OTHERS
+    from flatout.config.names import OF_OTHERS
 
     (tmp_path / "run.yaml").write_text(f"model: m\n{name}: 1\n")
     assert main(["plan", str(tmp_path / "run.yaml")]) == 2

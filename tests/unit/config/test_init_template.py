@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from flatout.cli.init import starting_config
 from flatout.cli.main import main
 from flatout.config.advanced import ADVANCED
-from flatout.config.read import dotted_names, load_config, make_config
+from flatout.config.names import dotted_names
+from flatout.config.read import load_config, make_config
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.template import changed_settings, render_template
 from tests.conftest import Tiny

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flatout.config.read import OF_OTHERS, dotted_names, dump_config, load_config, make_config
+from flatout.config.names import OF_OTHERS, dotted_names
+from flatout.config.read import dump_config, load_config, make_config
 from flatout.config.schema import Config, ModelConfig, OptimConfig
 from flatout.errors import ProblemsError, SecurityError, UsageError
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import flatout
-from flatout.config.read import dotted_names, make_config
+from flatout.config.names import dotted_names
+from flatout.config.read import make_config
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.schema import Config
 from flatout.errors import ProblemsError

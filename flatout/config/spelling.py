@@ -1,0 +1,115 @@
+"""How each caller spells a setting and the next step of an error: a command line, Python, or studio.
+
+Errors are written once: a setting as `batch.layout: rows`, a next step by `flatout.errors.next_steps`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import compress
+from typing import Any, Literal
+
+import yaml
+
+from flatout.config.shortcuts import SHORTCUTS
+from flatout.errors import STEP, FlatoutError
+
+_KEYWORDS = {setting: keyword for keyword, setting in SHORTCUTS.items()}
+_VALUE = r"\[[^\]\n]*\]|\{[^}\n]*\}|[\w+-]+(?:\.[\w+-]+)*"
+RESTART = "--restart"
+# what a form of studio calls a setting that has no field of its own name
+_FIELDS = {"name": "Name of the run"}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who reads an error: on the `command` line, in `python`, or in `studio`.
+
+    `words` are those of the command line after `flatout`, or the called function alone.
+    """
+
+    kind: Literal["command", "python", "studio"]
+    words: Sequence[str] = ()
+
+    def setting(self, name: str, value: str) -> str:
+        """Spell a setting with its value, which is YAML."""
+        if self.kind == "command":
+            return f"{name}={value}"
+        if self.kind == "studio":
+            return f"{_FIELDS.get(name, name)}: {value}"
+        if name == RESTART:
+            return "restart=True"
+        section, _, last = name.partition(".")
+        keyword = name if not last else _KEYWORDS.get(name)
+        return f"{keyword}={_literal(value)}" if keyword else f'{section}={{"{last}": {_literal(value)}}}'
+
+    def step(self, words: Sequence[str]) -> str | None:
+        """Spell a next step: settings, `--restart` or names, and behind `instead of` what the person wrote for them.
+
+        Returns None if there is no such step here.
+        """
+        of = next((at for at in range(len(words)) if words[at : at + 2] == ["instead", "of"]), len(words))
+        added, removed = words[:of], {*words[of + 2 :], *(word.partition("=")[0] for word in words[:of])}
+        if self.kind == "studio":
+            return None if RESTART in added else ", ".join(self.setting(*_parts(word)) for word in added)
+        if self.kind == "python":
+            function = self.words[0] if self.words else "train"
+            changes = [self.setting(*_parts(word)) if "=" in word or word == RESTART else repr(word) for word in added]
+            return f"flatout.{function}({', '.join(['...', *changes] if '=' in ''.join(changes) else changes)})"
+        stays = [word not in removed and _parts(word)[0] not in removed for word in self.words]
+        at = stays.index(False) if False in stays else len(stays)
+        before, after = self.words[:at], compress(self.words[at:], stays[at:])
+        return shlex.join(["flatout", *before, *added, *after])
+
+
+def spelled(text: str, caller: Caller) -> str:
+    """Return an error's text with its settings and next steps as the caller writes them."""
+    lines = []
+    for line in text.split("\n"):
+        if not line.startswith(STEP):
+            lines.append(_mention().sub(lambda found: found[1] + caller.setting(found[2], found[3]), line))
+            continue
+        words, _, why = line.removeprefix(STEP).partition("  ")
+        if step := caller.step(shlex.split(words)):
+            lines.append(f"  {step}" + (f"  # {why}" if why else ""))
+    return "\n".join(lines)
+
+
+@contextmanager
+def spelled_for(caller: Caller) -> Iterator[None]:
+    """Raise errors of the body as this caller writes them; also a decorator of functions."""
+    try:
+        yield
+    except FlatoutError as error:
+        error.args = (spelled(str(error), caller), *error.args[1:])
+        raise
+
+
+@cache
+def _mention() -> re.Pattern[str]:
+    """Match `set batch.layout: rows` with a setting that exists: what comes before it, its name, its value."""
+    from flatout.config.names import dotted_names
+
+    names = "|".join(map(re.escape, sorted(dotted_names(), key=len, reverse=True)))
+    return re.compile(rf"(\b(?:set|use|or|and|with|give|write|choose) )({names})(?:: |=)({_VALUE})")
+
+
+def _parts(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value
+
+
+def _literal(value: str) -> str:
+    found: Any = yaml.safe_load(value)
+    if isinstance(found, str):
+        try:
+            float(found)  # YAML takes 1e-4 for text
+        except ValueError:
+            return repr(found).replace("'", '"')
+        return found
+    return repr(found).replace("'", '"')

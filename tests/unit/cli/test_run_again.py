@@ -1,0 +1,177 @@
+"""Change something and run again: the error says the commands, each of them works, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.cli.main import main
+from flatout.config.read import dump_config
+from flatout.errors import CheckpointError
+from flatout.io.file_lock import RunLock
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with run.yaml and runs/run, two steps, evaluated and finished."""
+    root = tmp_path_factory.mktemp("again")
+    config = tiny.config(root, batch={"max_steps": 2}, eval={"fraction": 0.1, "prompts": []})
+    (root / "run.yaml").write_text(dump_config(config.model_copy(update={"run_dir": None})))
+    with chdir(root):
+        assert main(["train", "run.yaml"]) == 0
+    return root
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, as the working folder."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands(said: str) -> list[list[str]]:
+    """The commands that an error ends with, as they would be typed."""
+    lines = [line for line in said.splitlines() if line.startswith("  flatout ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_other_settings_end_in_two_commands_that_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(here / "runs" / "run")
+    assert main(["train", "run.yaml", "optim.lr=1e-4"]) == 4
+    new, restart, _ = commands(capsys.readouterr().err)
+    assert new == ["train", "run.yaml", "optim.lr=1e-4", "name=run-2"]
+    assert restart == ["train", "run.yaml", "optim.lr=1e-4", "--restart"]
+    assert main(new) == 0
+    assert (here / "runs" / "run-2" / "final").is_dir()
+    capsys.readouterr()
+    assert main(restart) == 0
+    assert "restart    the earlier run is now runs/run.old-1\n" in capsys.readouterr().out
+    left = contents(here / "runs" / "run.old-1")
+    # the refused start wrote its own lines
+    assert all(
+        left[name] == text for name, text in before.items() if name not in (".lock", "train.log", "events.jsonl")
+    )
+    assert left["events.jsonl"].startswith(before["events.jsonl"])
+    assert flatout.load("run").config.optim.lr == 1e-4
+    assert main(["train", "run.yaml", "optim.lr=1e-4"]) == 0  # complete, and not started over
+    assert "already complete" in capsys.readouterr().out
+
+
+def test_a_restart_of_nothing_starts_and_of_a_held_folder_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "run.yaml", "name=new", "--restart"]) == 0
+    assert not (here / "runs" / "new.old-1").exists()
+    with RunLock(here / "runs" / "run"):
+        assert main(["train", "run.yaml", "--restart"]) == 6
+    assert "is locked by" in capsys.readouterr().err
+    assert not (here / "runs" / "run.old-1").exists()
+
+
+def test_a_launcher_that_starts_the_command_again_must_not_start_over(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert main(["train", "run.yaml", "--restart"]) == 2
+    assert "SLURM_RESTART_COUNT is set by a launcher" in capsys.readouterr().err
+    assert (here / "runs" / "run" / "final").is_dir()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert main(["train", "run.yaml", "--restart"]) == 0
+
+
+def test_the_settings_of_a_run_folder_can_start_it_over(here: Path) -> None:
+    assert main(["train", "runs/run/config.yaml", "batch.max_steps=3", "--restart"]) == 0
+    assert flatout.load("run").config.batch.max_steps == 3
+    assert flatout.load("run.old-1").config.batch.max_steps == 2
+
+
+def test_python_is_told_in_python_and_starts_over(here: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        flatout.train("run.yaml", lr=1e-4)
+    said = str(raised.value)
+    assert '  flatout.train(..., name="run-2")  # a run of its own' in said
+    assert "  flatout.train(..., restart=True)  # start over" in said
+    assert 'flatout.train(..., checkpoint={"allow_change": ["optim.lr"]})' in said
+    assert flatout.train("run.yaml", lr=1e-4, restart=True).config.optim.lr == 1e-4
+    assert flatout.load("run.old-1").log.state == "complete"
+
+
+def test_runs_are_listed_sorted_and_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(here / "runs" / "run", here / "runs" / "b" / "inner")
+    (here / "runs" / "b" / "inner" / "end.json").unlink()
+    (here / "runs" / "no-run").mkdir()
+    assert main(["runs"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "steps", "before", "after", "best", "time", "size", "model", "data"]
+    assert {line.split()[0]: line.split()[1] for line in lines} == {"run": "complete", "b/inner": "killed"}
+    assert all(line.split()[-2:] == ["model", "chats"] for line in lines)
+    assert main(["runs", "--sort", "name", "--reverse", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == ["run", "b/inner"]
+    evals = flatout.load("run").log.evals
+    assert [rows[0][name] for name in ("steps", "planned_steps", "loss_before", "loss_after")] == [
+        2, 2, evals[0].eval_loss, evals[-1].eval_loss,
+    ]  # fmt: skip
+    assert rows[0]["size_bytes"] == sum(map(len, contents(here / "runs" / "run").values()))
+    assert main(["runs", "runs/no-run"]) == 0
+    assert "no runs in runs/no-run; train one" in capsys.readouterr().out
+
+
+def test_a_damaged_run_does_not_hide_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(here / "runs" / "run", here / "runs" / "broken")
+    (here / "runs" / "broken" / "start.json").write_text("{")
+    assert main(["runs"]) == 0
+    states = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert states == {"run": "complete", "broken": "damaged"}
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["report", "run", "--format", "md"], "# run: complete"),
+        (["watch", "run"], "summary    complete, 2 of 2 steps"),
+        (["chat", "run", "--prompt", "Hello", "--max-new-tokens", "1", "--temperature", "0", "--device", "cpu"], ""),
+        (["merge", "run", "--out", "merged"], "merged 14 layers"),
+        (["export", "run", "--to", "gguf", "--out", "gguf"], "written"),
+    ],
+)
+def test_runs_are_found_by_name(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], printed: str) -> None:
+    assert main(words) == 0
+    assert printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["report", "watch", "chat", "merge", "export", "push", "track", "eval"])
+def test_a_name_that_is_nearly_a_runs_is_asked_back_before_any_hub(
+    here: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    more = {
+        "merge": ["--out", "x"],
+        "export": ["--to", "gguf", "--out", "x"],
+        "push": ["me/x"],
+        "eval": ["--tasks", "a"],
+    }
+    assert main([verb, "runn", *more.get(verb, [])]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean run?" in error
+    assert commands(error) == [[verb, "run", *more.get(verb, [])]]
+
+
+def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "model.gguf", "--prompt", "x"]) == 2
+    assert "there is no file model.gguf" in capsys.readouterr().err
+    assert main(["chat", "runs/run/final/adapter_model.safetensors", "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "adapter_model.safetensors is a file; name the folder" in error
+    assert commands(error) == [["chat", "runs/run/final", "--prompt", "x"]]
