@@ -19,11 +19,9 @@ FOLDER = Path(__file__).parents[2] / "examples"
 OTHERS = ("dpo.py", "lost_updates.py")
 EXAMPLES = sorted(path for path in FOLDER.glob("*.*") if path.name not in OTHERS)
 NUM_ROWS = 40
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 
 
-def row(format_name: str, source: SourceConfig, number: int, *, with_tools: bool) -> dict[str, Any]:
+def row(format_name: str, source: SourceConfig, number: int) -> dict[str, Any]:
     question, answer = f"What is {number} and 1?", f"It is {number + 1}."
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     if format_name == "alpaca":
@@ -31,13 +29,7 @@ def row(format_name: str, source: SourceConfig, number: int, *, with_tools: bool
         return {names["instruction"]: question, names["output"]: answer}
     if format_name == "sharegpt":
         return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
-    if format_name == "text":
-        return {"text": f"{question} {answer} " * (1 + number)}
-    if not with_tools:
-        return {"messages": turns}
-    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    result = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "3"}
-    return {"messages": [turns[0], called, result, turns[1]], "tools": [TOOL]}
+    return {"messages": turns}
 
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -55,9 +47,8 @@ def on_tiny_data(config: Config, folder: Path, model_dir: Path) -> Config:
     for index, source in enumerate(config.data.sources):
         suffix = Path(source.path).suffix
         file = folder / f"rows-{index}{suffix if suffix in ('.csv', '.json') else '.jsonl'}"
-        with_tools = "tool" in source.path
         format_name = "messages" if source.format == "auto" else source.format
-        write_rows(file, [row(format_name, source, number, with_tools=with_tools) for number in range(NUM_ROWS)])
+        write_rows(file, [row(format_name, source, number) for number in range(NUM_ROWS)])
         sources.append(source.model_copy(update={"path": str(file)}))
     data = config.data.model_copy(update={"sources": sources, "root": folder / "data", "num_procs": 1})
     # more rows than there are cannot be drawn
