@@ -37,6 +37,7 @@ PAGES = sorted(
 )  # fmt: skip
 # commands of other programs, which only have to be well formed
 OTHERS = {"make", "cd", ".", "ssh", "pip", "python", "torchrun", "srun", "docker", "vllm", "ollama", "pytest"}
+OTHERS |= {"conda", "hf"}
 
 
 @pytest.fixture(scope="module")
