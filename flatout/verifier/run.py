@@ -37,7 +37,7 @@ Exact = Literal["fp32", "fp64"]
 LIMITS: Mapping[Exact, float] = {"fp32": 1e-4, "fp64": 1e-5}
 # limit in the run's own precision: a multiple of plain transformers' error in that precision, but at least this
 TIMES_PLAIN, LEAST_LIMIT = 3.0, 0.02
-# float8 products have no plain counterpart; docs/numerics.md requires a cosine over 0.98
+# float8 products have no plain counterpart; docs/measurements.md requires a cosine over 0.98
 FP8_LIMIT = 0.2
 # on the CPU a micro-batch may hold the whole step up to this many tokens, so that it can be split in several ways
 CPU_TOKENS = 8192

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"(?:<!-- test: (.*?) -->\n)?^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
 # pages whose blocks are commands of this repository, which their own tests and benchmarks run
-OF_DEVELOPERS, NOT_RUN = {"performance.md", "numerics.md"}, {"reference", "lab"}
+OF_DEVELOPERS, NOT_RUN = {"measurements.md", "performance.md", "numerics.md"}, {"reference", "lab"}
 PAGES = sorted(
     page for page in (*DOCS.rglob("*.md"), ROOT / "README.md")
     if page.name not in OF_DEVELOPERS and page.parent.name not in NOT_RUN and FENCE.search(page.read_text())

@@ -1,0 +1,43 @@
+"""Links between pages lead somewhere, and the site's navigation lists every page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that the site and code hosts make of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
+    for target in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), target
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    def names(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [name for value in (entry.values() if isinstance(entry, dict) else entry) for name in names(value)]
+
+    listed = names(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
