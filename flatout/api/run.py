@@ -97,8 +97,7 @@ class Run:
             tokenizer,
             [prompt_ids(model, tokenizer, messages) for messages in turns],
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature, top_p, top_k),
-            seed=seed,
+            sampling=Sampling(temperature, top_p, top_k, seed),
             stream=stream,
         )
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     import_transformers()
     speakers = _load(args)
-    options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "stream": True}
+    options = {"max_new_tokens": args.max_new_tokens, "stream": True}
     start = [{"role": "system", "content": args.system}] if args.system else []
     if args.prompt is not None:
         for speaker in speakers:
@@ -106,7 +106,7 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
         if first.adapter is None:
             raise UsageError(f"--compare base: {args.targets[0]} has no adapter; name the other model instead")
         all_paths["base"] = replace(first, adapter=None)
-    sampling, speakers = Sampling(args.temperature, args.top_p, args.top_k), list[_Speaker]()
+    sampling, speakers = Sampling(args.temperature, args.top_p, args.top_k, args.seed), list[_Speaker]()
     for target, paths in all_paths.items():
         name = printable(redacted(target))
         print(f"loading {name}", file=sys.stderr)

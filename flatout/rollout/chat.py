@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +41,7 @@ class Sampling:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    seed: int = 0
 
     def effective(self, model: PreTrainedModel) -> dict[str, float]:
         """Return temperature, top_p, top_k, min_p and repetition_penalty, those that have an effect.
@@ -48,7 +49,7 @@ class Sampling:
         With nothing set, generation_config decides whether to sample; without temperature, it is greedy. Raises
         ValueError for values in generation_config that mean nothing.
         """
-        given = {key: value for key, value in asdict(self).items() if value is not None}
+        given = {name: value for name in _LIMITS if (value := getattr(self, name, None)) is not None}
         own = model.generation_config
         values = {name: getattr(own, name, None) for name in _LIMITS} | given
         found = {name: value for name, value in values.items() if value is not None}
@@ -79,9 +80,7 @@ _LIMITS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _params(
-    model: PreTrainedModel, tokenizer: Any, sampling: Sampling, *, max_new_tokens: int, seed: int
-) -> SamplingParams:
+def _params(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int) -> SamplingParams:
     with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
         values = sampling.effective(model)
         own = model.generation_config
@@ -98,7 +97,7 @@ def _params(
             top_p=values.get("top_p"),
             min_p=values.get("min_p"),
             repetition_penalty=values.get("repetition_penalty", 1.0),
-            seed=seed,
+            seed=sampling.seed,
             stop_ids=frozenset(stop_token_ids(model, tokenizer)),
             max_positions=_num_positions(model),
         )
@@ -169,18 +168,17 @@ def answer_all(
     *,
     max_new_tokens: int = 512,
     sampling: Sampling = Sampling(),
-    seed: int = 0,
     stream: bool = False,
     on_token: Callable[[int, bool, float], None] = lambda prompt, is_last, silent_s: None,
 ) -> list[str]:
     """Return an answer to each prompt of `prompt_ids`, sampled together.
 
-    Tokens are drawn by `sampling`, the model's generation_config, `seed` and the prompt's index, without changing the
+    Tokens are drawn by `sampling`, the model's generation_config and the prompt's index, without changing the
     global random state. An answer ends where the model's positions do. `stream` prints answers as they are sampled, one
     after the other. `on_token` gets the prompt's index, whether its answer has ended, and the seconds since text was
     printed. The model must come from load_for_inference. Raises UsageError if the model's files have unusable values.
     """
-    params = _params(model, tokenizer, sampling, max_new_tokens=max_new_tokens, seed=seed)
+    params = _params(model, tokenizer, sampling, max_new_tokens)
     sampler = InProcess(inference_weights(model, warnings.warn), known=_KNOWN.setdefault(model, {}))
     if stream:
         sampler.prove(prompts)

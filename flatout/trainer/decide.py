@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
@@ -39,7 +38,7 @@ from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
-from flatout.trainer.fit_memory import plan_layout
+from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 
@@ -143,9 +142,9 @@ def plan_run(
         if num_copies := store.num_samples - len(np.unique(store.hashes)):
             told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
             reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
-    device = device_of()
+    data, device = SplitStore(store, train_ids, eval_ids), device_of()
     plan, parallel_layout, memory, sharing = plan_layout(
-        config, shape, (store, train_ids), rank, device, reporter, (unpackable, unsharable)
+        config, shape, data, rank, device, reporter, (unpackable, unsharable)
     )
     if note := warmup_note(config.schedule, plan.num_steps):
         reporter.stage("schedule", note)
@@ -154,7 +153,7 @@ def plan_run(
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
-    eval_sets = plan_evaluation(config, store, train_ids, eval_ids, plan, memory, reporter, objective)
+    eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
@@ -213,15 +212,14 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenSt
 
 def plan_evaluation(
     config: Config,
-    store: TokenStore,
-    train_ids: NDArray[np.int64] | None,
-    eval_ids: NDArray[np.int64] | None,
+    data: SplitStore,
     plan: RunPlan,
     memory: MemoryDecision,
     reporter: Reporter,
     objective: Objective,
 ) -> tuple[EvalSet, ...]:
     """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
+    store, train_ids, eval_ids = data
     stores = {config.data.name: store} if config.eval.fraction else {}
     for name in config.eval.data_names:
         eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
@@ -236,17 +234,10 @@ def plan_evaluation(
         sizes = Samples(lengths, lengths, units=units).unit_tokens(
             is_padded=plan.layout.name == "rows", with_padding=False
         )
+        budget = config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max()))
+        layout = replace(plan.layout, micro_batch_tokens=budget, prefixes=None)
         eval_plan = make_eval_plan(
-            eval_store.lengths,
-            eval_store.num_labels,
-            eval_ids,
-            micro_batch_tokens=config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max())),
-            num_ranks=plan.layout.num_ranks,
-            cost=plan.layout.cost,
-            lockstep=plan.layout.lockstep,
-            pass_tokens=plan.layout.pass_tokens,
-            expert_ranks=plan.layout.expert_ranks,
-            unit_offsets=eval_store.unit_offsets,
+            eval_store.lengths, eval_store.num_labels, eval_ids, layout=layout, unit_offsets=eval_store.unit_offsets
         )
         of_data = f"{name}: " if len(stores) > 1 else ""
         counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"

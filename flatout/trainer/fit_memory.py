@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +35,18 @@ from flatout.trainer.model_shape import read_text_config
 MIN_SHARED_SHARE = 0.05
 
 
+class SplitStore(NamedTuple):
+    """A token store, and the samples of it to train on (None: all) and to evaluate on (None: of other data sets)."""
+
+    store: TokenStore
+    train_ids: NDArray[np.int64] | None
+    eval_ids: NDArray[np.int64] | None
+
+
 def plan_layout(
     config: Config,
     shape: ModelShape,
-    data: tuple[TokenStore, NDArray[np.int64] | None],
+    data: SplitStore,
     rank: Rank,
     device: Device | None,
     reporter: Reporter,
@@ -46,16 +54,16 @@ def plan_layout(
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
     """Plan with padded or packed samples, with shared prefixes where they pay; also return a line about these.
 
-    `data` is the store and the samples to train on, `problems` why samples must not be packed and must not share.
+    `problems` are why samples must not be packed and must not share.
     """
     reporter.phase("planning")
-    (store, train_ids), (unpackable, unsharable) = data, problems
+    unpackable, unsharable = problems
     text_config = read_text_config(config.model.name, config.model.revision)
     is_padded = pads_samples(config, text_config, reporter, unpackable)
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, store, train_ids, is_padded=is_padded, inexact=unsharable)
+    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, inexact=unsharable)
     reporter.phase("planning")
-    run = (config, shape, store, train_ids, rank, device)
+    run = (config, shape, data, rank, device)
     plan, parallel_layout, memory = plan_training(*run, is_padded=is_padded, prefixes=prefixes)
     if prefixes is not None:
         pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
@@ -68,8 +76,7 @@ def plan_layout(
 def plan_training(
     config: Config,
     shape: ModelShape,
-    store: TokenStore,
-    train_ids: NDArray[np.int64] | None,
+    data: SplitStore,
     rank: Rank,
     device: Device | None,
     *,
@@ -77,6 +84,7 @@ def plan_training(
     prefixes: Prefixes | None = None,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
+    store = data.store
     # an update in the backward pass needs a step in one pass
     pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
     largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
@@ -88,7 +96,7 @@ def plan_training(
         seed=config.seed,
         num_ranks=rank.world // config.context.parallel,
         cost=make_cost(config, shape),
-        sample_ids=train_ids,
+        sample_ids=data.train_ids,
         pass_tokens=pass_tokens if is_padded else None,
         prefixes=prefixes,
         row_keys=store.row_keys if draws_rows_whole(store) else None,
@@ -142,8 +150,7 @@ def pads_samples(config: Config, text_config: Any, reporter: Reporter, unpackabl
 def index_prefixes(
     config: Config,
     text_config: Any,
-    store: TokenStore,
-    train_ids: NDArray[np.int64] | None,
+    data: SplitStore,
     *,
     is_padded: bool,
     inexact: str | None,
@@ -156,6 +163,7 @@ def index_prefixes(
     wanted = config.batch.share_prefix
     if wanted == "off":
         return None, "not shared: as configured"
+    store, train_ids = data.store, data.train_ids
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
     problem = inexact or ("each sample is a row of its own" if is_padded else None)
     if config.context.parallel > 1:

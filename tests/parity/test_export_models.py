@@ -153,7 +153,7 @@ def test_answers_equal_plain_greedy_decoding_and_stream(trained, capsys):
 def test_sampling_repeats_by_seed_and_leaves_the_random_state(trained):
     before = torch.get_rng_state()
     messages = [{"role": "user", "content": "w5"}]
-    replies = [answer(*trained, messages, max_new_tokens=16, sampling=Sampling(2.0), seed=seed) for seed in (1, 1, 2)]
+    replies = [answer(*trained, messages, max_new_tokens=16, sampling=Sampling(2.0, seed=seed)) for seed in (1, 1, 2)]
     assert replies[0] == replies[1] != replies[2]
     assert torch.equal(before, torch.get_rng_state())
 

@@ -14,6 +14,7 @@ from flatout.planner.steps.order import permute
 from flatout.planner.steps.padded import PASS_TOKENS, ROW_MULTIPLE, cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
 from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.totals import add_up
 
 BUDGET = 64
@@ -149,7 +150,7 @@ def test_splits_are_disjoint_and_complete(num_samples, fraction, seed):
 @given(samples, st.sampled_from([1, 2, 5]))
 @settings(max_examples=40, deadline=None)
 def test_evaluation_reads_every_sample_once(data, num_ranks):
-    plan = make_eval_plan(*data, micro_batch_tokens=BUDGET, num_ranks=num_ranks, cost=COST)
+    plan = make_eval_plan(*data, layout=BatchLayout(num_ranks, BUDGET, COST))
     placed = [i for rank in plan.ranks for micro_batch in rank for i in micro_batch.sample_ids]
     assert Counter(placed) == Counter(range(len(data[0])))
     assert sum(m.num_label_tokens for rank in plan.ranks for m in rank) == data[1].sum() == plan.num_label_tokens
@@ -175,7 +176,7 @@ def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, se
             assert sample in step.sample_ids
             assert filler.num_label_tokens == 0
             assert filler.num_tokens == data[0][sample] == min(data[0][list(step.sample_ids)])
-    evaluated = make_eval_plan(*data, micro_batch_tokens=BUDGET, num_ranks=num_ranks, cost=COST, lockstep=True)
+    evaluated = make_eval_plan(*data, layout=BatchLayout(num_ranks, BUDGET, COST, lockstep=True))
     assert len({len(rank) for rank in evaluated.ranks}) == 1
     assert sum(b.num_label_tokens for rank in evaluated.ranks for b in rank) == evaluated.num_label_tokens
 

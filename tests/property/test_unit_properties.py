@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.models.packed import flatten_samples
-from flatout.planner.cost import CostModel
+from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, UnitPrefixes, find_prefixes
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
-from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.planner.steps.step_plan import BatchLayout, MicroBatch, StepPlan
 
 COST = CostModel(per_token=50.0, per_pair=1.0, per_label=7.0)
 
@@ -143,11 +143,8 @@ def test_steps_count_units_and_no_pass_parts_one(data: Data, layout: dict[str, A
 @given(data_sets(), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_evaluation_packs_whole_units(data: Data, num_ranks: int, lockstep: bool, rows: bool) -> None:
-    settings = {"cost": COST, "lockstep": lockstep, "pass_tokens": 64 if rows else None}
-    plan = make_eval_plan(
-        data.lengths, data.labels, micro_batch_tokens=data.budget, num_ranks=num_ranks, unit_offsets=data.offsets,
-        **settings,
-    )  # fmt: skip
+    layout = BatchLayout(num_ranks, data.budget, COST, lockstep, 64 if rows else None)
+    plan = make_eval_plan(data.lengths, data.labels, layout=layout, unit_offsets=data.offsets)
     assert_step(data, plan)
 
 
@@ -163,9 +160,8 @@ def test_a_unit_is_held_out_whole(data: Data, layout: dict[str, Any], fraction: 
     for step in plan_of(data, layout, train).steps():
         assert_step(data, step)
         assert set(step.sample_ids) <= set(train)
-    evaluated = make_eval_plan(
-        data.lengths, data.labels, held_out, micro_batch_tokens=data.budget, num_ranks=1, unit_offsets=data.offsets
-    )
+    one_rank = BatchLayout(1, data.budget, COST_BY_TOKENS)
+    evaluated = make_eval_plan(data.lengths, data.labels, held_out, layout=one_rank, unit_offsets=data.offsets)
     assert_step(data, evaluated)
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -118,7 +118,8 @@ def load_model(
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        made = _make_attending(config, storage, model_config, options, is_padded, device, seed, on_host, keep_dense)
+        how = _Making(storage, device, seed, on_host, keep_dense)
+        made = _make_attending(config, model_config, options, is_padded, how)
         model, unused, own = made
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
@@ -214,15 +215,25 @@ def dequantized_method(config: Any) -> str | None:
     return quantization["quant_method"] if isinstance(quantization, dict) and quantization.get("dequantize") else None
 
 
+class _Making(NamedTuple):
+    """The storage of linear layers, save those of `keep_dense`; where they are, and the seed of random weights."""
+
+    storage: str
+    device: torch.device
+    seed: int
+    on_host: bool
+    keep_dense: Sequence[str]
+
+
 def _make_attending(
-    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any], is_padded: bool, *rest: Any
+    config: ModelConfig, model_config: Any, options: dict[str, Any], is_padded: bool, how: _Making
 ) -> tuple[PreTrainedModel, list[str], str | None]:
     """Make the model as `_make_model` does; with rows, if need be with its own attention, and return why.
 
     Raises PackingError if documents are packed, or an attention is configured, and the model only has its own.
     """
     try:
-        return (*_make_model(config, storage, copy(model_config), options, *rest), None)
+        return (*_make_model(config, copy(model_config), options, how), None)
     except KeyError as error:
         if options["attn_implementation"] not in str(error):
             raise
@@ -230,14 +241,14 @@ def _make_attending(
         if not is_padded or config.attention != "auto":
             remedy = "set batch.layout: auto and model.attention: auto"
             raise PackingError(f"model type {model_config.model_type}: {reason}; {remedy}") from error
-        return (*_make_model(config, storage, model_config, {**options, "attn_implementation": None}, *rest), reason)
+        return (*_make_model(config, model_config, {**options, "attn_implementation": None}, how), reason)
 
 
 def _make_model(
-    config: ModelConfig, storage: str, model_config: Any, options: dict[str, Any],
-    device: torch.device, seed: int, on_host: bool, keep_dense: Sequence[str],
-) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
+    config: ModelConfig, model_config: Any, options: dict[str, Any], how: _Making
+) -> tuple[PreTrainedModel, list[str]]:
     """Make the model for `load_model`; also return the names of unused weights in the files."""
+    storage, device, seed, on_host, keep_dense = how
     place = torch.device("cpu") if on_host else device
     quantization = getattr(model_config, "quantization_config", None)
     is_nf4 = quantization is not None and not dequantized_method(model_config)
@@ -245,15 +256,11 @@ def _make_model(
         # transformers would load these weights through bitsandbytes, and make random ones in fp8
         del model_config.quantization_config
     if config.init == "random" and storage != "model":
-        return quantized.random_quantized(
-            model_config,
-            options,
-            quantized.QUANTIZERS[storage],
-            device=device,
-            seed=seed,
-            place=place,
-            keep_dense=keep_dense,
-        ), []
+        quantizer = quantized.QUANTIZERS[storage]
+        model = quantized.random_quantized(
+            model_config, options, quantizer, device=device, seed=seed, place=place, keep_dense=keep_dense
+        )
+        return model, []
     if config.init == "random":
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
@@ -261,16 +268,12 @@ def _make_model(
     if is_nf4:
         return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
     in_files = on_host or storage != "model"
-    how, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
-    model, unused = load_pretrained(config.name, config.revision, model_config, how, {"": where})
+    read, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
+    model, unused = load_pretrained(config.name, config.revision, model_config, read, {"": where})
     if storage != "model":
+        quantizer = quantized.QUANTIZERS[storage]
         quantized.quantize_layers(
-            model,
-            quantized.QUANTIZERS[storage],
-            device=device,
-            dtype=options["dtype"],
-            place=place,
-            keep_dense=keep_dense,
+            model, quantizer, device=device, dtype=options["dtype"], place=place, keep_dense=keep_dense
         )
     elif on_host and model.dtype != options["dtype"]:
         compute_buffers(model, quantized.empty_model(model_config, options))

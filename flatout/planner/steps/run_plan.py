@@ -296,21 +296,14 @@ def make_eval_plan(
     num_labels: ArrayLike,
     sample_ids: ArrayLike | None = None,
     *,
-    micro_batch_tokens: int,
-    num_ranks: int,
-    cost: CostModel = COST_BY_TOKENS,
-    lockstep: bool = False,
-    pass_tokens: int | None = None,
-    expert_ranks: int = 1,
+    layout: BatchLayout,
     unit_offsets: ArrayLike | None = None,
 ) -> StepPlan:
     """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
 
-    The micro-batches are the same for any number of ranks; ranks are balanced by cost, and in `lockstep` they get the
-    same number of micro-batches, of one size among `expert_ranks`. `num_label_tokens` normalizes the evaluation
-    loss. Raises UsageError and DataError as `make_plan` does.
+    The micro-batches are the same for any number of ranks. `num_label_tokens` normalizes the evaluation loss. Raises
+    UsageError and DataError as `make_plan` does.
     """
-    layout = BatchLayout(num_ranks, micro_batch_tokens, cost, lockstep, pass_tokens, expert_ranks)
     samples = select_samples(lengths, num_labels, sample_ids, layout, unit_offsets)
     return assemble_eval(samples, layout)
 

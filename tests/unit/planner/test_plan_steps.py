@@ -10,8 +10,9 @@ import pytest
 
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
-from flatout.planner.cost import CostModel
+from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.step_plan import BatchLayout
 
 COST = CostModel(per_token=100.0, per_pair=1.0, per_label=10.0)
 
@@ -276,9 +277,7 @@ def test_samples_of_one_row_are_held_out_together():
 def test_eval_plan_reads_in_order_and_does_not_depend_on_ranks():
     lengths, labels = lengths_of(50)
     ids = np.arange(0, 50, 3)
-    plans = [
-        make_eval_plan(lengths, labels, ids, micro_batch_tokens=100, num_ranks=ranks, cost=COST) for ranks in (1, 2, 5)
-    ]
+    plans = [make_eval_plan(lengths, labels, ids, layout=BatchLayout(ranks, 100, COST)) for ranks in (1, 2, 5)]
     for plan in plans:
         assert plan.sample_ids == tuple(ids)
         assert plan.num_label_tokens == labels[ids].sum()
@@ -287,10 +286,10 @@ def test_eval_plan_reads_in_order_and_does_not_depend_on_ranks():
         assert max(m.num_tokens for m in micro_batches) <= 100
         assert micro_batches == list(plans[0].ranks[0])
     assert plans[1].balance > 0.9
-    full = make_eval_plan([50, 50, 1], [1, 1, 1], micro_batch_tokens=100, num_ranks=1)
+    full = make_eval_plan([50, 50, 1], [1, 1, 1], layout=BatchLayout(1, 100, COST_BY_TOKENS))
     assert [m.sample_ids for m in full.ranks[0]] == [(0, 1), (2,)]
     with pytest.raises(DataError, match="no loss"):
-        make_eval_plan([3, 4], [0, 0], micro_batch_tokens=100, num_ranks=1)
+        make_eval_plan([3, 4], [0, 0], layout=BatchLayout(1, 100, COST_BY_TOKENS))
 
 
 def test_planning_needs_neither_torch_nor_transformers():
