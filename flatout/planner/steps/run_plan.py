@@ -188,10 +188,12 @@ class RunPlan:
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
 
-        Samples, ranks and label counts do not change, and units stay whole. Raises ValueError for one over the budget.
+        Samples, ranks and label counts do not change, units stay whole, and fillers are left out. Raises ValueError for
+        a unit over the budget.
         """
         position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
-        ids = sorted((i for batch in step.ranks[rank] for i in batch.sample_ids), key=position.__getitem__)
+        real = [batch for batch in step.ranks[rank] if not batch.is_filler]
+        ids = sorted((i for batch in real for i in batch.sample_ids), key=position.__getitem__)
         samples = self.samples.take(self.samples.indices_of(ids))
         return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
 

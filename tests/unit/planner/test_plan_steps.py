@@ -186,6 +186,16 @@ def test_a_step_cut_again_is_the_step_of_a_plan_with_that_budget(num_ranks):
         plan_of().with_layout(40, COST)
 
 
+def test_a_step_split_again_counts_no_filler():
+    """In lockstep, a rank without samples repeats another one's, which must not be counted twice."""
+    plan = make_plan([30, 20], [15, 10], BatchConfig(samples_per_step=1), micro_batch_tokens=40, seed=0, num_ranks=3)
+    for step in plan.with_layout(40, COST, lockstep=True).steps():
+        assert sum(batch.is_filler for rank in step.ranks for batch in rank) == 2
+        again = [batch for rank in range(3) for batch in plan.resplit(step, rank, 30)]
+        assert [batch.sample_ids for batch in again] == [step.sample_ids]
+        assert sum(batch.num_label_tokens for batch in again) == step.num_label_tokens
+
+
 def test_naive_loader_pads_each_ranks_share():
     batch = BatchConfig(samples_per_step=4, shuffle=False)
     plan, one, tight = (
