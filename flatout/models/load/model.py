@@ -119,8 +119,7 @@ def load_model(
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
         how = _Making(storage, device, seed, on_host, keep_dense)
-        made = _make_attending(config, model_config, options, is_padded, how)
-        model, unused, own = made
+        model, unused, own = _make_attending(config, model_config, options, is_padded, how)
         grow_vocabulary(model, num_rows, seed=seed)
     if method == "lora":
         model.requires_grad_(False)
