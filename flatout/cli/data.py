@@ -39,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=MEANING",
-        help=(
-            "what a key of turns means: train (true: loss), masked (true: no loss), train_detail, ignored; repeatable"
-        ),
+        help="what a key of turns means: train (true: loss), masked (true: no loss), train_detail, ignored; repeatable",
     )
+    add("--pairs", help="best_worst, adjacent or all: pairs of several answers with scores or ranks (best_worst)")
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
     add(
@@ -158,10 +157,9 @@ def _build(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    import numpy as np
     from rich.console import Console
-    from rich.text import Text
 
+    from flatout.cli.show_pairs import colored, print_pair
     from flatout.data.statistics import statistics_lines
     from flatout.data.token_store import TokenStore
     from flatout.data.tokenizer import load_tokenizer
@@ -188,16 +186,18 @@ def _show(args: argparse.Namespace) -> None:
         facts = write_output(out, content.encode(), "html")
         print(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
         return
-    for index in range(min(count, store.num_samples)):
+    are_pairs = bool(meta.counts.get("pairs"))
+    for index in range(min(count, store.num_samples // 2 if are_pairs else store.num_samples)):
         if getattr(sys.stdout, "is_unread", False):  # a TolerantStream whose reader is gone, as with `| head`
             return
+        if are_pairs:
+            print_pair(console, store, index, decode)
+            continue
         token_ids, loss_mask = store.sample(index).pair
         sizes = f"{len(token_ids)} tokens, {int(store.num_labels[index])} with loss"
-        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}) ---")
-        text = Text()
-        for run in np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1):
-            text.append(printable(decode(token_ids[run].tolist())), style="bold green" if loss_mask[run[0]] else "dim")
-        console.print(text, end="\n\n")
+        label = f", label {int(store.extra['label'][index])}" if meta.counts.get("labelled") else ""
+        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{label}) ---")
+        console.print(colored(token_ids, loss_mask, decode), end="\n\n")
     origin = f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};"
     print(printable(origin))
     loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))

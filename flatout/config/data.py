@@ -27,7 +27,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 """Text that a tokenizer takes."""
 Format = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens", "xlam",
-    "glaive", "gemini",
+    "glaive", "gemini", "preference", "reward", "kto",
 ]  # fmt: skip
 KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
 Dedupe = Literal["exact", "near", "off"]
@@ -83,6 +83,9 @@ class SourceConfig(Section):
     """Says what other keys of turns mean: train (true: loss), masked (true: no loss), ignored, e.g. {bad: masked}."""
     system: Text | None = None
     """System prompt for conversations that have none."""
+    pairs: Literal["best_worst", "adjacent", "all"] = "best_worst"
+    """Pairs made of several answers with scores or ranks: of the best and the worst, of neighbours, or of all. Equal
+    ones make none."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Weight in the mix: 2.0 uses every row twice, 0.5 uses half of them (drawn with `data.seed`)."""
 
@@ -129,7 +132,8 @@ class DataConfig(Section):
     max_tokens: int | None = Field(default=2048, ge=2)
     """Maximum tokens per sample; null: no limit."""
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
-    """What to do with samples over `max_tokens` (always counted); auto: split plain documents, truncate the rest."""
+    """What to do with samples over `max_tokens` (always counted); auto: split plain documents, drop whole pairs and
+    labelled answers, truncate the rest."""
     on_bad_row: Literal["error", "skip"] = "error"
     """error: stop the build at the first bad rows and name file, row and field; skip: drop, count and list them."""
     dedupe: Dedupe = "off"

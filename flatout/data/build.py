@@ -21,6 +21,7 @@ from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
 from flatout.data.dedupe import SeenRows
+from flatout.data.judged import own_columns
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
@@ -166,7 +167,7 @@ def _describe(
     content = {
         "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
-        "formats": [source.model_dump(exclude=where if source.keys else {*where, "keys"}) for source in config.sources],
+        "formats": [source.model_dump(exclude={*where, *_unset_later(source)}) for source in config.sources],
         "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,
@@ -187,6 +188,12 @@ def _describe(
         sources=tuple(one.address or redacted(each.path) for one, each in zip(sources, config.sources, strict=True)),
     )
     return meta, identity
+
+
+def _unset_later(source: SourceConfig) -> set[str]:
+    """Return the settings of a source that came later and are at their defaults: no fingerprint has these."""
+    fields = type(source).model_fields
+    return {name for name in ("keys", "pairs") if getattr(source, name) == fields[name].default}
 
 
 def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
@@ -255,10 +262,14 @@ def _build(
     readers = _choose_parsers(sources, config.sources)
     for source, parser in readers:
         log_note(f"{source.name}: {parser.summary}")
+    columns = own_columns(config, readers, log_note)
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
     done = _Done(report, SeenRows(config.dedupe))
-    with new_store(folder, to_tokens.num_ids, identity, done.restore) as writer, _kept(writer, done, log):
+    with (
+        new_store(folder, to_tokens.num_ids, identity, done.restore, columns) as writer,
+        _kept(writer, done, log),
+    ):
         if done.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
         chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)

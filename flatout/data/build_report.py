@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flatout.config.schema import DataConfig
+from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
 from flatout.data.tokenize import LOSING
 from flatout.data.workers import Chunk, TokenizedChunk
@@ -84,7 +85,7 @@ class BuildReport:
         news = _News(problems, [(name, origin.source, origin.row_number) for name, origin in origins], lengths)
         self._take(news)
         self._news.append(news)
-        self._num_pieces += len(done.lengths)
+        self._num_pieces += done.num_units
         self._check(len(chunk.rows) + len(problems))
 
     def check_unread(self, problems: list[str]) -> None:
@@ -227,9 +228,15 @@ class BuildReport:
             "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe: near)",
             "duplicates": "samples are duplicates; they are kept",
         }
+        if counts["pairs"] or counts["labelled"]:
+            told |= {
+                "too_long": "rows lost units: an answer is too long, and only whole units are kept",
+                "no_labels": "rows lost units: an answer has no label tokens",
+                "duplicates": "units are duplicates; they are kept",
+            }
         if self._config.dedupe == "off":
             told["duplicates"] += "; data.dedupe: exact leaves out rows that repeat an earlier one"
-        notes = []
+        notes = list(unit_notes(counts))
         for name, what in told.items():
             note = f"{counts[name]} {what}"
             if name in LOSING:

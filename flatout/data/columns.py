@@ -62,13 +62,19 @@ COLUMNS = {
     "unit_starts": Column("bool", "sample", "whether a sample begins a unit"),
 }
 """What every new store holds. The manifest records it, with the columns that a store has besides."""
+PREFIX_TOKENS = "prefix_tokens"
+"""The column per unit, of integers, that declares how many tokens its samples begin with in common."""
 NOT_IN_OLD = {"unit_starts"}
 """Columns that stores of earlier versions lack: there, each sample is a unit."""
+JUDGEMENTS = {
+    PREFIX_TOKENS: Column("int32", "unit", "tokens that a pair begins with in common"),
+    "margin": Column("float32", "unit", "by how much a pair's first answer is better"),
+    "label": Column("int8", "sample", "1: an answer to be learnt, 0: one to avoid"),
+}
+"""Columns that rows of compared or labelled answers fill."""
 _TYPES = ("bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64")
 _NAME = re.compile("[a-z][a-z_]*")
 HEADER_BYTES = 128
-PREFIX_TOKENS = "prefix_tokens"
-"""The column per unit, of integers, that declares how many tokens its samples begin with in common."""
 
 
 @with_config(CHECKED)

@@ -92,3 +92,20 @@ class TokenRow:
 
 
 Sample = Conversation | PlainText | TokenRow
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Answers to one prompt that are compared, or one answer with a label; only the answers' turns carry loss.
+
+    `units` are indices into `answers`: the better and the worse answer of each pair, or a labelled answer alone.
+    `columns` has a value for each unit.
+    """
+
+    answers: tuple[Conversation, ...]
+    units: tuple[tuple[int, ...], ...]
+    origin: Origin
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+ParsedRow = Sample | Preference

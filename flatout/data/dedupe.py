@@ -124,18 +124,12 @@ class SeenRows:
         repeated = {row: verdict for row, verdict in verdicts.items() if verdict}
         if not repeated:
             return done
-        goes = np.isin(done.piece_row, list(repeated))
-        goes_token = np.repeat(goes, done.lengths)
+        goes = np.isin(np.arange(len(done.fates)), list(repeated))
+        left, gone = done.of_rows(~goes), done.of_rows(goes)
         counts = done.counts - sum((Counter(done.row_counts[row]) for row in repeated), Counter[str]())
-        counts.update(
-            deduped_tokens=int(goes_token.sum()), deduped_labels=int(np.count_nonzero(done.loss_mask[goes_token]))
-        )
+        counts.update(deduped_tokens=len(gone.token_ids), deduped_labels=int(np.count_nonzero(gone.loss_mask)))
         return replace(
-            done,
-            token_ids=done.token_ids[~goes_token],
-            loss_mask=done.loss_mask[~goes_token],
-            lengths=done.lengths[~goes],
-            piece_row=done.piece_row[~goes],
+            left,
             fates=[repeated.get(row, fate) for row, fate in enumerate(done.fates)],
             typed_rows=[row for row in done.typed_rows if row not in repeated],
             counts=counts,

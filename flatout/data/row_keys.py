@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flatout.config.data import Dedupe
-from flatout.data.conversation import Conversation, PlainText, Sample, TokenRow
+from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference, Sample, TokenRow
 from flatout.data.encode import TokenizedText
 
 Decode = Callable[..., str]
@@ -37,7 +37,7 @@ _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+|[^\w\s]")
 
 def row_key(
     policy: Dedupe,
-    sample: Sample,
+    sample: ParsedRow,
     pieces: Sequence[TokenizedText],
     loss_type: str = "response_only",
     decode: Decode | None = None,
@@ -50,10 +50,14 @@ def row_key(
     for piece in pieces:
         content.update(np.ascontiguousarray(piece.token_ids, np.int32).tobytes())
         content.update(piece.loss_mask.tobytes())
+    if isinstance(sample, Preference):
+        content.update(json.dumps([sample.units, sample.columns], sort_keys=True).encode())
     exact = np.frombuffer(content.digest(), np.uint64)
-    return (
-        exact if policy == "exact" else np.concatenate([exact, _signature(*_sides(sample, pieces, loss_type, decode))])
-    )
+    if policy == "exact":
+        return exact
+    if isinstance(sample, Preference):
+        return np.concatenate([exact, _signature(*_preference_sides(sample))])
+    return np.concatenate([exact, _signature(*_sides(sample, pieces, loss_type, decode))])
 
 
 def are_near(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -105,6 +109,14 @@ def _shingles(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
         return np.zeros(0, np.uint32)
     windows = np.lib.stride_tricks.sliding_window_view(words, size)
     return (mixed((windows * _COEFFICIENTS[:size]).sum(1, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+
+def _preference_sides(row: Preference) -> list[Hashes]:
+    """Return hashes of the words of the prompt, and of the answers, apart by their place or label."""
+    sides = [_sides(answer, (), "response_only", None) for answer in row.answers]
+    salts = [int(label) for label in row.columns.get("label", range(len(sides)))]
+    answers = [words ^ np.uint64(salt) for (_, words), salt in zip(sides, salts, strict=True)]
+    return [sides[0][0], np.concatenate(answers)]
 
 
 def _sides(sample: Sample, pieces: Sequence[TokenizedText], loss_type: str, decode: Decode | None) -> list[Hashes]:

@@ -139,6 +139,11 @@ class StoreWriter:
         return self._samples + self._shard_samples
 
     @property
+    def own_columns(self) -> tuple[str, ...]:
+        """The columns that the store has besides `COLUMNS`."""
+        return tuple(self._extra)
+
+    @property
     def max_token_id(self) -> int:
         """The largest token id of all samples."""
         return max(self._max, self._shard_max)
@@ -228,18 +233,32 @@ class StoreWriter:
         self._begin_shard()
 
     def num_distinct(self) -> int:
-        """Return how many different samples there are, by their hashes; reads them from disk, a part at a time."""
+        """Return how many different units there are, by the hashes of their samples; reads them a part at a time."""
         parts, found = max(1, -(-self.num_samples // _SAMPLES_AT_ONCE)), 0
-        self._files["hashes"].flush()
         for part in range(parts):
             own = [np.zeros(0, np.uint64)]
-            with (self._folder / "hashes.npy").open("rb") as file:
-                file.seek(HEADER_BYTES)
-                while block := file.read(8 * _SAMPLES_AT_ONCE):
-                    hashes = np.frombuffer(block, np.uint64)
-                    own.append(hashes[hashes % np.uint64(parts) == part])
+            for hashes in self._unit_hashes():
+                own.append(hashes[hashes % np.uint64(parts) == part])
             found += len(np.unique(np.concatenate(own)))
         return found
+
+    def _unit_hashes(self) -> Iterator[NDArray[np.uint64]]:
+        """Yield a hash of each unit, many at a time: that of its sample, or of those of its samples in their order."""
+        pending, starts = np.zeros(0, np.uint64), np.zeros(0, np.bool_)
+        with ExitStack() as opened:
+            files = [opened.enter_context((self._folder / f"{n}.npy").open("rb")) for n in ("hashes", "unit_starts")]
+            for name, file in zip(("hashes", "unit_starts"), files, strict=True):
+                self._files[name].flush()
+                file.seek(HEADER_BYTES)
+            while block := files[0].read(8 * _SAMPLES_AT_ONCE):
+                hashes = np.append(pending, np.frombuffer(block, np.uint64))
+                starts = np.append(starts, np.frombuffer(files[1].read(len(block) // 8), np.bool_))
+                first = np.flatnonzero(starts)
+                whole = first[-1]  # the last unit may go on in the next block
+                yield _combined(hashes[:whole], first[:-1])
+                pending, starts = hashes[whole:], starts[whole:]
+        if len(pending):
+            yield _combined(pending, np.zeros(1, np.int64))
 
     def finish(self, meta: StoreMeta, report: Mapping[str, Any]) -> None:
         """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
@@ -267,20 +286,25 @@ class StoreWriter:
             self._open.close()
 
 
+def _combined(hashes: NDArray[np.uint64], first: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a hash for each unit, which begins at `first`; of one sample, its own."""
+    if not len(first):
+        return np.zeros(0, np.uint64)
+    places = np.arange(len(hashes)) - np.repeat(first, np.diff(np.append(first, len(hashes))))
+    return np.add.reduceat(hashes * (2 * places.astype(np.uint64) + np.uint64(1)), first)
+
+
 def append_chunk(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> None:
     """Append a chunk, and rows that are drawn more than once again."""
     if not len(done.lengths):
         return
-    origins = [chunk.rows[row].origin for row in done.piece_row]
-    file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
-    rows = np.array([origin.row_number for origin in origins], np.int64)
-    writer.append(done.token_ids, done.loss_mask, done.lengths, file_ids, rows)
-    copies = chunk.copies[done.piece_row]
-    starts = np.cumsum(done.lengths) - done.lengths
-    for copy in range(1, int(copies.max())):
-        again = np.flatnonzero(copies > copy)
-        where = np.concatenate([np.arange(starts[p], starts[p] + done.lengths[p]) for p in again])
-        writer.append(done.token_ids[where], done.loss_mask[where], done.lengths[again], file_ids[again], rows[again])
+    for copy in range(int(chunk.copies.max())):
+        again = done if copy == 0 else done.of_rows(chunk.copies > copy)
+        origins = [chunk.rows[row].origin for row in again.piece_row]
+        file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
+        rows = np.array([origin.row_number for origin in origins], np.int64)
+        columns = {name: again.columns[name] for name in writer.own_columns}
+        writer.append(again.token_ids, again.loss_mask, again.lengths, file_ids, rows, again.unit_sizes, columns)
 
 
 @contextmanager

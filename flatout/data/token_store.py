@@ -45,6 +45,10 @@ MASK_RULES = 1
 _OLD_COLUMNS = {name: column for name, column in COLUMNS.items() if name not in NOT_IN_OLD}
 _OLD_COLUMNS |= {"loss_mask": Column("bool", "token", COLUMNS["loss_mask"].meaning)}
 _PER_UNIT = Column("int64", "unit")
+_FILLED_BY = {
+    "label": "build it from rows of format: kto",
+    "margin": "build it from pairs that all have a margin or scores",
+}
 
 
 def _with_rules(fingerprint: str, mask_rules: int) -> str:
@@ -207,7 +211,8 @@ class TokenStore:
                 known = ", ".join(sorted(self.extra)) or "none"
                 raise DataError(
                     f"{self.folder}: data set {self.meta.name!r} has no column {name!r}, which {who} needs (its own "
-                    f"columns: {known}); write it with flatout.data.add_column, or train without {who}"
+                    f"columns: {known}); {_FILLED_BY.get(name, 'write it with flatout.data.add_column')}, or train "
+                    f"without {who}"
                 )
 
     def sample(self, index: int, columns: Collection[str] = ()) -> TokenSample:

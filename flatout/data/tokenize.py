@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from flatout.config.data import Dedupe
-from flatout.data.conversation import Conversation, PlainText, Sample, is_empty
+from flatout.data.columns import PREFIX_TOKENS
+from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
@@ -56,13 +57,16 @@ class TokenizedSample:
     """What happened to one sample.
 
     `pieces` go into the store (more than one only if split, none if left out); `num_tokens` is its length before the
-    policy (the longest, if it is split by questions); `counts` are for the report, under its names.
+    policy (the longest, if it is split by questions); `counts` are for the report, under its names. Of a preference,
+    pieces are the samples of whole units: `unit_sizes` are their sizes, and `columns` have a value for each.
     """
 
     pieces: tuple[TokenizedText, ...]
     fate: Fate
     num_tokens: int
     counts: dict[str, int]
+    unit_sizes: tuple[int, ...] = ()
+    columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class SampleTokenizer:
@@ -156,18 +160,29 @@ class SampleTokenizer:
             )
         return replace(found, problems=tuple(problems))
 
-    def masked(self, sample: Sample) -> Sequence[MaskedText]:
+    def masked(self, sample: ParsedRow) -> Sequence[MaskedText]:
         """Return the texts of a conversation with what carries loss in them, for the call; () for another sample.
 
-        Raises DataError, also if there is no template.
+        Of a preference, these are one text for each answer. Raises DataError, also if there is no template.
         """
+        if isinstance(sample, Preference):
+            return [self._one_text(answer) for answer in sample.answers]
         if not isinstance(sample, Conversation):
             return ()
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
             masker = self._masker_for(sample) if sample.template_args else self.masker
             return masked_samples(masker, sample, self.options.lost_reasoning)
 
-    def __call__(self, sample: Sample, texts: Sequence[MaskedText] | None = None) -> TokenizedSample:
+    def _one_text(self, answer: Conversation) -> MaskedText:
+        texts = self.masked(answer)
+        if len(texts) != 1:
+            raise DataError(
+                f"{answer.origin}: an answer holds several questions, before which the chat template writes earlier "
+                "turns otherwise, and a part of it cannot be compared; set data.lost_reasoning to mask or train"
+            )
+        return texts[0]
+
+    def __call__(self, sample: ParsedRow, texts: Sequence[MaskedText] | None = None) -> TokenizedSample:
         """Tokenize one sample; its first token never carries loss, since nothing predicts it. Raises DataError.
 
         `texts` are those of `masked`, if it was called before.
@@ -175,6 +190,8 @@ class SampleTokenizer:
         try:
             if isinstance(sample, Conversation):
                 return self._conversation(sample, self.masked(sample) if texts is None else texts)
+            if isinstance(sample, Preference):
+                return self._preference(sample, self.masked(sample) if texts is None else texts)
             if isinstance(sample, PlainText):
                 return self._plain(sample)
         except UnencodableError as error:
@@ -192,7 +209,15 @@ class SampleTokenizer:
             )
         return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)), {})
 
-    def _conversation(self, sample: Conversation, texts: Sequence[MaskedText]) -> TokenizedSample:
+    def _preference(self, row: Preference, texts: Sequence[MaskedText]) -> TokenizedSample:
+        """Tokenize each answer once, and put whole units together: one with an answer that is left out is left out."""
+        pairs = zip(row.answers, texts, strict=True)
+        answers = [self._conversation(answer, [text], is_whole=True) for answer, text in pairs]
+        return _joined_units(row, answers)
+
+    def _conversation(
+        self, sample: Conversation, texts: Sequence[MaskedText], *, is_whole: bool = False
+    ) -> TokenizedSample:
         policy = self.options.lost_reasoning
         silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
         counts = {"empty_answers": sum(map(is_empty, silent))}
@@ -206,7 +231,7 @@ class SampleTokenizer:
         for masked in texts:
             text = self.encoder.encode(masked.text, masked.spans, masked.typed)
             own = counts if len(texts) == 1 else {}
-            done.append(self._fit(text, {"typed_control_tokens": len(masked.typed), **own}))
+            done.append(self._fit(text, {"typed_control_tokens": len(masked.typed), **own}, is_whole=is_whole))
         return done[0] if len(done) == 1 else _joined(done, counts)
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
@@ -234,11 +259,13 @@ class SampleTokenizer:
         counts |= noticed(sample, skipped=self._control)
         return self._fit(TokenizedText(ids, loss_mask), counts, is_document=not (sample.prompt or sample.silent))
 
-    def _fit(self, text: TokenizedText, counts: dict[str, int], *, is_document: bool = False) -> TokenizedSample:
+    def _fit(
+        self, text: TokenizedText, counts: dict[str, int], *, is_document: bool = False, is_whole: bool = False
+    ) -> TokenizedSample:
         """Apply the length policy."""
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
         if policy == "auto":
-            policy = "split" if is_document else "truncate"
+            policy = "drop" if is_whole else "split" if is_document else "truncate"
         num_labels = int(np.count_nonzero(text.loss_mask[1:]))
         fate: Fate = "kept"
         windows: list[TokenizedText] = []
@@ -278,3 +305,45 @@ def _joined(samples: Sequence[TokenizedSample], counts: Mapping[str, int]) -> To
             total[f"{fate}_{kind}" if lossy in LOSING else name] += count
     pieces = tuple(piece for sample in samples for piece in sample.pieces)
     return TokenizedSample(pieces, fate, max((s.num_tokens for s in samples), default=0), dict(total))
+
+
+def _joined_units(row: Preference, answers: Sequence[TokenizedSample]) -> TokenizedSample:
+    """Return the units of a row as one sample; a unit with an answer that was left out is left out whole."""
+    are_whole = [all(answers[place].pieces for place in unit) for unit in row.units]
+    kept = [unit for unit, is_whole in zip(row.units, are_whole, strict=True) if is_whole]
+    texts = [[answers[place].pieces[0] for place in unit] for unit in kept]
+    if any(len(unit) > 1 and np.array_equal(unit[0].token_ids, unit[1].token_ids) for unit in texts):
+        raise DataError(f"{row.origin}: two answers are the same tokens, so neither is better; remove the row")
+    fates = {answers[place].fate for unit in row.units for place in unit if unit not in kept}
+    fate: Fate = next((fate for fate in ("too_long", "no_labels") if fate in fates), "kept")
+    # what is found in the prompt, each answer of the row has
+    counts = {name: max(answer.counts.get(name, 0) for answer in answers) for name in answers[0].counts}
+    asked = [place for unit in row.units for place in unit]
+    for name in ("tokens", "label_tokens", "typed_control_tokens", "windows_without_labels"):
+        counts[name] = sum(answers[place].counts[name] for place in asked)
+    counts = {name: count for name, count in counts.items() if not name.startswith("too_long_")}
+    pieces = tuple(text for unit in texts for text in unit)
+    if fate == "too_long":
+        counts["too_long_tokens"] = counts["tokens"] - sum(len(piece.token_ids) for piece in pieces)
+        counts["too_long_labels"] = counts["label_tokens"] - sum(int(piece.loss_mask.sum()) for piece in pieces)
+    columns: dict[str, Sequence[float]] = {
+        name: [value for value, is_whole in zip(values, are_whole, strict=True) if is_whole]
+        for name, values in row.columns.items()
+    }
+    if len(row.units[0]) > 1:
+        columns[PREFIX_TOKENS] = [_num_common(unit) for unit in texts]
+        counts |= {"pairs": len(kept), "lost_pairs": len(row.units) - len(kept)}
+    else:
+        counts["labelled"] = len(kept)
+    longest = max(answer.num_tokens for answer in answers)
+    return TokenizedSample(pieces, fate, longest, counts, tuple(map(len, kept)), columns)
+
+
+def _num_common(texts: Sequence[TokenizedText]) -> int:
+    """Return how many tokens all texts begin with of which none is a label, or predicts one."""
+    most = min(len(text.token_ids) for text in texts)
+    ids = np.stack([text.token_ids[:most] for text in texts])
+    stops = (ids != ids[0]).any(0)
+    stops[:-1] |= np.any([text.loss_mask[1:most] for text in texts], 0)
+    stops[-1] = True  # a sample has more than its prefix
+    return int(stops.argmax())

@@ -12,22 +12,24 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.conversation import Conversation, Sample
+from flatout.data.columns import JUDGEMENTS
+from flatout.data.conversation import Conversation, ParsedRow, Preference
 from flatout.data.encode import TokenizedText
 from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.row_keys import KEY_WORDS, row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
-from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
+from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
 from flatout.environment import set_environment
 from flatout.errors import DataError, FlatoutError, ResourceError, first_line
 from flatout.io.template_limits import TemplateLimitError
@@ -57,7 +59,8 @@ class TokenizedChunk:
 
     `num_tokens[i]` is the length of row i before the length policy (0 for a bad row), `fates[i]` what happened to it;
     `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows. With `data.dedupe`, `keys`
-    uint64 [rows, words] tell rows apart, and `row_counts` are each row's part of `counts`.
+    uint64 [rows, words] tell rows apart, and `row_counts` are each row's part of `counts`. `unit_sizes` int64 [units]
+    are the pieces of each unit, None if each is one; `columns` [units] have their values.
     """
 
     token_ids: NDArray[np.int32]
@@ -71,6 +74,29 @@ class TokenizedChunk:
     counts: Counter[str]
     keys: NDArray[np.uint64]
     row_counts: Mapping[int, Mapping[str, int]]
+    unit_sizes: NDArray[np.int64] | None = None
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def num_units(self) -> int:
+        """Units of its pieces."""
+        return len(self.lengths) if self.unit_sizes is None else len(self.unit_sizes)
+
+    def of_rows(self, is_taken: NDArray[np.bool_]) -> TokenizedChunk:
+        """Return the pieces of these rows (rows,) alone, with their units and columns; the rest stays as it is."""
+        pieces = units = is_taken[self.piece_row]
+        if self.unit_sizes is not None:
+            units = pieces[np.cumsum(self.unit_sizes) - self.unit_sizes]
+        tokens = np.repeat(pieces, self.lengths)
+        return replace(
+            self,
+            token_ids=self.token_ids[tokens],
+            loss_mask=self.loss_mask[tokens],
+            lengths=self.lengths[pieces],
+            piece_row=self.piece_row[pieces],
+            unit_sizes=None if self.unit_sizes is None else self.unit_sizes[units],
+            columns={name: values[units] for name, values in self.columns.items()},
+        )
 
 
 def usable_procs(wanted: int | None) -> int:
@@ -100,18 +126,18 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     """Parse and tokenize the rows of one chunk; bad rows become `problems`."""
     num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
     typed_rows, problems, counts = list[int](), dict[int, str](), Counter[str]()
-    pieces, piece_row = list[TokenizedText](), list[int]()
+    pieces, piece_row, units = list[TokenizedText](), list[int](), list[TokenizedSample]()
     policy, row_counts = tokenizer.options.dedupe, dict[int, Mapping[str, int]]()
     keys = np.zeros((len(chunk.rows), KEY_WORDS[policy]), np.uint64)
     # in turns of one kind of work: what parsing, rendering and encoding look up stays in the processor's cache
-    samples: list[tuple[int, Sample, Sequence[MaskedText]]] = []
+    samples: list[tuple[int, ParsedRow, Sequence[MaskedText]]] = []
     for index, raw in enumerate(chunk.rows):
         try:
             sample = chunk.parser.parse(raw)
         except DataError as error:
             problems[index] = str(error)
             continue
-        if isinstance(sample, Conversation):
+        if isinstance(sample, Conversation | Preference):
             counts["conversations"] += 1
             _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
         try:
@@ -130,6 +156,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         num_tokens[index], fates[index] = result.num_tokens, result.fate
         pieces += result.pieces
         piece_row += [index] * len(result.pieces)
+        units.append(result)
         counts.update(result.counts)
         if policy != "off" and result.pieces:
             is_whole = result.counts["tokens"] == sum(len(piece.token_ids) for piece in result.pieces)
@@ -150,7 +177,18 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         counts,
         keys,
         row_counts,
+        *_units_of(units, chunk.parser.columns),
     )
+
+
+def _units_of(
+    rows: Sequence[TokenizedSample], names: Sequence[str]
+) -> tuple[NDArray[np.int64] | None, dict[str, NDArray[Any]]]:
+    """Return the sizes of the units of rows, None if each is one, and the columns that they fill."""
+    sizes = np.fromiter(chain.from_iterable(row.unit_sizes for row in rows), np.int64)
+    values = {name: list(chain.from_iterable(row.columns[name] for row in rows)) for name in names}
+    columns = {name: np.array(values[name], JUDGEMENTS[name].stored) for name in names}
+    return sizes if (sizes > 1).any() else None, columns
 
 
 def _serve(ends: Sequence[Connection], options: TokenizeOptions) -> None:

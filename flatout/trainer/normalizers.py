@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.config.objective import OBJECTIVES, class_of_kind
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.objectives.protocol import Objective
@@ -52,11 +53,13 @@ class Normalizers:
 def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
     """Count what an objective's sums are divided by.
 
-    Raises DataError for values that are negative, or all 0, for units of another size than the objective takes, and for
-    samples of units without labels.
+    Raises DataError for values that are negative, or all 0, for units of another size than the objective takes, for
+    samples of units without labels, and for answers to avoid that it would learn.
     """
     if objective.scope == "unit":
         _require_units(objective, store)
+    elif objective.scope == "token" and not objective.columns:
+        _require_good_answers(objective, store)
     names = objective.sum_names
     per = (objective.normalizer, *(metric.per or objective.normalizer for metric in objective.metrics.values()))
     values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
@@ -80,12 +83,31 @@ def _require_units(objective: Objective, store: TokenStore) -> None:
         raise DataError(
             f"{store.origin(first)}: a unit of {sizes[wrong[0]]}, but objective {objective.name} takes units of "
             f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "
-            "build it with such units"
+            f"build it {'from rows of chosen and rejected answers' if objective.unit_size == 2 else 'with such units'}"
         )
     if (empty := np.flatnonzero(np.asarray(store.num_labels) == 0)).size:
         raise DataError(
             f"{store.origin(int(empty[0]))}: sample {int(empty[0])} has no label token, so objective {objective.name} "
             f"has nothing of it to compare; {empty.size:,} of {store.num_samples:,} samples have none"
+        )
+
+
+def _require_good_answers(objective: Objective, store: TokenStore) -> None:
+    """Raise DataError for a set with answers to avoid, which an objective that sees only tokens would learn."""
+    counts, name = store.meta.counts, store.meta.name
+    if num_pairs := counts.get("pairs", 0):
+        kinds = [kind for kind in OBJECTIVES if class_of_kind(kind).unit_size == 2]
+        raise DataError(
+            f"data set {name!r} has {num_pairs:,} pairs, of which objective {objective.name} would learn the rejected "
+            f"answers too; set objective to {', '.join(kinds) or 'a loss of pairs'}, or build the set with columns: "
+            "{completion: chosen} (of whole conversations {messages: chosen})"
+        )
+    num_bad = int((store.extra["label"] == 0).sum()) if counts.get("labelled") else 0
+    if num_bad:
+        kinds = [kind for kind in OBJECTIVES if "label" in class_of_kind(kind).columns]
+        raise DataError(
+            f"data set {name!r} has {num_bad:,} answers whose label is 0, and objective {objective.name} would learn "
+            f"them; set objective to {', '.join(kinds) or 'a loss of labelled answers'}, or build it from other rows"
         )
 
 

@@ -111,6 +111,10 @@ def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> t
     fates = [
         fate for fate in ("truncated", "split") if origin.row_number in report.rows.get(fate, {}).get(origin.source, ())
     ]
+    if store.meta.counts.get("pairs"):
+        fates.insert(0, ("chosen", "rejected")[index % 2])
+    if store.meta.counts.get("labelled"):
+        fates.insert(0, f"label {int(store.extra['label'][index])}")
     runs = np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1)
     pieces = [(decode(token_ids[run].tolist()), bool(loss_mask[run[0]])) for run in runs]
     turns = [_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn)]

@@ -24,6 +24,16 @@ _ROWS: dict[str, Any] = {
     "sharegpt": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]},
     "messages": {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]},
     "prompt_completion": {"prompt": "Two and two?", "completion": "Four."},
+    "pair": {"prompt": "Hi.", "chosen": "Hello.", "rejected": "No.", "margin": 0.5},
+    "whole pair": {
+        "chosen": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
+        "rejected": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "No."}],
+        "score_chosen": 8, "score_rejected": 2.5,
+    },
+    "ranking": {"instruction": "Hi.", "completions": [
+        {"response": "Hello.", "overall_score": 8}, {"response": "No.", "overall_score": 2}, {"response": "Yes.",
+         "overall_score": 5}]},
+    "labelled": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "No."}], "kto_tag": 0},
     "text": {"text": "Once there was a fox."},
     "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]},
     "oasst": {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.compat.translation import any_value, each, off, translate
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, Origin, is_empty
+from flatout.data.conversation import Conversation, Origin, Preference, is_empty
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
 from flatout.data.rows.formats.parser import make_parser
@@ -87,6 +87,8 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
 
     def standardize(row: dict[str, Any], index: int) -> dict[str, Any]:
         sample = parser.parse(RawRow(Origin("dataset", index + 1), row))
+        if isinstance(sample, Preference):
+            raise UsageError(f"dataset:{index + 1} has {parser.format} rows; pass the data set to the trainer as it is")
         turns = sample.messages if isinstance(sample, Conversation) else ()
         is_flagged = any(turn.silent or (turn.train is not None and not is_empty(turn)) for turn in turns)
         has_more = any(turn.tool_calls or turn.reasoning for turn in turns)

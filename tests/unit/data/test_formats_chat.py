@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, Message, Origin, ToolCall
+from flatout.data.conversation import Conversation, Message, Origin, Preference, ToolCall
 from flatout.data.rows.formats.conversations import _NAMES
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
@@ -211,18 +211,21 @@ def test_columns_setting_renames_row_columns_and_turn_keys() -> None:
     ).messages == (U, A)
 
 
+OTHER = turns(("assistant", "b"))
 PREFERENCES: list[dict[str, Any]] = [
     {"conversations": said(("human", "q")), "chosen": said(("gpt", "a"))[0], "rejected": said(("gpt", "b"))[0]},
-    {"messages": [QUESTION, ANSWER], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION]},
-    {"messages": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]},
-    {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [QUESTION]},
+    {"messages": [QUESTION], "chosen": [ANSWER], "rejected": OTHER},
+    {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": OTHER},
 ]
 
 
 @pytest.mark.parametrize("row", PREFERENCES)
-def test_preference_data_is_refused_unless_its_chosen_answer_is_named(row: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl:7: .*'rejected'.*preference data.*columns: \{completion: chosen\}"):
-        parsed(row)
+def test_preference_rows_are_pairs_unless_the_chosen_answer_is_named(row: dict[str, Any]) -> None:
+    raw = RawRow(ORIGIN, row)
+    assert isinstance(make_parser(SourceConfig(path="x.jsonl"), raw).parse(raw), Preference)
+    chat_format = "sharegpt" if "conversations" in row else "messages" if "messages" in row else "prompt_completion"
+    with pytest.raises(DataError, match=r"x\.jsonl:7: .*'rejected'.*preference data: set format: preference, or"):
+        parsed(row, format=chat_format)
     found = parsed(row, columns={"completion": "chosen"}).messages
     assert [(message.role, message.content) for message in found] == [("user", "q"), ("assistant", "a")]
 
@@ -230,7 +233,9 @@ def test_preference_data_is_refused_unless_its_chosen_answer_is_named(row: dict[
 @pytest.mark.parametrize("label", [False, "false"])
 def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label: object) -> None:
     row = {"messages": [QUESTION, ANSWER], "label": label}
-    told = r"x\.jsonl:7: label is false, so this answer is a bad example; .* or set keys: \{label: ignored\}"
+    told = (
+        r"x\.jsonl:7: label is false, so this answer is a bad example; set format: kto .*set keys: \{label: ignored\}"
+    )
     with pytest.raises(DataError, match=told):
         parsed(row)
     assert parsed(row, keys={"label": "ignored"}).messages == parsed({"messages": [QUESTION, ANSWER]}).messages

@@ -216,7 +216,8 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("C10", {"q": "q", "a": "a"}, {},
      "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: question, output: "
      "answer}; known formats: tokens: input_ids; oasst: message_id, parent_id, text, role; oasst_trees: prompt; "
-     "segments: segments; messages: messages; sharegpt: conversations; gemini: contents; glaive: chat; "
+     "segments: segments; preference: chosen, rejected; ranked: answers; kto: label; "
+     "messages: messages; sharegpt: conversations; gemini: contents; glaive: chat; "
      "xlam: query, tools, answers; prompt_completion: prompt, completion; alpaca: instruction, output; text: text; "
      "columns found: q, a"),
     ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; map yours"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, PlainText, Sample
+from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import open_source
 from flatout.errors import DataError
@@ -22,14 +22,14 @@ DEMO = "llamafactory_demo"
 Rows = list[dict[str, Any]]
 
 
-def read(name: str, **settings: Any) -> list[Sample]:
+def read(name: str, **settings: Any) -> list[ParsedRow]:
     source = SourceConfig(path=str(DATA / name), **settings)
     samples, bad = parsed(source)
     assert not bad
     return samples
 
 
-def parsed(source: SourceConfig) -> tuple[list[Sample], list[str]]:
+def parsed(source: SourceConfig) -> tuple[list[ParsedRow], list[str]]:
     """The samples of a source, and what is wrong with its other rows."""
     rows = list(open_source(source).rows())
     parser = make_parser(source, rows[0])
@@ -109,6 +109,22 @@ def test_bad_examples_of_kto_are_left_out() -> None:
     labels = [row["label"] for row in plain(name)]
     assert (len(kept), len(bad)) == (labels.count(True), labels.count(False))
     assert all("label is false" in problem for problem in bad)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("dpo_en_demo", {}), ("kto_en_demo", {"format": "kto"})])
+def test_every_pair_and_every_labelled_answer_parses(name: str, settings: dict[str, Any]) -> None:
+    rows = plain(f"{DEMO}/{name}.json")
+    samples, bad = parsed(SourceConfig(path=str(DATA / f"{DEMO}/{name}.json"), **settings))
+    assert (len(samples), bad) == (len(rows), [])
+    for sample, row in zip(samples, rows, strict=True):
+        assert isinstance(sample, Preference)
+        if name == "dpo_en_demo":
+            turns = [[*row["conversations"], row[answer]] for answer in ("chosen", "rejected")]
+        else:
+            turns = [[{"value": turn["content"]} for turn in row["messages"]]]
+        written = [[turn["value"] for turn in answer] for answer in turns]
+        assert [[message.content for message in answer.messages] for answer in sample.answers] == written
+        assert dict(sample.columns) == ({} if "chosen" in row else {"label": (int(row["label"]),)})
 
 
 def test_tool_calls_come_out_as_they_were_written() -> None:

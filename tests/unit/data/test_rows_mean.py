@@ -274,11 +274,14 @@ PAIR = {"prompt": "q ", "completion": "good"}
 @pytest.mark.parametrize("row", [PAIR, {"messages": [QUESTION, GOOD]}, {"instruction": "q", "output": "good"}])
 @pytest.mark.parametrize(("bad", "good"), [(0, 1), (0.0, 1.0), ("0", "1"), ("false", "true"), (False, True)])
 def test_a_bad_example_is_refused_however_it_is_written(build: Build, row: Row, bad: Any, good: Any) -> None:
-    refused = build([row | {"label": good}, row | {"label": bad}])
+    plain = ("--format", "prompt_completion") if row is PAIR else ()  # TRL's rows of KTO look like this
+    refused = build([row | {"label": good}, row | {"label": bad}], *plain)
     assert refused.code == 3
     assert re.search(r"rows\.jsonl:2: label is (0|0\.0|false), so this answer is a bad example", refused.printed)
-    assert len(build([row | {"label": good}] * 2).samples) == 2
+    assert len(build([row | {"label": good}] * 2, *plain).samples) == 2
     assert build([row | {"label": bad}], "--key", "label=ignored").code == 0
+    judged = build([row | {"label": good}, row | {"label": bad}], "--format", "kto")
+    assert (judged.code, judged.counts["labelled"]) == (0, 2), judged.printed
 
 
 def test_labels_of_csv_and_parquet(build: Build) -> None:
@@ -350,9 +353,9 @@ CHOSEN: list[tuple[Row, str]] = [
 
 
 @pytest.mark.parametrize(("row", "advice"), CHOSEN)
-def test_advice_on_preference_data_works(build: Build, row: Row, advice: str) -> None:
-    refused = build([row])
-    assert (refused.code, f"set columns: {{{advice}}}" in refused.printed) == (3, True), refused.printed
+def test_the_chosen_answers_alone_can_be_learnt(build: Build, row: Row, advice: str) -> None:
+    pairs = build([row])
+    assert (pairs.code, len(pairs.samples), "bad" in pairs.learnt[1]) == (0, 2, True), pairs.printed
     options = [option for pair in advice.split(", ") for option in ("--column", pair.replace(": ", "="))]
     built = build([row], *options)
     assert (built.code, "good" in built.learnt[0], "bad" in built.samples[0][0]) == (0, True, False), built.printed
@@ -362,7 +365,7 @@ def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
     refused = build([{"question": "what", "answer": ["it"]}])
     assert (refused.code, "set columns" in refused.printed) == (3, False)
     texts = build([{"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"}])
-    assert (texts.code, "set columns" in texts.printed, "preference data" in texts.printed) == (3, False, True)
+    assert (texts.code, "the answers have no first message in common" in texts.printed) == (3, True)
     near = build([{"mesages": "text"}])
     assert (near.code, "did you mean" in near.printed, "set columns" in near.printed) == (3, True, False)
     assert "set columns: {messages: mesages}" in build([{"mesages": [QUESTION, GOOD]}]).printed

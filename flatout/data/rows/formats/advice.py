@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flatout.data.rows.formats.fields import Reading
@@ -60,16 +60,6 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     if remark:
         left = [name for name in left if not remark.startswith(f"{name} ")]
     return columns, "; ".join(filter(None, [remark, f"not read then: {', '.join(left)}" if left else ""]))
-
-
-def chosen_columns(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield columns that may make a row of the chosen answers of preference data."""
-    yield {"completion": "chosen"}
-    yield {"messages": "chosen"}  # the whole conversation
-    answers = {name for name in row if name.lower() in _ANSWERS} | {"chosen"}
-    found = alpaca_columns({**{k: v for k, v in row.items() if k not in answers}, "output": row.get("chosen")})
-    if found is not None:
-        yield {**found[0], "output": "chosen"}
 
 
 def proposed(row: Mapping[str, Any], works: Works) -> str | None:

@@ -90,22 +90,29 @@ def parse_alpaca(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Co
 
     A column of reasoning is only read if the user named it.
     """
-    instruction, given, output, history = map(reading.name, ("instruction", "input", "output", "history"))
+    turns, output = TurnReader(reading), reading.name("output")
+    question = add_history(turns, row)
+    thoughts = reading.columns.get("reasoning")
+    reasoning = None if thoughts is None else optional_text(row.get(thoughts), thoughts) or None
+    turns.add(Message("user", question))
+    turns.add(Message("assistant", text_at(row.get(output), output), reasoning))
+    return finished(turns, row, origin, tools_of(row, reading))
+
+
+def add_history(turns: TurnReader, row: Mapping[str, Any]) -> str:
+    """Append the turns of an alpaca row's `history`, and return its question: instruction and input."""
+    instruction, given, history = map(turns.reading.name, ("instruction", "input", "history"))
     question = text_at(row.get(instruction), instruction)
     if extra := optional_text(row.get(given), given):
         question = f"{question}\n{extra}"
-    turns, pairs = TurnReader(reading), row.get(history)
+    pairs = row.get(history)
     for index, pair in enumerate([] if pairs in (None, "") else list_at(pairs, history)):
         if not isinstance(pair, list) or len(pair) != 2:
             found = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
             raise FieldError(f"{history}[{index}] is {found}, not a [question, answer] pair")
         turns.add(Message("user", text_at(pair[0], f"{history}[{index}][0]")))
         turns.add(Message("assistant", text_at(pair[1], f"{history}[{index}][1]")))
-    thoughts = reading.columns.get("reasoning")
-    reasoning = None if thoughts is None else optional_text(row.get(thoughts), thoughts) or None
-    turns.add(Message("user", question))
-    turns.add(Message("assistant", text_at(row.get(output), output), reasoning))
-    return finished(turns, row, origin, tools_of(row, reading))
+    return question
 
 
 def parse_prompt_completion(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation | PlainText:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from flatout.io.json_file import JSONSyntaxError, parse_json
 
@@ -16,12 +16,13 @@ class FieldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read one source's rows: its settings `columns`, `roles`, `system` and `keys`."""
+    """How to read one source's rows: its settings `columns`, `roles`, `system`, `keys` and `pairs`."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
+    pairs: Literal["best_worst", "adjacent", "all"] = "best_worst"
 
     def name(self, column: str) -> str:
         """Return the user's name of a column; one that was renamed to another column is not read under its own name."""

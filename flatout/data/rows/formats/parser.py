@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Origin, Sample
+from flatout.data.columns import PREFIX_TOKENS
+from flatout.data.conversation import Origin, ParsedRow, Preference
 from flatout.data.rows.formats.advice import Works, near_miss, proposed, unread_meaning
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
@@ -29,6 +30,23 @@ from flatout.data.rows.formats.gemini import looks_like_gemini, parse_gemini
 from flatout.data.rows.formats.glaive import looks_like_glaive, parse_glaive
 from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
 from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
+from flatout.data.rows.formats.preference import (
+    ANSWERS,
+    CHOSEN,
+    COMPLETIONS,
+    LABELS,
+    MARGIN,
+    PROMPTS,
+    RANKED_COLUMNS,
+    REJECTED,
+    SCORES,
+    columns_of,
+    is_labelled,
+    is_ranked,
+    parse_kto,
+    parse_preference,
+    parse_ranked,
+)
 from flatout.data.rows.formats.refusals import refusal
 from flatout.data.rows.formats.xlam import parse_xlam
 from flatout.data.rows.read import BadRow, RawRow, raise_error
@@ -43,7 +61,14 @@ _REMARKS = {
     "xlam": "answers become tool calls, parameters of tools a JSON Schema",
     "glaive": "USER, ASSISTANT and FUNCTION RESPONSE become turns, the functions in system become tools",
     "gemini": "contents become turns, functionDeclarations become tools",
+    "preference": "both answers get the chat template; only what follows the messages they share carries loss",
+    "ranked": "pairs of answers get the chat template; only what follows the messages they share carries loss",
+    "kto": "only the answer carries loss, and its label is kept",
 }
+_PREFERENCES = ("preference", "reward", "ranked")
+"""Formats whose rows become pairs of answers."""
+JUDGED = (*_PREFERENCES, "kto")
+"""Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
 
 
@@ -59,7 +84,7 @@ class FormatRule:
     columns fit is of this format.
     """
 
-    parse: Callable[[Mapping[str, Any], Origin, Reading], Sample]
+    parse: Callable[[Mapping[str, Any], Origin, Reading], ParsedRow]
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
@@ -80,6 +105,9 @@ def _holds_tree(row: Mapping[str, Any], reading: Reading) -> bool:
     return is_tree(row.get(reading.name("prompt")))
 
 
+_TURNS = ("role", "content", "from", "value")
+_ASKED = (*PROMPTS, "history", *CHAT_OPTIONAL)
+_pairs = FormatRule(parse_preference, (CHOSEN, REJECTED), (*_ASKED, MARGIN, *chain(*SCORES)), _TURNS)
 _parse_messages = partial(parse_chat, role="role", content="content")
 # In the order of detection: distinctive columns first, since many chat sets also have a `text` or `prompt` column.
 RULES: dict[str, FormatRule] = {
@@ -87,6 +115,10 @@ RULES: dict[str, FormatRule] = {
     "oasst": FormatRule(_parse_messages, tuple((name,) for name in OASST_COLUMNS), ("rank", "deleted")),
     "oasst_trees": FormatRule(_parse_messages, (("prompt",),), ("message_tree_id", "tree_state"), looks=_holds_tree),
     "segments": FormatRule(parse_segments, (("segments",),)),
+    "preference": _pairs,
+    "reward": _pairs,
+    "ranked": FormatRule(parse_ranked, (ANSWERS,), (*_ASKED, *RANKED_COLUMNS), _TURNS, looks=is_ranked),
+    "kto": FormatRule(parse_kto, (LABELS,), (*_ASKED, *COMPLETIONS), _TURNS, looks=is_labelled),
     "messages": FormatRule(_parse_messages, (CHAT_COLUMNS,), CHAT_OPTIONAL, ("completion", "role", "content")),
     "sharegpt": FormatRule(
         partial(parse_chat, role="from", content="value"),
@@ -120,7 +152,8 @@ class RowParser:
 
     `format` is what was chosen, or detected at the row `first`. `kinds` are the columns that every row must have, with
     the kinds of their values; `absent` those that no row may have, since the first does not; `unread` those of the
-    first row that the format ignores, and `hint` says how those of them would be read that carry meaning.
+    first row that the format ignores, and `hint` says how those of them would be read that carry meaning. `columns`
+    are those of the store that its rows fill.
     """
 
     format: str
@@ -130,6 +163,7 @@ class RowParser:
     absent: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     hint: str = ""
+    columns: tuple[str, ...] = ()
 
     @property
     def threads(self) -> bool:
@@ -157,7 +191,7 @@ class RowParser:
         """
         return thread(rows, self.reading, bad_row, log) if self.threads else iter(rows)
 
-    def parse(self, raw: RawRow) -> Sample:
+    def parse(self, raw: RawRow) -> ParsedRow:
         """Return the common form of one row. Raises DataError with file, row, field, what was found and what to do."""
         row = raw.columns
         try:
@@ -174,7 +208,10 @@ class RowParser:
                     raise FieldError(f"has a column {name!r}, but {self.first} has none; {_ONE_SCHEMA}")
             if why := refusal(row, self.reading, self.format):
                 raise FieldError(why)
-            return RULES[self.format].parse(row, raw.origin, self.reading)
+            sample = RULES[self.format].parse(row, raw.origin, self.reading)
+            if isinstance(sample, Preference) and MARGIN in self.columns and MARGIN not in sample.columns:
+                raise FieldError(f"has no margin and no scores, but {self.first} has; {_ONE_SCHEMA}")
+            return sample
         except FieldError as bad:
             raise DataError(f"{raw.origin}: {bad}") from None
 
@@ -204,12 +241,15 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     """Make the parser; `works` says which advice to give where the first row does not fit."""
     row = first.columns
     _check_renames(source, first)
-    reading = Reading(source.columns, source.roles, source.system, source.keys)
-    if why := refusal(row, reading, works=works):
+    reading = Reading(source.columns, source.roles, source.system, source.keys, source.pairs)
+    known = _known(row, reading) if source.format == "auto" else source.format
+    if why := refusal(row, reading, known if known in JUDGED else None):
         raise DataError(f"{first.origin}: {why}")
-    name = _detect(row, first.origin, reading, works) if source.format == "auto" else source.format
+    name = known or _unknown(row, first.origin, reading, works)
     if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
+    if name in _PREFERENCES and is_ranked(row, reading) and _missing_columns(row, RULES[name], reading):
+        name = "ranked"
     rule = RULES[name]
     if missing := _missing_columns(row, rule, reading):
         hint = near_miss(missing, _all_columns(), row, works)
@@ -226,12 +266,18 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
         optional = [reading.name(column) for column in rule.optional]
         used += [column for column in optional if row.get(column) is not None]
         absent = [column for column in optional if row.get(column) is None]
+    columns, unasked = list[str](), set[str]()
+    if name in JUDGED:
+        columns, needed, asked_again = columns_of(name, row, reading)
+        used, unasked = [*used, *needed], set(asked_again)
+        if PREFIX_TOKENS in columns and MARGIN not in columns:
+            absent = [column for column in rule.columns if column == MARGIN or column in chain(*SCORES)]
     kinds = tuple((column, kind(row[column])) for column in used)
     is_joined = name == "prompt_completion" and all(kind == "a string" for _, kind in kinds)
-    read = set(used) if is_joined else rule.read(reading)  # to a text, nothing else applies
+    read = set(used) if is_joined else rule.read(reading) - unasked  # to a text, nothing else applies
     unread = tuple(column for column in row if column not in read)
     hint = unread_meaning(row, unread, reading) if name == "alpaca" else ""
-    return RowParser(name, reading, first.origin, kinds, tuple(absent), unread, hint)
+    return RowParser(name, reading, first.origin, kinds, tuple(absent), unread, hint, tuple(columns))
 
 
 def _check_renames(source: SourceConfig, first: RawRow) -> None:
@@ -251,8 +297,8 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
             )
 
 
-def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading, works: Works) -> str:
-    """Return the row's format name. Raises DataError with the columns found and what to set."""
+def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
+    """Return the name of the format that a row is of, None if its columns are of none."""
     for name, rule in RULES.items():
         for group in rule.required:
             names = map(reading.name, group)
@@ -262,9 +308,15 @@ def _detect(row: Mapping[str, Any], origin: Origin, reading: Reading, works: Wor
         else:
             if rule.looks(row, reading):
                 return "sharegpt" if name == "messages" and _is_sharegpt(row, reading) else name
+    return None
+
+
+def _unknown(row: Mapping[str, Any], origin: Origin, reading: Reading, works: Works) -> NoReturn:
+    """Raise DataError with the columns found and what to set."""
     hint = proposed(row, works)
     if hint is None:
-        known = "; ".join(f"{name}: {', '.join(group[0] for group in rule.required)}" for name, rule in RULES.items())
+        told = [(name, [group[0] for group in rule.required]) for name, rule in RULES.items() if name != "reward"]
+        known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in told)
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         hint = near_miss(missing, _all_columns(), row, works) or (
             "no known format has these columns; map yours, such as columns: {instruction: question, output: answer}; "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from flatout.data.rows.formats.advice import chosen_columns, written
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
 
@@ -22,23 +21,17 @@ _FALSE, _TRUE = (False, "false", "False", "0"), (True, "true", "True", "1")  # 0
 _PLAIN = ("text", "segments", "tokens")
 
 
-def refusal(
-    row: Mapping[str, Any],
-    reading: Reading,
-    format_name: str | None = None,
-    works: Callable[[Mapping[str, str]], bool] | None = None,
-) -> str | None:
-    """Return why a row must not be trained on as it is.
-
-    `format_name` is None while the format is not known, `works` tells which columns would make it readable.
-    """
-    if row.get("rejected") is not None and "chosen" not in reading.columns.values():
-        advised = next((columns for columns in chosen_columns(row) if works is not None and works(columns)), None)
-        advice = f"; to train on the chosen answers only, set columns: {written(advised)}" if advised else ""
-        return f"has a column 'rejected', so it is preference data, which is not supported{advice}"
+def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> str | None:
+    """Return why a row must not be trained on as it is; `format_name` is None while the format is not known."""
+    is_judged = format_name in ("preference", "reward", "ranked", "kto")
+    if not is_judged and row.get("rejected") is not None and "chosen" not in reading.columns.values():
+        return (
+            "has a column 'rejected', so it is preference data: set format: preference, or, to train on the chosen "
+            "answers only, columns: {completion: chosen} or {messages: chosen}"
+        )
     label = row.get("label")
     is_told = isinstance(label, bool) or label in ("false", "False") or format_name not in (None, *_PLAIN)
-    if is_told and _is_in(label, _FALSE) and "label" not in reading.keys:
+    if not is_judged and is_told and _is_in(label, _FALSE) and "label" not in reading.keys:
         return _bad_example("label", label, "false")
     is_media = False
     for name, value in row.items():
@@ -69,7 +62,10 @@ def _bad_example(name: str, value: object, meaning: str) -> str:
     shown = str(value).lower() if isinstance(value, bool | str) else value
     told = f"or set keys: {{{name}: ignored}}"
     if name == "label":
-        return f"label is {shown}, so this answer is a bad example; keep only rows whose label is true, {told}"
+        return (
+            f"label is {shown}, so this answer is a bad example; set format: kto to learn from bad ones too, keep only "
+            f"rows whose label is true, {told}"
+        )
     other = "true" if meaning == "false" else "false"
     return f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, {told}"
 

@@ -1,0 +1,88 @@
+"""Data sets of compared or labelled answers: what their sources must agree on, and what a set says of its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from flatout.config.schema import DataConfig
+from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
+from flatout.data.rows.formats.parser import JUDGED
+from flatout.data.sampling import Readers
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
+
+
+def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]) -> dict[str, Column]:
+    """Return the columns that the rows of all sources fill.
+
+    A margin that only some sources have is left out, which `log` says. Raises DataError for sources of which only some
+    hold pairs, or labelled answers, and for settings that would cut an answer or give loss to a prompt.
+    """
+    kinds = {parser.columns[:1]: (source, parser) for source, parser in reversed(readers)}
+    if len(kinds) > 1:
+        (one, first), (other, second) = list(kinds.values())[:2]
+        raise DataError(
+            f"{one.name} has {first.format} rows and {other.name} {second.format} rows, which no objective takes "
+            "together; build them as two data sets"
+        )
+    _, parser = readers[0]
+    if parser.format not in JUDGED:
+        return {}
+    if config.loss_type == "all":
+        raise DataError(
+            f"data.loss_type: all gives loss to prompts, but of {parser.format} rows only answers are learnt; set "
+            "response_only"
+        )
+    if config.too_long in ("truncate", "split"):
+        raise DataError(
+            f"data.too_long: {config.too_long} would keep a part of an answer, but of {parser.format} rows whole "
+            "answers are compared; set drop, error or auto"
+        )
+    every = set.intersection(*(set(each.columns) for _, each in readers))
+    for name in sorted(set.union(*(set(each.columns) for _, each in readers)) - every):
+        lacking = next(source.name for source, each in readers if name not in each.columns)
+        log(f"column {name} is left out: {lacking} does not have it")
+    return {name: column for name, column in JUDGEMENTS.items() if name in every}
+
+
+def unit_notes(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield how many units a build made of its rows, and how many fell out."""
+    if counts["pairs"] or counts["lost_pairs"]:
+        lost = counts["lost_pairs"]
+        fell = f"; {lost:,} fell out, as one of their answers is too long or has no label" if lost else ""
+        yield f"{counts['pairs']:,} pairs of {counts['conversations']:,} rows, a unit each{fell}"
+    if counts["labelled"]:
+        yield f"{counts['labelled']:,} labelled answers, a unit each"
+
+
+def first_difference(store: TokenStore, unit: int) -> int:
+    """Return at which token the two answers of a pair part, counted from 0."""
+    one, other = (store.sample(2 * unit + place).token_ids for place in (0, 1))
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def unit_lines(store: TokenStore) -> Iterator[str]:
+    """Yield statistics of pairs and of labels, one sentence each."""
+    if store.meta.counts.get("pairs"):
+        labels = store.num_labels.reshape(-1, 2)
+        ahead = labels[:, 0] - labels[:, 1]
+        longer, equal = (float(np.mean(share)) for share in (ahead > 0, ahead == 0))
+        yield f"pairs {len(labels):,}: chosen is the longer answer in {longer:.1%}, as long in {equal:.1%}"
+        yield f"chosen minus rejected, in label tokens: mean {ahead.mean():+.1f}  {_spread(ahead)}"
+        common = np.asarray(store.extra[PREFIX_TOKENS], np.int64)
+        yield f"tokens that a pair has in common before its labels: {2 * common.sum() / store.lengths.sum():.1%} of all"
+    if "margin" in store.extra:
+        yield f"margins: mean {np.mean(store.extra['margin']):.3g}  {_spread(store.extra['margin'])}"
+    if store.meta.counts.get("labelled"):
+        num_good = int((store.extra["label"] == 1).sum())
+        yield f"labels: {num_good:,} answers to be learnt, {store.num_samples - num_good:,} to avoid"
+
+
+def _spread(values: Any) -> str:
+    shares = (5, 25, 50, 75, 95)
+    return "  ".join(f"p{s} {v:.4g}" for s, v in zip(shares, np.percentile(values, shares).tolist(), strict=True))

@@ -1,0 +1,339 @@
+"""Rows of answers that are compared, as for DPO and reward models, or that are judged one by one, as for KTO.
+
+A row's answers begin where its conversations part: the messages that all have in common are the prompt, and only
+assistant turns behind it carry loss.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+
+from flatout.data.columns import PREFIX_TOKENS
+from flatout.data.conversation import Conversation, Message, Origin, Preference, Role, is_empty
+from flatout.data.rows.formats.calls import tools_of
+from flatout.data.rows.formats.conversations import CHAT_COLUMNS, TurnReader, add_history, finished, turns_at
+from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, text_at
+
+CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
+PROMPTS = ("prompt", "question", "instruction", "input", *CHAT_COLUMNS)
+"""Columns of the prompt; the first that has something is read."""
+ANSWERS = ("answers", "responses", "completions", "candidates")
+"""Columns of several answers with scores or ranks, within each answer or beside them."""
+COMPLETIONS, LABELS = ("completion", "response", "output", "answer"), ("label", "kto_tag")
+SCORES = (
+    ("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"), ("chosen_avg_rating", "rejected_avg_rating"),
+)  # fmt: skip
+MARGIN = "margin"
+_EACH_SCORE, _EACH_RANK = ("score", "rating", "overall_score", "reward"), ("rank", "ranking")
+_ALL_SCORES, _ALL_RANKS = ("scores", "ratings", "rewards"), ("ranks", "rankings")
+RANKED_COLUMNS = (*_ALL_SCORES, *_ALL_RANKS)
+_TEXTS = ("answer", "response", "content", "text", "completion")
+_GOOD = ("true", "1", "yes", "good", "desirable", "positive", "chosen")
+_BAD = ("false", "0", "no", "bad", "undesirable", "negative", "rejected")
+_SPEAKERS = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):[ \t]*")
+Given = tuple[str, object]
+"""An answer of a row: its place, and its value."""
+
+
+def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+    """Parse a pair: chosen and rejected, each a text, a turn, or turns; with or without their prompt."""
+    names = [_named(row, reading, group) for group in (CHOSEN, REJECTED)]
+    answers = _answers(row, origin, reading, [(name, row.get(name)) for name in names])
+    columns, margin = {}, _margin(row, reading)
+    if margin is not None:
+        columns[MARGIN] = (margin,)
+    return Preference(answers, ((0, 1),), origin, columns)
+
+
+def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+    """Parse a list of answers with scores or ranks into pairs, as `reading.pairs` says; equal ones make no pair.
+
+    `best_worst` is the first of the best and the first of the worst, `adjacent` neighbours by value, `all` every pair.
+    """
+    column = _named(row, reading, ANSWERS)
+    items = list_at(row.get(column), column)
+    values, are_scores = _values(row, reading, items, column)
+    order = sorted(range(len(items)), key=lambda place: -values[place])
+    ends = [(order[0], min(order, key=lambda place: values[place]))] if order else []
+    found = {"best_worst": ends, "adjacent": list(pairwise(order)), "all": list(combinations(order, 2))}
+    pairs = [(one, other) for one, other in found[reading.pairs] if values[one] != values[other]]
+    if not pairs:
+        raise FieldError(f"{column} has no two answers of different value, so none is better; remove the row")
+    used = [place for place in order if any(place in pair for pair in pairs)]
+    answers = _answers(row, origin, reading, [(f"{column}[{place}]", _text_of(items[place])) for place in used])
+    margins = tuple(values[one] - values[other] for one, other in pairs) if are_scores else ()
+    units = tuple((used.index(one), used.index(other)) for one, other in pairs)
+    return Preference(answers, units, origin, {MARGIN: margins} if are_scores else {})
+
+
+def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+    """Parse a prompt, one answer and whether it is good; of a chat, the answer is what follows its last question."""
+    name = _named(row, reading, LABELS)
+    label = _label(row.get(name), name)
+    completion, answers = _first(row, reading, COMPLETIONS), list[Given]()
+    if completion is not None:
+        answers = [(completion, row[completion])]
+    return Preference(_answers(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
+
+
+def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether a row is certainly one of KTO; elsewhere a label may be a class."""
+    if any(reading.name(name) in reading.keys for name in LABELS):
+        return False
+    pair = (row.get(reading.name(name)) for name in ("prompt", "completion"))
+    is_told = isinstance(row.get(reading.name("label")), bool) and all(value is not None for value in pair)
+    return is_told or row.get(reading.name("kto_tag")) is not None
+
+
+def is_ranked(row: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether a row lists answers that have scores or ranks."""
+    name = _first(row, reading, ANSWERS)
+    items = row[name] if name is not None and isinstance(row[name], list) else []
+    first, each = items[0] if items else None, (*_EACH_SCORE, *_EACH_RANK)
+    return bool(items) and (
+        (isinstance(first, dict) and any(first.get(key) is not None for key in each))
+        or _first(row, reading, RANKED_COLUMNS) is not None
+    )
+
+
+def columns_of(format_name: str, row: Mapping[str, Any], reading: Reading) -> tuple[list[str], list[str], list[str]]:
+    """Return the columns of the store that rows like this fill, those of the row that all need, and unread prompts."""
+    made, needed = ["label" if format_name == "kto" else PREFIX_TOKENS], list[str]()
+    if format_name != "kto":
+        scores = next((pair for pair in SCORES if all(row.get(reading.name(name)) is not None for name in pair)), ())
+        if row.get(reading.name(MARGIN)) is not None:
+            needed = [reading.name(MARGIN)]
+        elif format_name != "ranked":
+            needed = [reading.name(name) for name in scores]
+        items = row.get(_first(row, reading, ANSWERS) or "")
+        if needed or (format_name == "ranked" and isinstance(items, list) and _are_scores(row, reading, items)):
+            made.append(MARGIN)
+    prompts = [name for name in map(reading.name, PROMPTS) if row.get(name) not in (None, "", [])]
+    with_input = 2 if prompts[:2] == [reading.name("instruction"), reading.name("input")] else 1
+    return made, needed, prompts[with_input:]
+
+
+def _first(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str | None:
+    """Return the user's name of the first of these columns that has something."""
+    return next((name for name in map(reading.name, names) if row.get(name) not in (None, "", [])), None)
+
+
+def _named(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str:
+    """Return the user's name of the first of these columns that has something, or at least is there."""
+    there = (name for name in map(reading.name, names) if name in row)
+    return _first(row, reading, names) or next(there, reading.name(names[0]))
+
+
+def _answers(
+    row: Mapping[str, Any], origin: Origin, reading: Reading, given: Sequence[Given]
+) -> tuple[Conversation, ...]:
+    """Return a conversation for each answer of a row; a row without any has its answer at the end of its prompt.
+
+    Raises FieldError for answers that are empty, equal, to different prompts, or none.
+    """
+    read = [_turns(value, place, reading, "assistant") for place, value in given]
+    asked = _prompt(row, reading)
+    are_whole = [bool(turns.messages) and turns.messages[0].role != "assistant" for turns in read]
+    if 0 < sum(are_whole) < len(read):
+        raise FieldError(f"{given[0][0]} and {given[1][0]} differ in form: only one begins with the prompt")
+    if not given:
+        if asked is None:
+            raise FieldError(f"has no answer; name its column, such as columns: {{completion: {COMPLETIONS[1]}}}")
+        read = [asked]
+    elif all(are_whole):
+        _check_prompt(asked, read, given[0][0])
+    elif asked is None:
+        raise FieldError(
+            f"{given[0][0]} begins with an answer, and there is no prompt; name its column, such as "
+            "columns: {prompt: question}"
+        )
+    else:
+        _check_question(asked)
+        read = [_joined(asked, turns) for turns in read]
+    if len(read) == 1:
+        num_common = len(asked.messages) if given and asked and not any(are_whole) else _after_question(read[0])
+    else:
+        num_common = _num_common(read, [place for place, _ in given])
+    for turns in read:
+        _check_answer(turns, num_common)
+        turns.messages[:num_common] = [replace(message, train=False) for message in turns.messages[:num_common]]
+    tools = tools_of(row, reading)
+    return tuple(finished(turns, row, origin, tools) for turns in read)
+
+
+def _turns(value: object, place: str, reading: Reading, role: Role) -> TurnReader:
+    """Read a text, which is a turn of `role`, one turn, or a list of turns. Raises FieldError."""
+    if value in (None, "", []):
+        raise FieldError(f"{place} is {'missing' if value is None else 'empty'}; every answer needs its text")
+    if isinstance(value, str):
+        turns, spoken = TurnReader(reading), _SPEAKERS.split(text_at(value, place))
+        if len(spoken) > 2 and not spoken[0].strip() and spoken[1] == "Human":  # as hh-rlhf writes a conversation
+            for speaker, text in zip(spoken[1::2], spoken[2::2], strict=True):
+                turns.add(Message("user" if speaker == "Human" else "assistant", text), place)
+        else:
+            turns.add(Message(role, value), place)
+        return turns
+    if not isinstance(value, list | dict):
+        raise FieldError(f"{place} is {kind(value)}; expected a text, a turn, or a list of turns")
+    is_turn = isinstance(value, dict) and not all(isinstance(item, list) for item in value.values())
+    given = [value] if is_turn else turns_at(value, place)
+    first = given[0] if given and isinstance(given[0], dict) else {}
+    is_from = reading.name("from") in first and reading.name("role") not in first
+    turns = TurnReader(reading, *map(reading.name, ("from", "value") if is_from else ("role", "content")))
+    turns.read(given, place)
+    if not turns.messages:
+        raise FieldError(f"{place} is empty; every answer needs its text")
+    return turns
+
+
+def _prompt(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
+    """Read the prompt of a row, None if it has none."""
+    name = _first(row, reading, PROMPTS)
+    if name is None:
+        return None
+    if name == reading.name("instruction"):
+        turns = TurnReader(reading)
+        turns.add(Message("user", add_history(turns, row)), name)
+        return turns
+    is_chat = name in map(reading.name, CHAT_COLUMNS)
+    return _turns(turns_at(row[name], name) if is_chat else row[name], name, reading, "user")
+
+
+def _joined(asked: TurnReader, answer: TurnReader) -> TurnReader:
+    turns = TurnReader(answer.reading)
+    turns.messages, turns.places = [*asked.messages, *answer.messages], [*asked.places, *answer.places]
+    turns.found = asked.found | answer.found
+    return turns
+
+
+def _check_prompt(asked: TurnReader | None, read: Sequence[TurnReader], place: str) -> None:
+    """Raise FieldError for a prompt that whole conversations do not hold."""
+    said = {message.content.strip() for turns in read[:1] for message in turns.messages}
+    for message, name in zip(asked.messages, asked.places, strict=True) if asked else ():
+        if message.content.strip() not in said:
+            raise FieldError(
+                f"{name} is not among the messages of {place}, which begins with a prompt of its own; remove one"
+            )
+
+
+def _check_question(asked: TurnReader) -> None:
+    if asked.messages[-1].role == "assistant":
+        raise FieldError(f"{asked.places[-1]} is an assistant turn, but the answers follow it; end the prompt before")
+
+
+def _after_question(turns: TurnReader) -> int:
+    """Return where the turns behind the last question begin; 0 without one."""
+    return max((place + 1 for place, message in enumerate(turns.messages) if message.role == "user"), default=0)
+
+
+def _num_common(read: Sequence[TurnReader], places: Sequence[str]) -> int:
+    """Return how many messages all begin with. Raises FieldError if two answers are equal."""
+    for (one, first), (other, second) in combinations(zip(places, read, strict=True), 2):
+        if first.messages == second.messages:
+            raise FieldError(f"{one} and {other} are equal, so neither is better; remove the row")
+    shortest = min(len(turns.messages) for turns in read)
+    for place in range(shortest):
+        if any(turns.messages[place] != read[0].messages[place] for turns in read):
+            return place
+    return shortest
+
+
+def _check_answer(turns: TurnReader, num_common: int) -> None:
+    """Raise FieldError unless an answer with something in it follows the messages that all answers have in common."""
+    place, answer = turns.places[min(num_common, len(turns.places) - 1)], turns.messages[num_common:]
+    prompted = next((name for name, m in zip(turns.places, turns.messages[:num_common], strict=False) if m.train), None)
+    if prompted is not None:
+        raise FieldError(
+            f"{prompted} asks for loss in the prompt, but only answers carry loss; remove that key, or set keys"
+        )
+    if not num_common:
+        raise FieldError(f"{place}: the answers have no first message in common, so they have no prompt")
+    if not answer:
+        raise FieldError(f"{place} is the last turn, so there is no answer behind the prompt")
+    if answer[0].role != "assistant":
+        raise FieldError(
+            f"{place} ({answer[0].role}) is where the answers part, so they follow different prompts; an answer begins "
+            "with an assistant turn"
+        )
+    if all(is_empty(message) for message in answer if message.role == "assistant"):
+        raise FieldError(f"{place} is empty; every answer needs its text")
+
+
+def _margin(row: Mapping[str, Any], reading: Reading) -> float | None:
+    """Return by how much the chosen answer is better, None if the row does not say."""
+    name = reading.name(MARGIN)
+    if row.get(name) is not None:
+        margin, told = _number(row[name], name), f"{name} is {row[name]}"
+    else:
+        scores = next((pair for pair in SCORES if all(row.get(reading.name(one)) is not None for one in pair)), None)
+        if scores is None:
+            return None
+        good, bad = (_number(row[reading.name(one)], reading.name(one)) for one in scores)
+        margin, told = good - bad, f"{reading.name(scores[0])} is {good:g} and {reading.name(scores[1])} {bad:g}"
+    if margin < 0:
+        raise FieldError(f"{told}, so the rejected answer is the better one; exchange the two, or remove the row")
+    return margin
+
+
+def _values(row: Mapping[str, Any], reading: Reading, items: Sequence[object], column: str) -> tuple[list[float], bool]:
+    """Return what each answer is worth, more for better, and whether these are scores. Raises FieldError."""
+    beside = _first(row, reading, RANKED_COLUMNS)
+    if beside is not None:
+        given = list_at(row[beside], beside)
+        if len(given) != len(items):
+            raise FieldError(f"{beside} has {len(given)} values, but {column} has {len(items)}; give one for each")
+        found = [_number(value, f"{beside}[{place}]") for place, value in enumerate(given)]
+    else:
+        found = list(_own_values(items, column))
+    are_scores = _are_scores(row, reading, items)
+    return [value if are_scores else -value for value in found], are_scores
+
+
+def _own_values(items: Sequence[object], column: str) -> Iterator[float]:
+    for place, item in enumerate(items):
+        keys = (*_EACH_SCORE, *_EACH_RANK)
+        key = next((key for key in keys if isinstance(item, dict) and item.get(key) is not None), None)
+        if key is None or not isinstance(item, dict):
+            raise FieldError(f"{column}[{place}] has no score and no rank; each answer needs one")
+        yield _number(item[key], f"{column}[{place}].{key}")
+
+
+def _are_scores(row: Mapping[str, Any], reading: Reading, items: Sequence[object]) -> bool:
+    beside = _first(row, reading, RANKED_COLUMNS)
+    if beside is not None:
+        return beside in map(reading.name, _ALL_SCORES)
+    return any(isinstance(item, dict) and item.get(key) is not None for item in items[:1] for key in _EACH_SCORE)
+
+
+def _text_of(item: object) -> object:
+    """Return what an answer of a list says: a text, a turn, or turns."""
+    if isinstance(item, dict) and not {"role", "from"} & item.keys():
+        return next((item[key] for key in _TEXTS if item.get(key) is not None), None)
+    return item
+
+
+def _number(value: object, place: str) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or abs(number) > 1e30:
+        raise FieldError(f"{place} is {kind(value)}, not a finite number")
+    return number
+
+
+def _label(value: object, place: str) -> int:
+    """Return 1 for an answer to be learnt, 0 for one to avoid."""
+    text = str(value).strip().lower() if isinstance(value, str | bool) else value
+    if text in _GOOD or (isinstance(text, int | float) and text == 1):
+        return 1
+    if text in _BAD or (isinstance(text, int | float) and text == 0):
+        return 0
+    shown = f"{value!r:.40}" if isinstance(value, str) else kind(value)
+    raise FieldError(f"{place} is {shown}; the label of an answer is true or false, 1 or 0, good or bad")

@@ -1,0 +1,90 @@
+"""From a file of pairs to a trained step; objectives refuse data sets of another kind before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flatout.cli.main import main
+from flatout.config.read import dump_config
+from flatout.data import registry
+from flatout.data.add_column import add_column
+from flatout.errors import DataError
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
+from flatout.track.run_log import read_run
+from flatout.trainer.decide import PlannedRun, plan_run
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "dpo.py"
+PAIRS = [
+    {
+        "prompt": f"What is {k} and {k}? " * (k % 3 + 1),
+        "chosen": f"It is {2 * k}. " * (k % 4 + 1),
+        "rejected": "No idea.",
+    }
+    for k in range(24)
+]
+JUDGED = [{"prompt": p["prompt"], "completion": p["chosen"], "label": k % 3 > 0} for k, p in enumerate(PAIRS)]
+Plan = Callable[..., PlannedRun]
+
+
+@pytest.fixture
+def plan(tiny: Any, tmp_path: Path) -> Plan:
+    def run(rows: list[dict[str, Any]], source: dict[str, Any] | None = None, **sections: Any) -> PlannedRun:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {"name": "d", "root": str(tmp_path / "data"), "sources": [{"path": str(file), **(source or {})}]}
+        config = tiny.config(tmp_path / "run", data=data, **sections)
+        return plan_run(config, Reporter(), Rank())
+
+    return run
+
+
+def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'d' has 24 pairs, of which objective cross_entropy .*objective to .*simpo"):
+        plan(PAIRS)
+    assert plan(PAIRS, objective="simpo").plan.num_units == 24
+    chosen = plan(PAIRS, {"columns": {"completion": "chosen"}})
+    assert (chosen.plan.num_units, chosen.store.unit_offsets) == (24, None)
+    with pytest.raises(DataError, match=r"objective simpo takes units of 2; .*from rows of chosen and rejected"):
+        plan_run(tiny.config(tmp_path / "run", objective="simpo"), Reporter(), Rank())
+    with pytest.raises(DataError, match=r"'d' has 8 answers whose label is 0, and objective cross_entropy would learn"):
+        plan(JUDGED)
+    assert plan([row for row in JUDGED if row["label"]]).plan.num_units == 16
+
+
+def test_held_out_pairs_stay_whole(plan: Plan) -> None:
+    planned = plan(PAIRS, objective="simpo", eval={"fraction": 0.25})
+    held_out = planned.eval_sets[0].plan.sample_ids
+    assert len(held_out) == 12
+    assert {sample ^ 1 for sample in held_out} == set(held_out)
+
+
+@pytest.mark.exhaustive
+def test_a_file_of_pairs_is_trained_on_one_and_two_ranks(tiny: Any, tmp_path: Path) -> None:
+    """The commands: data build, then train with a loss of one's own; a step does not depend on the ranks."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    root = tmp_path / "data"
+    command = ["data", "build", str(file), "--tokenizer", str(tiny.model_dir), "--name", "pairs", "--root", str(root)]
+    command += ["--max-tokens", "500"]
+    assert main(command) == 0
+    folder = registry.entry_dir(root, registry.find(root, "pairs"))
+    add_column(folder, "ref_logprob", np.full(48, -20.0), per="sample", meaning="log-probability of the reference")
+    first = []
+    for name, overrides in (("one", []), ("two", ["gpus=[0,1]"])):
+        config = tiny.config(
+            tmp_path / name, data={"name": "pairs", "root": str(root), "sources": []},
+            objective={"path": f"{EXAMPLE}:DPO"}, model={"precision": "fp64"}, batch={"max_steps": 2},
+        )  # fmt: skip
+        written = tmp_path / f"{name}.yaml"
+        written.write_text(dump_config(config))
+        assert main(["train", str(written), *overrides]) == 0
+        steps = read_run(tmp_path / name).steps
+        first.append((steps[0].loss, steps[0].metrics["rewards/margins"]))
+    assert first[0] == pytest.approx(first[1], rel=1e-12)
