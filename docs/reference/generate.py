@@ -72,7 +72,7 @@ def _row(setting: Setting, name: str, *more: str) -> str:
 
 def commands() -> Iterator[str]:
     """Yield the page of all commands, with the text of their --help."""
-    yield "# Commands\n"
+    yield "# Commands\n\nEvery command with its options, as `flatout COMMAND --help` prints them.\n"
     for verb, what in VERBS.items():
         parser = argparse.ArgumentParser(
             prog=f"flatout {verb}", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80)
