@@ -543,6 +543,8 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join([
         "# Models",
         "",
+        "Look up here whether flatout trains your model, and how exactly.",
+        "",
         f"`python benchmarks/model_table.py` builds every language model of transformers {results['transformers']}",
         "with a tiny random configuration: all types that `AutoModelForCausalLM` knows, and the text of those of",
         "`AutoModelForImageTextToText`, whose towers stay frozen. It compares flatout with plain transformers, one",

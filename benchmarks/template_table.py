@@ -313,6 +313,7 @@ def page(results, families):
     lines = [
         "# Chat templates: what is trained, told and refused",
         "",
+        "Before you train on conversations, check that your model's template can write what is in your rows. "
         f"{len(results)} public chat templates of {len(by_family)} families, {len(KINDS)} kinds of conversations. "
         "`benchmarks/template_table.py` renders each with plain `apply_chat_template`, and compares text, the place of "
         "every answer and its end with what flatout stores. It works on any folder of templates:",
