@@ -47,7 +47,7 @@ HOOKS |= {"get_data", "get_filename"}
 LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 
 # functions with more parameters than a reader keeps in mind; lower the number when one has become narrower
-MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 21
+MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 10
 
 # lines of each package, rounded up; lower a number when its package has shrunk
 MAX_PACKAGE_LINES = {

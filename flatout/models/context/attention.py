@@ -30,23 +30,16 @@ def attention_over_ranks(form: Attention, group: RankGroup, *, is_varlen: bool) 
         if keys is None:
             return form(q, k, v, cu_seqlens, *max_seqlen, **settings)
         if is_varlen:
-            return _varlen(q, k, v, cu_seqlens, max_seqlen[0], keys, group, **settings)
+            window, sinks = settings.get("window"), settings.get("sinks")
+            # the kernel's window excludes the row itself, transformers' includes it
+            how = (max_seqlen[0], keys.max_seqlen, settings["scale"], None if window is None else window - 1)
+            sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
+            output: Tensor = _Varlen.apply(q, k, v, sinks, keys.rows, cu_seqlens, keys.cu_seqlens, group, *how)
+            return output
         key, value = _Gather.apply(k, v, keys.rows, group)
         return padded_pieces_attention(form, q, key, value, cu_seqlens, keys.cu_seqlens, **settings)
 
     return attention
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, keys: KeyPieces, group: RankGroup, *,
-    scale: float, window: int | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    # the kernel's window excludes the row itself, transformers' includes it
-    left = None if window is None else window - 1
-    sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
-    settings = (max_seqlen, keys.max_seqlen, scale, left)
-    output: Tensor = _Varlen.apply(q, k, v, sinks, keys.rows, cu_seqlens, keys.cu_seqlens, group, *settings)
-    return output
 
 
 def _gather(k: Tensor, v: Tensor, rows: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
@@ -90,8 +83,9 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rows: Tensor, cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor, group: RankGroup, *settings: Any,
+        cu_seqlens_k: Tensor, *how: Any,
     ) -> Tensor:  # fmt: skip
+        group, *settings = how
         output: Tensor
         operator = torch.ops.flatout.varlen_pieces
         output, log_sums = operator(q, *_gather(k, v, rows, group), cu_seqlens_q, cu_seqlens_k, *settings)
