@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -113,33 +113,27 @@ def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ..
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if (
-            not (file := getattr(sys.modules.get(type(objective).__module__), "__file__", None))
-            or not objective._source
-        ):
+        file = getattr(sys.modules.get(type(objective).__module__), "__file__", None)
+        if not (file and objective._source):
             raise
+        where = f"{file}{line_of(error, Path(file))}"
+        raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
+    if (wrong := _wrong_in(found, names)) is not None:
         raise UsageError(
-            f"{file}{line_of(error, Path(file))}: objective {objective.name} failed with "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    is_whole = isinstance(found, Mapping) and set(found) == set(names)
-    shapes = (
-        {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
-        if is_whole
-        else {}
-    )
-    if not is_whole or any(shape != () for shape in shapes.values()):
-        kind = (
-            f"a {type(found).__name__}"
-            if not isinstance(found, Mapping)
-            else f"{', '.join(map(str, found)) or 'nothing'}"
-        )
-        what = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or kind
-        raise UsageError(
-            f"objective {objective.name} returned {what}; expected a mapping of {', '.join(names)} to tensors without "
+            f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
             "dimensions, sums over the micro-batch"
         )
     return found["loss"], *(found[name].detach() for name in names[1:])
+
+
+def _wrong_in(found: object, names: Sequence[str]) -> str | None:
+    """Return what an objective returned in place of sums with these names, in words; None if it is as expected."""
+    if not isinstance(found, Mapping):
+        return f"a {type(found).__name__}"
+    if set(found) != set(names):
+        return ", ".join(map(str, found)) or "nothing"
+    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
+    return ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or None
 
 
 def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None:
