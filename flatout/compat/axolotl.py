@@ -154,27 +154,23 @@ def _class_name(given: Given) -> Became:
 
 
 _LORA = lora_rules(_is_lora)
-_KERNELS = t.any_value("kernels and packing are automatic, and give the same numbers")
 AXOLOTL: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
     **_LORA,
+    **t.rules_of("axolotl"),
     "lora_target_modules": _modules,
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
     **t.each("loss_watchdog_threshold loss_watchdog_patience",
              t.switch({}, "a high loss does not stop the run; one that is not finite does", check=True)),
-    "base_model": t.to("model.name"),
     "revision_of_model": MODEL_ARGUMENTS["revision"],
-    "tokenizer_config": t.to("data.tokenizer"),
     **t.each("model_type tokenizer_type", _class_name),
     "adapter": _adapter,
     "lora_target_linear": lambda given: Became(
         {"lora.targets": "all-linear"} if given.value and _is_lora(given.all) else {}
     ),
-    "lora_model_dir": t.to("lora.continue_from"),
     "datasets": _sources,
     "chat_template": template(_TEMPLATES),
     "chat_template_jinja": template({}),
-    "sequence_len": t.to("data.max_tokens"),
     "excess_length_strategy": _too_long,
     "train_on_inputs": lambda given: Became({"data.loss_type": "all" if given.value else "response_only"}),
     "val_set_size": held_out,
@@ -182,30 +178,10 @@ AXOLOTL: Mapping[str, Rule] = {
     "evals_per_epoch": _per_epoch("eval.every_steps"),
     **t.each("eval_steps eval_strategy evaluation_strategy", _evaluation),
     **t.each("save_steps save_strategy", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
-    "cosine_min_lr_ratio": t.number("schedule.min_lr_ratio"),
     "plugins": _plugins,
     "special_tokens": _special_tokens,
-    "shuffle_merged_datasets": t.to("batch.shuffle"),
     "dataset_exact_deduplication": t.switch({"data.dedupe": "exact"}, "by tokens and loss mask, not by columns"),
     "wandb_project": lambda given: Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {}),
-    "eot_tokens": t.any_value("a turn's last token always carries loss"),
-    **t.each("sample_packing eval_sample_packing pad_to_sequence_len flash_attention sdp_attention xformers_attention "
-             "flex_attention eager_attention cut_cross_entropy liger_rope liger_rms_norm liger_layer_norm "
-             "liger_glu_activation liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
-             "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp torchdistx_path low_cpu_mem_usage "
-             "eval_batch_size dataset_processes dataset_prepared_path strict debug fsdp_version tokenizer_use_fast",
-             _KERNELS),
-    **t.each("rl reward_model process_reward_model ebft trl", t.off("preference and reward training is not supported")),
-    **t.each("processor_type skip_prepare_dataset freeze_mm_modules image_size",
-             t.off("images and audio cannot be trained on; only text can")),
-    **t.each("pretraining_dataset streaming", t.off("write the set as datasets of type: completion")),
-    "test_datasets": t.off("build it with `flatout data build`, and name it in eval.data"),
-    **t.each("wandb_entity wandb_watch wandb_log_model wandb_run_id", t.off("set it in the environment of wandb")),
-    **t.each("gptq relora qat quantize_moe_experts lisa_n_layers",
-             t.off("adapters are LoRA, on model, fp8 or nf4 weights")),
-    **t.each("push_dataset_to_hub hub_model_id", t.off("push the finished run with `flatout push`")),
-    "unfrozen_parameters": t.off("it names what to train; freeze names what not to train"),
-    "tokenizer_use_mistral_common": t.off("the tokenizer of the model's folder is used as it is"),
     "tokens": t.to("data.new_tokens", list, _NEW_ROWS, check=True),
     "peft_layers_to_transform": lambda given: Became({"lora.layers": given.value} if _is_lora(given.all) else {}),
     "peft_layers_pattern": t.only(("layers", ["layers"]), "it is always the list of decoder layers"),

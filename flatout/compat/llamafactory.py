@@ -143,13 +143,11 @@ def _bits(given: Given) -> Became:
 
 LLAMA_FACTORY: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
+    **t.rules_of("llamafactory"),
     **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
-    "model_name_or_path": t.to("model.name"),
-    "model_revision": t.to("model.revision"),
     "stage": _stage,
     "finetuning_type": t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full"),
     "lora_target": _targets,
-    "adapter_name_or_path": t.to("lora.continue_from"),
     "additional_target": saved_modules,
     **t.each("add_tokens add_special_tokens", _new_tokens),
     "resize_vocab": _resize,
@@ -158,22 +156,8 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
     "quantization_type": t.only(("nf4",), "only nf4 is supported"),
     "double_quantization": t.only((True,), "nf4 is always double quantized"),
     "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
-    "cutoff_len": t.to("data.max_tokens"),
     "train_on_prompt": t.switch({"data.loss_type": "all"}),
-    "mask_history": t.off("every answer carries loss; set train: false on the turns to mask"),
     "val_size": held_out,
     **t.each("packing neat_packing", _packing),
     "pure_bf16": t.switch({"full.weights": "bf16"}),
-    "flash_attn": t.any_value("model.attention: auto takes the fastest kernel that is exact"),
-    **t.each("preprocessing_num_workers overwrite_cache plot_loss use_fast_tokenizer include_num_input_tokens_seen "
-             "enable_liger_kernel use_unsloth use_unsloth_gc disable_gradient_checkpointing data_shared_file_system "
-             "upcast_layernorm upcast_lmhead_output preprocessing_batch_size cache_dir print_param_status",
-             t.any_value("changes no step: tokens are cached by content, figures recorded, memory planned")),
-    **t.each("freeze_vision_tower freeze_multi_modal_projector image_max_pixels video_max_pixels video_fps",
-             t.off("images and videos cannot be trained on; only text can")),
-    **t.each("use_dft_loss use_galore use_apollo use_badam use_adam_mini use_muon use_llama_pro pissa_init use_kt "
-             "use_asft_loss use_eaft_loss mixture_of_depths fp8 shift_attn neat_packing_alibi rope_scaling "
-             "new_special_tokens_config streaming "
-             "use_ray ray_num_workers tokenized_path predict_with_generate eval_dataset interleave_probs "
-             "enable_v1_kernels train_from_scratch quantization_device_map", t.off("not supported; remove it")),
 }  # fmt: skip

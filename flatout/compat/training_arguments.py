@@ -200,8 +200,6 @@ def _attention(given: Given) -> Became:
 
 
 _SPEED = t.any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
-_RECORDS = t.any_value("figures are always recorded in the run folder")
-_EVALUATION = t.any_value("one verb trains and evaluates, with the same micro-batches and an exact mean")
 MODEL_ARGUMENTS: Mapping[str, Rule] = {
     "attn_implementation": _attention,
     "trust_remote_code": t.switch(
@@ -217,53 +215,28 @@ _DATASET_ARGUMENTS = {
 }
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **MODEL_ARGUMENTS,
-    "seed": t.to("seed"),
+    **t.rules_of("training_arguments"),
     **t.renamed("output_dir early_stopping_patience full_determinism"),
     **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
-    "auto_find_batch_size": t.any_value("micro-batches are always sized by memory"),
-    "num_train_epochs": t.number("batch.epochs"),
     "max_steps": lambda given: (
         Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
     ),
     "data_seed": _data_seed,
-    "average_tokens_across_devices": t.any_value("the normalizer is always the label tokens of the whole step"),
-    "label_smoothing_factor": t.off("label smoothing is not supported"),
-    "neftune_noise_alpha": t.off("noise on embeddings (NEFTune) is not supported"),
     "loss_type": t.only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
     "router_aux_loss_coef": _router_loss,
-    "learning_rate": t.number("optim.lr"),
-    "weight_decay": t.number("optim.weight_decay"),
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
     "optim": _optimizer,
     **{name: _unless_sgd(rule) for name, rule in t.renamed("adam_beta1 adam_beta2 adam_epsilon").items()},
-    **t.each("optim_args optim_target_modules", t.off("arguments of other optimizers are not supported")),
     "lr_scheduler_type": t.one_of("schedule.kind", SCHEDULES, "write linear, cosine or constant"),
     "lr_scheduler_kwargs": _schedule_arguments,
     **t.each("warmup_steps warmup_ratio", warmup),
     **t.each("bf16 fp16", precision),
-    **t.each(
-        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs "
-        "activation_offloading",
-        t.any_value("recompute: auto keeps what fits in memory; the numerics are the same"),
-    ),
-    **t.each(
-        "tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
-        "torch_empty_cache_steps dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order dataset_num_proc "
-        "dataset_batch_size remove_unused_columns length_column_name pad_to_multiple_of pad_token fp16_backend "
-        "half_precision_backend fp16_opt_level ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph local_rank "
-        "ddp_find_unused_parameters enable_jit_checkpoint _n_gpu",
-        _SPEED,
-    ),
-    "group_by_length": t.any_value("there is no padding to save, and ranks are balanced by FLOPs"),
     "train_sampling_strategy": t.one_of(
         "batch.shuffle", {"random": True, "group_by_length": True, "sequential": False}, "write random or sequential"
     ),
-    "dataloader_drop_last": t.off("every sample is trained on; remove it"),
     **t.each("use_cpu no_cuda", t.switch({"device": "cpu"})),
     "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
     **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
-    **t.each("ddp_timeout ddp_backend", t.any_value("heartbeats find lost ranks: section faults")),
     "accelerator_config": t.nested(
         {
             **t.each(
@@ -272,11 +245,8 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
             **t.each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
         }
     ),
-    "parallelism_config": t.off("tensor and context parallelism are not supported; set strategy: fsdp"),
-    **t.each("max_length max_seq_length", t.to("data.max_tokens")),
     "truncation_mode": t.one_of("data.too_long", {"keep_start": "truncate"}, "the start of a sample is kept"),
     **t.each("assistant_only_loss completion_only_loss", _loss_type),
-    **t.each("packing eval_packing padding_free", t.any_value("steps are always packed, and samples kept apart")),
     "packing_strategy": t.one_of(
         "data.too_long",
         {"bfd": "truncate", "ffd": "truncate", "bfd_split": "split"},
@@ -284,52 +254,21 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     ),
     "dataset_text_field": t.only(("text",), "set data.sources with columns: {text: NAME}", "the column text"),
     "dataset_kwargs": t.nested(_DATASET_ARGUMENTS),
-    "shuffle_dataset": t.any_value("samples are shuffled in each epoch"),
-    "chat_template_path": t.to("data.template"),
-    "eos_token": t.off("the template ends each turn; set data.template"),
-    "label_names": t.off("labels are made from the rows"),
     "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
     **t.each(
         "eval_strategy evaluation_strategy eval_steps",
         interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
     ),
-    **t.each(
-        "per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval eval_do_concat_batches "
-        "eval_use_gather_object prediction_loss_only batch_eval_metrics eval_on_start do_eval do_train",
-        _EVALUATION,
-    ),
-    **t.each("eval_delay do_predict include_for_metrics", t.off("only the loss is evaluated, from the start")),
-    "load_best_model_at_end": t.any_value("best/ is written beside final/ when an earlier state was better"),
     "metric_for_best_model": t.only(("loss", "eval_loss"), "the evaluation loss decides what is best", "the loss"),
-    "greater_is_better": t.off("the evaluation loss decides what is best"),
-    "early_stopping_threshold": t.number("eval.min_delta"),
     **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
-    **t.each(
-        "logging_dir logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica "
-        "disable_tqdm skip_memory_metrics include_num_input_tokens_seen include_tokens_per_second",
-        _RECORDS,
-    ),
     "report_to": report_to,
     "run_name": run_name,
     "project": lambda given: Became({} if given.value == "huggingface" else {"track.project": given.value}),
-    **t.each(
-        "trackio_space_id trackio_bucket_id trackio_static_space_id", t.off("set it in the environment of trackio")
-    ),
     **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
-    "save_only_model": t.any_value("checkpoints always hold what resuming needs; final/ holds the model alone"),
     "save_safetensors": t.only((True,), "only safetensors are written", "always"),
-    **t.each("save_on_each_node restore_callback_states_from_checkpoint", t.any_value("one run folder, one state")),
     "overwrite_output_dir": t.switch({"checkpoint.resume": "never"}, "a folder with checkpoints is not overwritten"),
-    "ignore_data_skip": t.off("a resumed run takes exactly the steps that are left"),
     "resume_from_checkpoint": t.only(
         (True, False), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"
     ),
-    "push_to_hub": t.off("push the finished run with `flatout push`"),
-    **t.each(
-        "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision push_to_hub_token "
-        "push_to_hub_model_id push_to_hub_organization",
-        t.any_value("only read with push_to_hub"),
-    ),
-    **t.each("debug use_ipex use_mps_device torchdynamo mp_parameters past_index", t.off("not supported; remove it")),
 }

@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from flatout.config.names import OF_OTHERS
 from flatout.errors import ProblemsError
@@ -237,3 +240,15 @@ def any_value(note: str) -> Rule:
 def each(names: str, rule: Rule) -> dict[str, Rule]:
     """Use one rule for several names."""
     return dict.fromkeys(names.split(), rule)
+
+
+def rules_of(table: str) -> dict[str, Rule]:
+    """Return the rules of a file in `tables/`: settings by name, and names by what is said of their values."""
+    text = (Path(__file__).parent / "tables" / f"{table}.yaml").read_text(encoding="utf-8")
+    kinds: dict[str, dict[str, str]] = yaml.safe_load(text)
+    rules = {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
+    rules |= {name: number(setting) for name, setting in kinds.get("numbers", {}).items()}
+    for kind, make in (("accepted", any_value), ("off here", off)):
+        for said, names in kinds.get(kind, {}).items():
+            rules |= each(names, make(said))
+    return rules

@@ -70,60 +70,33 @@ def _callbacks(given: Given) -> Became:
 
 ARGUMENTS: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
+    **t.rules_of("unsloth"),
     # from_pretrained
     "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
     "dtype": _dtype,
     **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
-    "rope_scaling": t.off("write it into the model's config.json"),
-    **t.each(
-        "resize_model_vocab offload_embedding float32_mixed_precision qat_scheme", t.off("not supported; remove it")
-    ),
-    **t.each(
-        "fast_inference float8_kv_cache unsloth_tiled_mlp", t.off("serve the run by vLLM: `flatout export --to vllm`")
-    ),
-    **t.each("gpu_memory_utilization max_lora_rank disable_log_stats", t.any_value("only read with fast_inference")),
-    **t.each("fix_tokenizer use_exact_model_name", t.any_value("names are exact, and the tokenizer is checked")),
     # get_peft_model, and PEFT's LoraConfig
-    "r": t.to("lora.rank"),
-    "lora_alpha": t.number("lora.alpha"),
-    "lora_dropout": t.number("lora.dropout"),
     "target_modules": _targets,
-    "use_rslora": t.to("lora.rslora"),
-    "use_dora": t.to("lora.dora"),
-    "continue_from": t.to("lora.continue_from"),
-    "random_state": t.to("seed"),
     **t.each(
         "bias task_type peft_type", t.only(("none", "CAUSAL_LM", "LORA"), "adapters without bias, of a causal model")
     ),
     "init_lora_weights": t.only((True,), "A is random and B zero at the start"),
     "modules_to_save": _saved,
-    "ensure_weight_tying": t.any_value("read with modules_to_save"),
     "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
     "layers_pattern": t.only(("layers", ["layers"], None, []), "it is always the list of decoder layers"),
     **{name: t.to(f"lora.{name}") for name in ("rank_pattern", "alpha_pattern")},
-    "trainable_token_indices": t.off("name the tokens in data.new_tokens"),
-    **t.each("loftq_config target_parameters", t.off("not supported; remove it")),
-    "temporary_location": t.any_value("nothing is kept on disk meanwhile"),
-    "finetune_vision_layers": t.off("only text models are trained"),
     **dict.fromkeys(_PARTS, t.only((True,), "name the layers in target_modules")),
     # trainers
-    "dataset_num_proc": t.to("data.num_procs"),
-    "embedding_learning_rate": t.off("embeddings in modules_to_save have the same learning rate; remove it"),
-    "enable_distributed_training": t.any_value("ranks of a launcher, or the GPUs of device_map"),
     "distributed_backend": t.only(("nccl", "gloo"), "ranks talk over nccl on GPUs and gloo on CPUs"),
     "data_collator": _collator,
-    **t.each("compute_loss_func preprocess_logits_for_metrics", t.off("pass an objective to flatout.train")),
-    "compute_metrics": t.off("`flatout eval` scores a run"),
     **t.each("optimizers optimizer_cls_and_kwargs model_init", t.only((None, (None, None)), "write optim= instead")),
     "callbacks": _callbacks,
-    **t.each("dataset_text_field formatting_func", t.any_value("read by the trainer")),
     # saving
     "save_method": t.only(
         ("merged_16bit", "lora"), "write merged_16bit or lora; `flatout export --to gguf` has 4 bits"
     ),
     "safe_serialization": t.only((True,), "only safetensors are written"),
-    **t.each("max_shard_size maximum_memory_usage", t.any_value("files are written by layer")),
 }
 
 
