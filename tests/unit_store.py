@@ -28,12 +28,13 @@ def write_units(
     declares: bool = True,
     lacks: str = "",
     unlabelled: int | None = None,
+    seed: int = 0,
 ) -> TokenStore:
     """Write units of `sizes` samples as the data set `name`; about every second one shares a prompt of 70 tokens.
 
     The sample `unlabelled` has no label.
     """
-    rng, ids, masks, prefixes = np.random.default_rng(0), [], [], []
+    rng, ids, masks, prefixes = np.random.default_rng(seed), [], [], []
     for unit, size in enumerate(sizes):
         shared = 70 if unit % 2 == 0 and size > 1 else 5
         prompt = rng.integers(5, 200, shared)

@@ -42,6 +42,7 @@ ADVANCED: Mapping[str, str] = MappingProxyType(
         "experts.parallel": "for experts that do not fit on one GPU",
         "batch.layout": "for models that cannot be packed, which auto finds out, and for comparisons",
         "batch.share_prefix": "to compare, or to rule the sharing of prompts out",
+        "objective.reference.adapter": "to compare with another model than the one at step 0",
         "optim.beta1": "to reproduce a recipe",
         "optim.beta2": "to reproduce a recipe, or to train from scratch",
         "optim.eps": "to reproduce a recipe",

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -14,11 +15,24 @@ from pydantic import ConfigDict, model_validator
 from flatout.config.section import Section
 from flatout.errors import UsageError
 
+REFERENCE = "reference_logprob"
+"""The column, per sample, of the log-probability of its label tokens by the reference. No data set holds it by this
+name: a run computes it before its first step for an objective that names it."""
+# a reference that follows the model, by the names that other trainers have for it
+MOVING = {"update_every", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"}
+NO_MOVING = (
+    "a reference that follows the model is not supported, as its log-probabilities are computed once before step 0; "
+    "remove it, or start another run from the adapter of this one"
+)
+
 # kind -> module and class below flatout.objectives, whose fields are the kind's settings
 OBJECTIVES: Mapping[str, str] = MappingProxyType(
     {
         "cross_entropy": "cross_entropy.CrossEntropy",
         "weighted_tokens": "weighted_tokens.WeightedTokens",
+        "dpo": "dpo.DPO",
+        "ipo": "ipo.IPO",
+        "dpo_norm": "dpo_norm.DPONorm",
         "orpo": "orpo.ORPO",
         "simpo": "simpo.SimPO",
         "cpo": "cpo.CPO",
@@ -53,6 +67,21 @@ def class_of_kind(kind: str) -> Any:
     return getattr(import_module(f"flatout.objectives.{module}"), name)
 
 
+class ReferenceConfig(Section):
+    """What answers are compared with. It does not move during a run."""
+
+    adapter: Path | None = None
+    """Folder of the adapter (PEFT format) that is the reference; null: the model at step 0, which is the base model or
+    the adapter of `lora.continue_from`. It has the rank and targets of the one that is trained."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _does_not_move(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and (moving := sorted(MOVING & set(value))):
+            raise ValueError(f"{moving[0]}: {NO_MOVING}")
+        return value
+
+
 class ObjectiveConfig(Section):
     """The loss, with fields of its own; `objective: NAME` is short for `objective: {kind: NAME}`."""
 
@@ -60,9 +89,10 @@ class ObjectiveConfig(Section):
 
     kind: str = "cross_entropy"
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
-    answers: orpo, simpo, cpo, with fields of their own such as `beta` and `sft_weight` (docs/preference.md)."""
+    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo, with fields of their own, such as `beta` (docs/preference.md)."""
     path: str | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
+    reference: ReferenceConfig = ReferenceConfig()
 
     @model_validator(mode="before")
     @classmethod

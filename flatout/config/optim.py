@@ -12,6 +12,9 @@ from flatout.config.section import Section, Share, refuse_unused
 LR_OF_METHOD = {"lora": 2e-4, "full": 1e-5}
 # for the weights what papers and their code take, for adapters ten times as much
 LR_OF_OBJECTIVE: Mapping[str, Mapping[str, float]] = {
+    "dpo": {"lora": 5e-6, "full": 5e-7},
+    "ipo": {"lora": 5e-6, "full": 5e-7},
+    "dpo_norm": {"lora": 5e-6, "full": 5e-7},
     "orpo": {"lora": 5e-5, "full": 5e-6},
     "simpo": {"lora": 1e-5, "full": 1e-6},
     "cpo": {"lora": 1e-5, "full": 1e-6},

@@ -37,7 +37,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes the samples of every step": "batch.samples_per_step",
         "changes the length of the run, and so the learning rate of all later steps": "batch.epochs batch.max_steps",
         "changes the order of samples": "batch.shuffle",
-        "changes the loss": "objective.kind experts.balance_loss experts.z_loss",
+        "changes the loss": "objective.kind objective.reference.adapter experts.balance_loss experts.z_loss",
         "changes the routing": "experts.bias_update",
         "changes the optimizer": "optim.name",
         "changes later updates": "optim.lr optim.beta1 optim.beta2 optim.eps optim.weight_decay optim.max_grad_norm",

@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, with_config
 
+from flatout.config.objective import REFERENCE
 from flatout.errors import DataError, UsageError
 
 CHECKED = ConfigDict(strict=True, extra="forbid")
@@ -107,6 +108,8 @@ def check_column(name: str, column: Column) -> Column:
     """Return a column that a store may have besides `COLUMNS`. Raises UsageError for another."""
     if not _NAME.fullmatch(name) or name in COLUMNS:
         raise UsageError(f"a column cannot be called {name!r}: take lower case and _, and none of {', '.join(COLUMNS)}")
+    if name == REFERENCE:
+        raise UsageError(f"column {name}: runs compute it; give yours another name, such as ref_logprob")
     if column.dtype not in _TYPES:
         raise UsageError(f"column {name}: type {column.dtype}, expected one of {', '.join(_TYPES)}")
     if not column.meaning:

@@ -28,7 +28,14 @@ class StepFacts:
     sum_values: Callable[[Tensor], Tensor]
 
 
-class Term(Protocol):
+class Observer(Protocol):
+    """Reads passes without computing a loss."""
+
+    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+        """Read one of these passes; `states` (T, D) are the last hidden states."""
+
+
+class Term(Observer, Protocol):
     """One addition to the loss. Every rank has equal terms, and takes their passes together."""
 
     @property
@@ -48,9 +55,6 @@ class Term(Protocol):
 
     def passes_before(self, num_micro_batches: int) -> bool:
         """Whether the step needs passes without gradients over its micro-batches before the others."""
-
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """Read one of these passes; `states` (T, D) are the last hidden states."""
 
     def end_passes(self) -> None:
         """End these passes; may sum over ranks."""
@@ -77,7 +81,7 @@ class Terms:
     def __init__(self, *every: Term) -> None:
         self.every = every
         # those that only observe the passes now, before a step
-        self.observing: tuple[Term, ...] = ()
+        self.observing: tuple[Observer, ...] = ()
         self._nothing = torch.zeros(0, dtype=torch.float64)
 
     @property
@@ -97,13 +101,19 @@ class Terms:
         for term in self.every:
             term.start_step(step)
         observing = tuple(term for term in self.every if term.passes_before(num_micro_batches))
-        self.observing = observing
-        try:
+        with self.observed_by(*observing):
             yield bool(observing)
-        finally:
-            self.observing = ()
         for term in observing:
             term.end_passes()
+
+    @contextmanager
+    def observed_by(self, *observers: Observer) -> Iterator[None]:
+        """Let observers read the passes within, which compute no loss."""
+        self.observing = observers
+        try:
+            yield
+        finally:
+            self.observing = ()
 
     @property
     def sums(self) -> Tensor:

@@ -103,8 +103,8 @@ def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
         yield "columns", found.columns, "a tuple of names of columns, such as ('weight',)"
     if found.scope == "unit" and not (isinstance(found.unit_size, int) and found.unit_size > 0):
         yield "unit_size", found.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
-    for name in sorted({"kind", "path"} & set(found.model_fields)):
-        yield "the name of a field", name, "another, as objective.kind and objective.path choose the loss"
+    for name in sorted({"kind", "path", "reference"} & set(found.model_fields)):
+        yield "the name of a field", name, f"another, as objective.{name} is a setting of flatout's"
 
 
 def _wrong_metrics(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:

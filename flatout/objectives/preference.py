@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from flatout.config.objective import REFERENCE
 from flatout.objectives.protocol import Metric, Objective
 
 if TYPE_CHECKING:
@@ -16,15 +17,25 @@ if TYPE_CHECKING:
 
 
 class Answers(NamedTuple):
-    """One answer of each of U pairs: s, the sum of its log-probabilities (U,), and its n tokens (U,)."""
+    """One answer of each of U pairs: s, the sum of its log-probabilities, its n tokens, and s by the reference.
+
+    All are (U,); `reference` is None for losses without one.
+    """
 
     logprob: Tensor
     length: Tensor
+    reference: Tensor | None
 
     @property
     def mean(self) -> Tensor:
         """a = s / n, the log-probability per token."""
         return self.logprob / self.length
+
+    @property
+    def ratio(self) -> Tensor:
+        """d = s - s by the reference."""
+        assert self.reference is not None
+        return self.logprob - self.reference
 
 
 class Preference(Objective):
@@ -59,8 +70,12 @@ class Preference(Objective):
 
     def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sums over pairs."""
-        pairs = [labels.by_unit(column) for column in (labels.by_sample(labels.logprobs), labels.sample_lengths)]
-        chosen, rejected = (Answers(*(each[:, place] for each in pairs)) for place in (0, 1))
+        read = [labels.by_sample(labels.logprobs), labels.sample_lengths]
+        read += [labels.column(REFERENCE)] if REFERENCE in self.columns else []
+        pairs = [labels.by_unit(column) for column in read]
+        chosen, rejected = (
+            Answers(*(each[:, place] for each in pairs), *[None] * (3 - len(pairs))) for place in (0, 1)
+        )
         losses, nll = self.losses(chosen, rejected), -chosen.mean
         first, second = self.rewards(chosen).detach(), self.rewards(rejected).detach()
         return {

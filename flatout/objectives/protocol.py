@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import PrivateAttr, ValidationError
 
+from flatout.config.objective import MOVING, NO_MOVING
 from flatout.config.section import Section
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Objective(Section):
     @classmethod
     def _describe(cls, item: Any) -> str:
         name, fields = ".".join(map(str, item["loc"])), list(cls.model_fields)
+        if name in MOVING:
+            return f"objective.{name}: {NO_MOVING}"
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             known = f"its fields are {', '.join(fields)}" if fields else "it has no fields"

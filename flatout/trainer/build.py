@@ -48,6 +48,7 @@ from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck, largest_pass
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
+from flatout.trainer.reference import compute_reference
 from flatout.trainer.resume import restore
 from flatout.trainer.state import Run
 
@@ -84,7 +85,7 @@ def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: 
     device, reporter = setup.device, setup.reporter
     while True:
         stood_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run, no_graphs, sizes = assemble_run(setup, saved)
+        run, no_graphs, sizes = assemble_run(setup)
         if memory_check is None or saved is not None:
             break
         found, is_off = memory_check.check(run, stood_bytes)
@@ -101,13 +102,17 @@ def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: 
             # compiled graphs belong to the model that is dropped
             torch.compiler.reset()
         free_memory(device)
+    # of the model as it stands at step 0, also in a run that resumes
+    compute_reference(run)
+    if saved is not None:
+        restore(run, saved)
     reporter.phase("recording graphs")
     reporter.stage("graphs", record_graphs(run, no_graphs))
     run.saver.reserve(sizes)
     return run
 
 
-def assemble_run(setup: Setup, saved: SavedCheckpoint | None) -> tuple[Run, str | None, list[int]]:
+def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
     """Return the run, why it records no CUDA graphs (None: it does), and the bytes of each tensor it will save.
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
@@ -151,8 +156,6 @@ def assemble_run(setup: Setup, saved: SavedCheckpoint | None) -> tuple[Run, str 
         rank_meter=RankMeter(device),
         terms=loss.terms,
     )
-    if saved is not None:
-        restore(run, saved)
     run.model.train()
     return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
 

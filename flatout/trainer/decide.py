@@ -13,9 +13,10 @@ from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
 from flatout.checkpoint.write import data_of
-from flatout.config.objective import ObjectiveConfig
+from flatout.config.objective import REFERENCE, ObjectiveConfig, ReferenceConfig
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
+from flatout.data.reference import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.models.load.model import gpu_features
@@ -124,8 +125,7 @@ def plan_run(
     shape = read_shape(config.model.name, config.model.revision)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
-    store, columns = open_tokens(config.data, config, reporter), objective.columns
-    store.require_columns(columns, f"objective {objective.name}")
+    store, columns = open_tokens(config.data, config, reporter, objective), objective.columns
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
@@ -153,6 +153,7 @@ def plan_run(
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
+    report_reference(config, plan, reporter, objective)
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
@@ -175,10 +176,23 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
             f"eval.best: {config.eval.best!r} is no metric of objective {objective.name}; it has "
             f"{', '.join(objective.sum_names)}"
         )
+    if config.objective.reference != ReferenceConfig():
+        why = f"objective {objective.name}, which has no reference" if REFERENCE not in objective.columns else ""
+        why = why or ("method: full" if config.method == "full" else "")
+        if why:
+            raise UsageError(f"objective.reference.adapter has no effect with {why}; remove it")
     if config.objective != ObjectiveConfig():
         ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
         reporter.stage("objective", f"{objective.line}{ran}")
     return objective
+
+
+def report_reference(config: Config, plan: RunPlan, reporter: Reporter, objective: Objective) -> None:
+    """Say what the reference of an objective costs, if it has one."""
+    if REFERENCE in objective.columns:
+        num_steps, part = min(plan.num_steps, plan.steps_per_epoch), "third" if config.method == "full" else "half"
+        told = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
+        reporter.event("reference", {"costs": f"{told}; nothing once an equal one is kept"})
 
 
 def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bool) -> None:
@@ -198,16 +212,19 @@ def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bo
         )
 
 
-def open_tokens(data: DataConfig, config: Config, reporter: Reporter) -> TokenStore:
-    """Open a data set or build it, and report how far that is."""
+def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:
+    """Open a data set or build it, and report how far that is. Raises DataError without a column of the objective."""
     reporter.phase("opening the tokens")
-    return open_or_build(
+    store = open_or_build(
         data,
         config.model.name,
         trained_on=data_of(config.folder),
         progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
         log=lambda text: reporter.stage("tokens", text),
     )
+    store = with_reference(store) if REFERENCE in objective.columns else store
+    store.require_columns(objective.columns, f"objective {objective.name}")
+    return store
 
 
 def plan_evaluation(
@@ -223,8 +240,7 @@ def plan_evaluation(
     stores = {config.data.name: store} if config.eval.fraction else {}
     for name in config.eval.data_names:
         eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
-        stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter)
-        stores[name].require_columns(objective.columns, f"objective {objective.name}")
+        stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter, objective)
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():

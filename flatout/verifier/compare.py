@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flatout.checkpoint.write import Checkpoints
+from flatout.config.objective import REFERENCE
 from flatout.config.schema import Config
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
@@ -30,7 +31,7 @@ from flatout.trainer.decide import PlannedRun, plan_run, weakest_gpu
 from flatout.trainer.state import Run
 from flatout.trainer.step import accumulate_gradients
 
-GRADIENTS, FACTS = "gradients.safetensors", "facts.json"
+GRADIENTS, FACTS, LOGPROBS = "gradients.safetensors", "facts.json", "reference.json"
 # a parameter's difference is relative to the norm of its gradient, but at least to this share of the global norm:
 # some gradients are zero by symmetry (the bias of keys), so only rounding is left of them
 FLOOR_SHARE = 0.01
@@ -140,8 +141,17 @@ class Reference:
 
 
 def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
-    """Plan the run without logging."""
-    return plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
+    """Plan the run without logging, with the reference that plain transformers has computed if the run's folder has it.
+
+    So that no other is computed, samples of other steps have a value too.
+    """
+    planned = plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
+    if (file := config.folder / LOGPROBS).exists():
+        for store in (planned.store, *(each.store for each in planned.eval_sets)):
+            store.extra[REFERENCE][:] = 0.0
+        known = read_json(file)
+        planned.store.extra[REFERENCE][known["ids"]] = known["logprobs"]
+    return planned
 
 
 @contextmanager

@@ -28,18 +28,18 @@ def objective_step(plain: PlainModel, objective: Objective, store: TokenStore, s
     samples = [store.sample(sample_id).pair for sample_id in sample_ids]
     plain.model.zero_grad(set_to_none=True)
     with torch.no_grad():
-        found = [_logprobs(plain, sample) for sample in samples]
+        found = [plain_logprobs(plain, sample) for sample in samples]
     leaf = torch.cat([logprobs for logprobs, _, _ in found]).requires_grad_()
     counts = [len(logprobs) for logprobs, _, _ in found]
     labels = _PlainLabels(leaf, found, _gathered(objective, store, sample_ids, counts, leaf.device))
     loss = objective(labels)["loss"] / _normalizer(objective, labels)
     (gradient,) = torch.autograd.grad(loss, leaf)
     for sample, own in zip(samples, gradient.split(counts), strict=True):
-        (_logprobs(plain, sample)[0] * own).sum().backward()
+        (plain_logprobs(plain, sample)[0] * own).sum().backward()
     return loss.item()
 
 
-def _logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability of each label token of a sample, whether it is the likeliest, and the token ids."""
     device = next(plain.model.parameters()).device
     ids, mask = (torch.tensor(part.tolist(), device=device) for part in sample)

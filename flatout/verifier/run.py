@@ -31,6 +31,7 @@ from flatout.verifier.compare import Reference, Row, free_memory, measure, plan_
 from flatout.verifier.plain_loop import PlainModel, Sample, plain_model, plain_step
 from flatout.verifier.plain_objective import objective_step
 from flatout.verifier.ranks import RankCase, run_rank_cases
+from flatout.verifier.reference_rows import reference_rows, with_plain_reference
 
 Exact = Literal["fp32", "fp64"]
 # rotary cosines are fp32 even in fp64 models, and their last bit depends on how many are computed at once
@@ -155,6 +156,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     adapter = folder / "adapter"
     plain = plain_model(config, device, adapter)
     is_plain = config.objective == ObjectiveConfig()
+    planned = with_plain_reference(plain, config, planned, step)
     loss = plain_step(plain, samples) if is_plain else _objective_loss(plain, planned, step)
     reference = Reference.write(folder / "reference", loss, plain.gradients)
     if is_plain:
@@ -174,6 +176,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     precision = resolve_precision(own.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):
         yield from _own_rows(own, config, device, reference, step.index)
+    yield from reference_rows(own.model_copy(update={"run_dir": config.run_dir}), step.index)
     if cases := _rank_cases(config, reference, limit, planned, step, num_ranks):
         yield from run_rank_cases(cases, folder / "ranks")
 

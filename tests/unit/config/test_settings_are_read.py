@@ -18,7 +18,7 @@ from flatout.errors import ProblemsError
 
 SOURCE = Path(flatout.__file__).parent
 # what a section is called where its settings are read, besides its own name and `config`
-CALLED = {"data.sources": ("source",), "": ("self",)}
+CALLED = {"data.sources": ("source",), "objective.reference": ("reference",), "": ("self",)}
 # read through a property of the settings, and that property
 THROUGH = {
     "run_dir": "folder",

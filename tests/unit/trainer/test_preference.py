@@ -26,7 +26,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import plan_run
 
-NUM_PAIRS, PER_STEP = 10, 5
+NUM_PAIRS, PER_STEP, LR = 10, 5, 0.5
 
 
 def odds(mean: Tensor) -> Tensor:
@@ -36,6 +36,33 @@ def odds(mean: Tensor) -> Tensor:
 # kind -> its settings, the loss of a pair, and an answer's reward; s log-probability, n tokens, d log-ratio
 Form = tuple[dict[str, Any], Callable[..., Tensor], Callable[..., Tensor]]
 FORMS: dict[str, Form] = {
+    "dpo": (
+        {"kind": "dpo"},
+        lambda c, r: -logsigmoid(0.1 * (c.d - r.d)),
+        lambda x: 0.1 * x.d,
+    ),
+    "dpo, smoothed": (
+        {"kind": "dpo", "beta": 0.5, "label_smoothing": 0.2},
+        lambda c, r: -0.8 * logsigmoid(0.5 * (c.d - r.d)) - 0.2 * logsigmoid(0.5 * (r.d - c.d)),
+        lambda x: 0.5 * x.d,
+    ),
+    "dpo, robust": (
+        {"kind": "dpo", "beta": 0.5, "label_smoothing": 0.2, "robust": True, "sft_weight": 0.1},
+        lambda c, r: (
+            (-0.8 * logsigmoid(0.5 * (c.d - r.d)) + 0.2 * logsigmoid(0.5 * (r.d - c.d))) / 0.6 - 0.1 * c.s / c.n
+        ),
+        lambda x: 0.5 * x.d,
+    ),
+    "ipo": (
+        {"kind": "ipo", "beta": 0.2},
+        lambda c, r: (c.d / c.n - r.d / r.n - 1 / 0.4) ** 2,
+        lambda x: 0.2 * x.d,
+    ),
+    "dpo_norm": (
+        {"kind": "dpo_norm"},
+        lambda c, r: -logsigmoid(5.0 * (c.d / c.n - r.d / r.n)),
+        lambda x: 5.0 * x.d / x.n,
+    ),
     "orpo": (
         {"kind": "orpo", "beta": 0.3},
         lambda c, r: -c.s / c.n - 0.3 * logsigmoid(odds(c.s / c.n) - odds(r.s / r.n)),
@@ -67,7 +94,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str], int]] = {
     "3 ranks": ({"micro_batch_tokens": 4000, "share_prefix": "off"}, ["gpus=[0,1,2]"], 3),
 }
 # every kind and every layout once; the product with -m exhaustive
-WITH_THE_SUITE = dict(zip(FORMS, ["several", "shared", "rows", "whole", "2 ranks"], strict=False))
+WITH_THE_SUITE = dict(
+    zip(
+        FORMS,
+        ["2 ranks", "several", "rows", "shared", "whole", "several", "shared", "rows", "shared, several"],
+        strict=False,
+    )
+)
 CASES = [
     pytest.param(kind, layout, marks=[] if WITH_THE_SUITE.get(kind) == layout else pytest.mark.exhaustive)
     for kind in FORMS
@@ -88,32 +121,34 @@ def config_of(tiny: Any, root: Path, folder: Path, *overrides: str, **sections: 
         "method": "full",
         "model": {"name": str(tiny.model_dir), "precision": "fp64"},
         "data": {"name": "pairs", "root": str(root)},
-        "optim": {"name": "sgd", "lr": 1.0, "beta1": 0.0, "max_grad_norm": None},
+        "optim": {"name": "sgd", "lr": LR, "beta1": 0.0, "max_grad_norm": None},
         "schedule": {"kind": "constant", "warmup_steps": 0},
         "eval": {"prompts": []},
         "checkpoint": {"every_steps": None},
         **sections,
     }
-    values["batch"] = {"samples_per_step": PER_STEP, "max_steps": 1, **sections.get("batch", {})}
+    values["batch"] = {"samples_per_step": PER_STEP, "max_steps": 2, **sections.get("batch", {})}
     return make_config(values, overrides)
 
 
 class Answer:
-    """One answer by a plain model: its log-probability s, its tokens n, and its log-ratio d to the model at step 0."""
+    """One answer by a plain model: its log-probability s, its tokens n, and its log-ratio d to the reference."""
 
-    def __init__(self, model: Any, store: TokenStore, sample_id: int) -> None:
+    def __init__(self, model: Any, store: TokenStore, sample_id: int, reference: dict[int, float]) -> None:
         ids, mask = (torch.tensor(part.tolist()) for part in store.sample(sample_id).pair)
         logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         self.s, self.n = logprobs[mask[1:]].sum(), int(mask[1:].sum())
-        self.d = self.s - self.s.detach()
+        self.d = self.s - reference.setdefault(sample_id, self.s.item())
 
 
 @pytest.fixture(scope="module")
 def expected(tiny: Any, pairs: tuple[Path, TokenStore], tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
-    """Loss, figures and gradients of the first step by a kind's own form: the whole step at once, nothing packed."""
+    """Two steps by a kind's own form, nothing packed: losses, the last metrics, and the weights after them.
+
+    The first step has all references still to find, as both steps together are an epoch.
+    """
     root, store = pairs
-    planned = plan_run(config_of(tiny, root, tmp_path_factory.mktemp("plan")), Reporter(), Rank())
-    units = sorted({sample_id // 2 for sample_id in planned.plan.step(0).sample_ids})
+    plan = plan_run(config_of(tiny, root, tmp_path_factory.mktemp("plan")), Reporter(), Rank()).plan
     known: dict[str, dict[str, Any]] = {}
 
     def find(kind: str) -> dict[str, Any]:
@@ -121,13 +156,25 @@ def expected(tiny: Any, pairs: tuple[Path, TokenStore], tmp_path_factory: Any) -
             return known[kind]
         model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float64)
         _, loss_of, reward_of = FORMS[kind]
-        read = [[Answer(model, store, 2 * unit + place) for place in (0, 1)] for unit in units]
-        loss = torch.stack([loss_of(*pair) for pair in read]).mean()
-        loss.backward()
+        reference: dict[int, float] = {}
+        with torch.no_grad():
+            for sample_id in range(2 * NUM_PAIRS):
+                Answer(model, store, sample_id, reference)
+        losses = []
+        for step in plan.steps():
+            units = sorted({sample_id // 2 for sample_id in step.sample_ids})
+            read = [[Answer(model, store, 2 * unit + place, reference) for place in (0, 1)] for unit in units]
+            loss = torch.stack([loss_of(*pair) for pair in read]).mean()
+            model.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= LR * parameter.grad
         rewards = torch.tensor([[reward_of(one).item() for one in pair] for pair in read])
         known[kind] = {
-            "loss": loss.item(),
-            "gradients": {name: own.grad for name, own in model.named_parameters()},
+            "losses": losses,
+            "weights": {name: own.detach() for name, own in model.named_parameters()},
             "metrics": {
                 "rewards/chosen": rewards[:, 0].mean().item(),
                 "rewards/rejected": rewards[:, 1].mean().item(),
@@ -151,17 +198,18 @@ def test_loss_and_gradients_are_those_of_plain_torch(
     config = config_of(tiny, pairs[0], tmp_path / "run", batch=batch, objective=FORMS[kind][0])
     (tmp_path / "run.yaml").write_text(dump_config(config, only_given=True))
     assert main(["train", str(tmp_path / "run.yaml"), *more]) == 0
-    (line,), plain = metrics_of(tmp_path / "run"), expected(kind)
+    lines, plain = metrics_of(tmp_path / "run"), expected(kind)
+    line = lines[-1]
     assert line["num_micro_batches"] >= least
     assert (line["shared_share"] > 0.1) == ("share_prefix" not in batch and "layout" not in batch)
     # rotary cosines are computed in fp32
-    assert line["loss"] == pytest.approx(plain["loss"], rel=1e-7)
+    assert [one["loss"] for one in lines] == pytest.approx(plain["losses"], rel=1e-7)
     assert line["metrics"] == pytest.approx(plain["metrics"], rel=1e-6, abs=1e-6)
     before, after = load_file(tiny.model_dir / "model.safetensors"), load_file(tmp_path / "run/final/model.safetensors")
-    gradients = {name: own for name, own in plain["gradients"].items() if name in before}
-    largest = max(float(own.norm()) for own in gradients.values())
-    for name, gradient in gradients.items():
-        assert float((before[name].double() - after[name] - gradient).norm()) < 1e-6 * largest, name
+    changes = {name: (plain["weights"][name] - own.double()) for name, own in before.items()}
+    largest = max(float(change.norm()) for change in changes.values())
+    for name, change in changes.items():
+        assert float((after[name] - before[name].double() - change).norm()) < 1e-6 * largest, name
 
 
 @pytest.mark.parametrize(
@@ -215,8 +263,8 @@ def test_an_answer_without_a_label_token_is_named(tiny: Any, tmp_path: Path) -> 
 
 def test_odds_of_certainty_are_finite() -> None:
     logprob = torch.tensor([0.0, -1e-9, -0.5, -200.0], requires_grad=True)
-    answers = Answers(logprob, torch.full((4,), 2))
-    losses = ORPO().losses(answers, Answers(logprob.flip(0), torch.full((4,), 2)))
+    answers = Answers(logprob, torch.full((4,), 2), None)
+    losses = ORPO().losses(answers, Answers(logprob.flip(0), torch.full((4,), 2), None))
     losses.sum().backward()
     assert losses.isfinite().all()
     assert logprob.grad is not None

@@ -1,0 +1,50 @@
+"""What a reference says of a store's samples: a column that runs fill once and keep under a key of what decides it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.config.objective import REFERENCE
+from flatout.data.add_column import add_column
+from flatout.data.columns import Column
+from flatout.data.token_store import TokenStore
+
+UNKNOWN = 1.0
+"""Stands for a value that is not computed yet; a log-probability is at most 0."""
+# names of columns have no digits
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")
+
+
+def with_reference(store: TokenStore) -> TokenStore:
+    """Return the store with the column REFERENCE in memory, float64 (num_samples,), which is UNKNOWN everywhere."""
+    column = Column("float64", "sample", "log-probability of the label tokens by the reference", fingerprint=REFERENCE)
+    values = np.full(store.num_samples, UNKNOWN)
+    return replace(store, columns={**store.columns, REFERENCE: column}, extra={**store.extra, REFERENCE: values})
+
+
+def column_of_key(key: str) -> str:
+    """Return the name of the column on disk that holds what was computed under this key (hexadecimal digits)."""
+    return f"reference_{key[:16].translate(_LETTERS)}"
+
+
+def fill_from_disk(store: TokenStore, key: str) -> int:
+    """Copy what was kept under a key into the values that are UNKNOWN; return how many are known now.
+
+    Raises DataError for a damaged store.
+    """
+    values = store.extra[REFERENCE]
+    # the store that was opened earlier does not have what another run has kept since
+    kept = TokenStore.open(store.folder).extra.get(column_of_key(key))
+    if kept is not None:
+        np.copyto(values, kept, where=values == UNKNOWN)
+    return int(np.count_nonzero(values != UNKNOWN))
+
+
+def keep_on_disk(store: TokenStore, key: str, meaning: str) -> None:
+    """Keep the values, those that others have kept meanwhile too. Raises ResourceError if the disk is full."""
+    fill_from_disk(store, key)
+    values: NDArray[np.float64] = store.extra[REFERENCE]
+    add_column(store.folder, column_of_key(key), values, per="sample", meaning=f"{meaning}; {UNKNOWN:g}: not computed")

@@ -1,0 +1,223 @@
+"""The reference's log-probabilities of every sample that a run needs: one planned pass before step 0, kept for others.
+
+The pass takes the micro-batches of the plan, and the kernels of training where nothing is dropped at random. So the
+first step of a model that equals its reference finds log-probabilities that are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from xxhash import xxh3_128_hexdigest
+
+from flatout.config.objective import REFERENCE
+from flatout.data.reference import UNKNOWN, fill_from_disk, keep_on_disk
+from flatout.data.token_store import TokenStore
+from flatout.errors import NumericError, ResourceError, UsageError
+from flatout.io.kept_facts import hashes_of
+from flatout.models.load.source import fingerprint_model
+from flatout.models.lora.adapter import load_adapter
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from flatout.models.objective import TokenHead
+from flatout.models.packed import PackedBatch
+from flatout.objectives.labels import LabelTokens
+from flatout.parallel.strategies.protocol import oom_as_resource_error
+from flatout.planner.memory.constants import HEAD_TILE_ROWS
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.passes import inference
+from flatout.trainer.state import Run
+from flatout.trainer.step import autocast
+
+# micro-batches of each rank, of one step or a part of an evaluation
+Chunk = tuple[Sequence[MicroBatch], ...]
+EVAL_CHUNK = 8
+# keeping what is known takes at most this share of the time
+KEEPING_SHARE = 0.05
+
+
+class _SampleLogprobs:
+    """Reads the log-probability of each sample's label tokens in a pass."""
+
+    def __init__(self, tile_rows: int) -> None:
+        self._tile_rows, self.found = tile_rows, torch.zeros(0)
+
+    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+        """See Observer."""
+        labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
+        self.found = labels.by_sample(labels.logprobs).detach().double()
+
+
+def compute_reference(run: Run) -> None:
+    """Fill the column REFERENCE of the run's data sets, if its objective has one; collective.
+
+    The model is the run's at step 0. What an earlier run or attempt has kept under an equal key is not computed again.
+    Raises UsageError for a reference that this run cannot compute, NumericError for one that is not finite.
+    """
+    if REFERENCE not in run.planned.objective.columns:
+        return
+    adapter, plan = run.config.objective.reference.adapter, run.plan
+    first_epoch = min(plan.num_steps, plan.steps_per_epoch)
+    with _weights_of(run, adapter) if adapter else nullcontext():
+        with _as_in_training(run):
+            _fill(run, run.loader, lambda: (step.ranks for step in islice(plan.steps(), first_epoch)))
+        for each, loader in zip(run.eval_sets, run.eval_loaders, strict=True):
+            with inference(run):
+                _fill(run, loader, partial(_parts, each.plan.ranks))
+
+
+def compute_step(run: Run, step: StepPlan) -> None:
+    """Compute the reference of one step's samples anew, and keep nothing; collective."""
+    adapter, ids = run.config.objective.reference.adapter, _ids(step.ranks)
+    with _weights_of(run, adapter) if adapter else nullcontext(), _as_in_training(run):
+        run.loader.store.extra[REFERENCE][ids] = _take(run, run.loader, step.ranks, ids)
+
+
+@contextmanager
+def _as_in_training(run: Run) -> Iterator[None]:
+    """Run passes with the kernels of training, whose compiled layers differ without gradients, but without dropout."""
+    text = run.model.config.get_text_config().to_dict()
+    drops = run.config.lora.dropout or any("drop" in name and value for name, value in text.items())
+    if drops or run.planned.parallel_layout.lockstep or run.memory.recompute == "offload":
+        with inference(run):
+            yield
+    else:
+        run.fused_lora.refresh()
+        yield
+
+
+@contextmanager
+def _weights_of(run: Run, adapter: Path) -> Iterator[None]:
+    """Train with the weights of another adapter for a while. Raises UsageError where weights are not whole."""
+    if run.planned.parallel_layout.shards_state or run.strategy.engine_state:
+        raise UsageError(
+            "objective.reference.adapter needs whole weights on each rank, but "
+            f"{run.planned.parallel_layout.strategy} shards them; set strategy: ddp"
+        )
+    own = {name: parameter.detach().clone() for name, parameter in run.named_parameters.items()}
+    load_adapter(run.model, adapter)
+    run.reporter.stage("reference", f"the adapter in {adapter}")
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in run.named_parameters.items():
+                parameter.copy_(own[name])
+
+
+def _parts(ranks: Sequence[Sequence[MicroBatch]]) -> Iterator[Chunk]:
+    for first in range(0, max(map(len, ranks)), EVAL_CHUNK):
+        yield tuple(rank[first : first + EVAL_CHUNK] for rank in ranks)
+
+
+def _fill(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Chunk]]) -> None:
+    """Fill one data set's column and keep it; a chunk of which all is known is left out, by all ranks."""
+    # a plan that was made again may have opened another
+    store = loader.store
+    values, name = store.extra[REFERENCE], store.meta.name
+    run.reporter.phase("looking for the reference")
+    if UNKNOWN not in values:
+        return
+    key = reference_key(run, store)
+    fill_from_disk(store, key)
+    if len(set(run.checkpoints.group.all_gather(xxh3_128_hexdigest(values.tobytes())))) > 1:
+        values[:] = UNKNOWN  # nodes with copies of the data set, of which one has it
+    num_needed, total = (
+        sum(len(found) for found in map(which, chunks())) for which in (_ids, partial(_unknown, values))
+    )
+    if not total:
+        run.reporter.stage("reference", f"{name}: {num_needed:,} log-probabilities are known from an earlier run")
+        return
+    started, done, keeping_s, kept_at = time.perf_counter(), 0, 0.0, -math.inf
+    meaning = f"log-probability by {run.config.model.name}, {str(run.dtype).removeprefix('torch.')}"
+    for chunk in chunks():
+        if not (unknown := _unknown(values, chunk)):
+            continue
+        run.reporter.phase("computing the reference", done, total)
+        found = dict(zip(ids := _ids(chunk), _take(run, loader, chunk, ids), strict=True))
+        # what is known stays as it is: it may be of another packing
+        values[unknown] = [found[sample_id] for sample_id in unknown]
+        _require_finite(store, unknown)
+        done += len(unknown)
+        before = time.perf_counter()
+        if done == total or (before - kept_at) * KEEPING_SHARE >= keeping_s:
+            _keep(run, store, key, meaning)
+            kept_at = time.perf_counter()
+            keeping_s = kept_at - before
+    seconds, known = time.perf_counter() - started, f"; {num_needed - total:,} were known" if num_needed > total else ""
+    run.reporter.stage(
+        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{known}"
+    )
+
+
+def _ids(chunk: Chunk) -> list[int]:
+    return [sample_id for rank in chunk for batch in rank if not batch.is_filler for sample_id in batch.sample_ids]
+
+
+def _unknown(values: NDArray[np.float64], chunk: Chunk) -> list[int]:
+    ids = np.array(_ids(chunk), np.int64)
+    return list(ids[values[ids] == UNKNOWN].tolist())
+
+
+def _take(run: Run, loader: BatchLoader, chunk: Chunk, ids: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of these samples, which are all of a chunk; collective."""
+    own, reader = chunk[run.data_rank], _SampleLogprobs(HEAD_TILE_ROWS[run.memory.recompute])
+    found = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
+    places = {sample_id: place for place, sample_id in enumerate(ids)}
+    with oom_as_resource_error(run.rank), run.terms.observed_by(reader):
+        for planned, batch in zip(own, loader.batches(own), strict=True):
+            with autocast(run):
+                run.loss(batch)
+            if not planned.is_filler:
+                found[[places[sample_id] for sample_id in planned.sample_ids]] = reader.found
+    return list(run.strategy.sum_values(found).tolist())
+
+
+def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:
+    values = store.extra[REFERENCE][ids]
+    if (wrong := np.flatnonzero(~np.isfinite(values))).size:
+        raise NumericError(
+            f"{store.origin(ids[wrong[0]])}: the reference's log-probability is {values[wrong[0]]}; check the row and "
+            "the model, or set model.precision: fp32"
+        )
+
+
+def _keep(run: Run, store: TokenStore, key: str, meaning: str) -> None:
+    if not run.rank.is_first:
+        return
+    try:
+        keep_on_disk(store, key, meaning)
+    except ResourceError as error:
+        run.reporter.stage("reference", f"{error}; this run goes on, but the next computes the reference again")
+
+
+def reference_key(run: Run, store: TokenStore) -> str:
+    """Return what decides the reference's log-probabilities of a data set, as 32 hexadecimal digits.
+
+    Tokens, the weights and how they are stored and computed with, and the adapter; not the learning rate, beta, the
+    seed, or how samples are packed, which changes rounding only.
+    """
+    config = run.config
+    adapter = config.objective.reference.adapter or config.lora.continue_from
+    is_drawn = config.model.init == "random" or bool(config.data.added_tokens)
+    facts = {
+        "tokens": {name: store.columns[name].fingerprint for name in ("token_ids", "loss_mask", "offsets")},
+        "model": fingerprint_model(config.model),
+        "compute": [config.method, str(run.dtype), run.autocast, config.base.storage, config.base.compute],
+        "full": [config.full.weights, config.full.compute, config.full.hidden_states],
+        "adapter": adapter and hashes_of({name: adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}),
+        "seed": config.seed if is_drawn else None,
+    }
+    return xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

@@ -1,0 +1,61 @@
+"""The reference in `flatout verify`: plain transformers computes it, and a model that equals it earns no reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flatout.config.objective import REFERENCE
+from flatout.config.schema import Config
+from flatout.io.durable_io import DurableIO
+from flatout.parallel.rank import Rank
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.trainer.decide import PlannedRun
+from flatout.trainer.reference import compute_step
+from flatout.trainer.step import accumulate_gradients
+from flatout.verifier.compare import LOGPROBS, Row, plan_quietly, set_up_quietly
+from flatout.verifier.plain_loop import PlainModel, plain_model
+from flatout.verifier.plain_objective import plain_logprobs
+
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+
+
+def with_plain_reference(plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan) -> PlannedRun:
+    """Return the plan with what plain transformers finds for one step's samples, without the adapter that is trained.
+
+    All later plans of this folder have it too. A run whose objective has no reference stays as it is.
+    """
+    if REFERENCE not in planned.objective.columns:
+        return planned
+    adapter = config.objective.reference.adapter or config.lora.continue_from
+    if adapter is not None:
+        plain = plain_model(config, next(plain.model.parameters()).device, adapter)
+    model: Any = plain.model
+    samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
+    with torch.no_grad(), model.disable_adapter() if adapter is None and config.method == "lora" else nullcontext():
+        logprobs = [plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples]
+    DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": logprobs})
+    return plan_quietly(config, Rank())
+
+
+def reference_rows(config: Config, step_index: int) -> Iterator[Row]:
+    """Yield a row for the run's model at step 0 in its own precision, if its objective has a reference and rewards.
+
+    All differences are the largest of these rewards, which must be 0: the reference is computed by the same passes. It
+    is not if the settings name another model as the reference, or drop something at random.
+    """
+    planned = plan_quietly(config, Rank())
+    places = [planned.objective.sum_names.index(name) for name in REWARDS if name in planned.objective.metrics]
+    differs = config.objective.reference.adapter is not None or config.lora.dropout
+    if not places or differs or REFERENCE not in planned.objective.columns:
+        return
+    with set_up_quietly(config, planned, Rank(), config.folder) as run:
+        step = run.plan.step(step_index)
+        compute_step(run, step)
+        largest = float(accumulate_gradients(run, step)[places].abs().max())
+    row = Row("rewards before the first update", loss_difference=largest, worst_difference=largest)
+    yield replace(row, norm_difference=largest).judged(0.0)

@@ -1,0 +1,264 @@
+"""The reference: computed once before step 0, equal to the bit at step 0, kept for other runs, resumed when killed."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from unit_store import write_units
+
+from flatout.config.read import make_config
+from flatout.config.schema import Config
+from flatout.data import registry
+from flatout.data.add_column import add_column
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError, FlatoutError, ProblemsError, UsageError
+from flatout.track.callback import MemoryCallback
+from flatout.trainer.run import train
+from flatout.verifier.run import verify
+
+# pairs, of which about half share a prompt of 70 tokens
+NUM_PAIRS = 12
+
+
+@pytest.fixture
+def root(tiny: Any, tmp_path: Path) -> Path:
+    """The root of a data set of pairs of which nothing is known yet."""
+    write_units(tmp_path, tiny.model_dir, [2] * NUM_PAIRS, name="pairs")
+    return tmp_path
+
+
+def config_of(tiny: Any, root: Path, name: str, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "run_dir": str(root / name),
+        "device": "cpu",
+        "model": {"name": str(tiny.model_dir), "precision": "fp32"},
+        "data": {"name": "pairs", "root": str(root)},
+        "objective": "dpo",
+        "optim": {"lr": 1e-3},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+        "checkpoint": {"every_steps": None},
+    }
+    for key, section in sections.items():
+        values[key] = {**values[key], **section} if isinstance(values.get(key), dict) else section
+    values["eval"] = {"prompts": [], **sections.get("eval", {})}
+    values["batch"] = {"samples_per_step": 4, "max_steps": 3, "micro_batch_tokens": 300, **sections.get("batch", {})}
+    if values.get("method") != "full":
+        values["lora"] = {"rank": 4, "alpha": 8, **sections.get("lora", {})}
+    return make_config(values)
+
+
+def columns_of(root: Path) -> dict[str, np.ndarray]:
+    """What is kept of references, by the column's name."""
+    store = TokenStore.open(registry.built_dir(root, "pairs"))
+    return {name: np.array(own) for name, own in store.extra.items() if name.startswith("reference_")}
+
+
+def trained(config: Config) -> list[str]:
+    """Train, and return what was said about the reference."""
+    recorder = MemoryCallback()
+    train(config, callbacks=[recorder])
+    return [text for _, name, text in recorder.stages if name == "reference"]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "full": {"method": "full"},
+    "4 bits": {"base": {"storage": "nf4"}},
+    "rows": {"batch": {"layout": "rows"}},
+    "bf16": {"model": {"precision": "bf16"}},
+    "2 ranks": {"gpus": [0, 1]},
+}
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "2 ranks"])
+def test_step_0_is_its_reference_to_the_bit(tiny: Any, root: Path, metrics_of: Any, model: str) -> None:
+    config = config_of(tiny, root, "run", eval={"fraction": 0.2, "every_steps": 1}, **MODELS[model])
+    trained(config)
+    first, second, *_ = metrics_of(root / "run")
+    at_start, *_ = metrics_of(root / "run", "eval")
+    assert first["num_micro_batches"] > 1
+    assert at_start["step"] == 0
+    for metrics, loss in ((first["metrics"], first["loss"]), (at_start["metrics"], at_start["eval_loss"])):
+        assert loss == pytest.approx(math.log(2), rel=1e-15)
+        assert [metrics[f"rewards/{name}"] for name in ("chosen", "rejected", "margins", "accuracies")] == [0.0] * 4
+    assert second["metrics"]["rewards/margins"] != 0
+
+
+def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, root: Path, metrics_of: Any) -> None:
+    other: dict[str, Any]
+    (said,) = trained(config_of(tiny, root, "one"))
+    assert f"{2 * NUM_PAIRS} log-probabilities in" in said
+    kept = columns_of(root)
+    for name, other in {
+        "rate": {"optim": {"lr": 5e-4}},
+        "beta": {"objective": {"kind": "dpo", "beta": 0.3}},
+        "kind": {"objective": "ipo"},
+        "seed": {"seed": 9},
+        "longer": {"batch": {"max_steps": 8}},
+    }.items():
+        (said,) = trained(config_of(tiny, root, name, **other))
+        assert f"{2 * NUM_PAIRS} log-probabilities are known" in said, name
+    assert {name: own.tolist() for name, own in columns_of(root).items()} == {
+        name: own.tolist() for name, own in kept.items()
+    }
+    # another packing rounds in another way, and no more
+    assert abs(metrics_of(root / "seed")[0]["loss"] - math.log(2)) < 1e-5
+    for name, other in {
+        "precision": {"model": {"precision": "fp64"}},
+        "base": {"base": {"storage": "nf4"}},
+        "adapter": {"lora": {"continue_from": str(root / "one" / "final")}},
+    }.items():
+        (said,) = trained(config_of(tiny, root, name, **other))
+        assert "log-probabilities in" in said, name
+        assert metrics_of(root / name)[0]["metrics"]["rewards/margins"] == 0, name
+    assert len(columns_of(root)) == 4
+    # other tokens under the same name
+    write_units(root, tiny.model_dir, [2] * NUM_PAIRS, name="pairs", unlabelled=None, seed=1)
+    (said,) = trained(config_of(tiny, root, "tokens"))
+    assert "log-probabilities in" in said
+
+
+def test_only_what_a_run_needs_is_computed_and_the_rest_later(tiny: Any, root: Path) -> None:
+    (said,) = trained(config_of(tiny, root, "short", batch={"max_steps": 1}))
+    assert "8 log-probabilities in" in said
+    (values,) = columns_of(root).values()
+    assert (values > 0).sum() == 2 * NUM_PAIRS - 8
+    (said,) = trained(config_of(tiny, root, "long"))
+    assert f"{2 * NUM_PAIRS - 8} log-probabilities in" in said
+    assert "8 were known" in said
+    (values,) = columns_of(root).values()
+    assert (values < 0).all()
+
+
+KILLED = """
+import os, signal, sys
+import flatout
+class Kill(flatout.Callback):
+    def on_phase(self, name, done=0, total=0):
+        if name == "computing the reference" and done >= 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+flatout.train(sys.argv[1], callbacks=[Kill()])
+"""
+
+
+def test_a_killed_pass_goes_on_to_the_bit(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    from flatout.config.read import dump_config
+
+    batch = {"samples_per_step": 2, "max_steps": 6}
+    for name in ("whole", "parts"):
+        root = tmp_path / name
+        write_units(root, tiny.model_dir, [2] * NUM_PAIRS, name="pairs")
+        config = config_of(tiny, root, "run", batch=batch)
+        if name == "parts":
+            (root / "run.yaml").write_text(dump_config(config, only_given=True))
+            (root / "kill.py").write_text(KILLED)
+            ended = subprocess.run(
+                [sys.executable, root / "kill.py", root / "run.yaml"], capture_output=True, timeout=600
+            )
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+            (found,) = columns_of(root).values()
+            assert 0 < (found < 0).sum() <= 8
+        (said,) = trained(config)
+        assert ("were known" in said) == (name == "parts")
+    whole, parts = (columns_of(tmp_path / name) for name in ("whole", "parts"))
+    assert {name: own.tolist() for name, own in whole.items()} == {name: own.tolist() for name, own in parts.items()}
+    losses = [[line["loss"] for line in metrics_of(tmp_path / name / "run")] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+def test_a_resumed_run_has_the_reference_of_step_0(tiny: Any, root: Path, metrics_of: Any) -> None:
+    trained(config_of(tiny, root, "run", batch={"max_steps": 2, "samples_per_step": 3}))
+    (before,) = columns_of(root).values()
+    # the rest of the epoch is needed now, and training has moved the model
+    allowed = {"checkpoint": {"allow_change": ["batch.max_steps"]}}
+    trained(config_of(tiny, root, "run", batch={"max_steps": 4, "samples_per_step": 3}, **allowed))
+    (after,) = columns_of(root).values()
+    assert (before > 0).any()
+    assert (after[before < 0] == before[before < 0]).all()
+    trained(
+        config_of(tiny, root / "..", "other", batch={"max_steps": 4, "samples_per_step": 3}, data={"root": str(root)})
+    )
+    write_units(root / "fresh", tiny.model_dir, [2] * NUM_PAIRS, name="pairs")
+    fresh = config_of(tiny, root / "fresh", "run", batch={"max_steps": 4, "samples_per_step": 3})
+    trained(fresh)
+    (expected,) = columns_of(root / "fresh").values()
+    assert after.tolist() == expected.tolist()
+
+
+def test_another_adapter_can_be_the_reference(tiny: Any, root: Path, metrics_of: Any) -> None:
+    trained(config_of(tiny, root, "sft", optim={"lr": 1e-2}))
+    adapter = str(root / "sft" / "final")
+    trained(config_of(tiny, root, "continued", lora={"continue_from": adapter}))
+    trained(config_of(tiny, root, "other", objective={"kind": "dpo", "reference": {"adapter": adapter}}))
+    fresh, continued, other = (metrics_of(root / name)[0] for name in ("sft", "continued", "other"))
+    # the model that is trained is not the reference
+    assert other["metrics"]["logps/chosen"] == fresh["metrics"]["logps/chosen"]
+    assert other["metrics"]["rewards/margins"] != 0
+    moved = continued["metrics"]["logps/chosen"] - fresh["metrics"]["logps/chosen"]
+    assert other["metrics"]["rewards/chosen"] == pytest.approx(-0.1 * moved, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"objective": {"kind": "dpo", "reference": {"update_every": 10}}},
+            "update_every: a reference that follows the",
+        ),
+        ({"objective": {"kind": "dpo", "sync_ref_model": True}}, "objective.sync_ref_model: a reference that follows"),
+        (
+            {"objective": {"kind": "simpo", "reference": {"adapter": "a"}}},
+            "no effect with objective simpo, which has no",
+        ),
+        (
+            {"method": "full", "objective": {"kind": "dpo", "reference": {"adapter": "a"}}},
+            "objective.reference.adapter has no effect with method: full",
+        ),
+        ({"objective": {"kind": "dpo", "robust": True}}, "robust has no effect without label_smoothing"),
+        ({"objective": {"kind": "dpo", "reference": {"adapter": "nowhere"}}}, "nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny: Any, root: Path, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises((UsageError, ProblemsError, FlatoutError), match=said):
+        train(config_of(tiny, root, "run", **sections))
+
+
+def test_a_column_of_that_name_cannot_be_written(tiny: Any, root: Path) -> None:
+    store = TokenStore.open(registry.built_dir(root, "pairs"))
+    values = np.zeros(store.num_samples)
+    with pytest.raises(UsageError, match="reference_logprob: runs compute it"):
+        add_column(store.folder, "reference_logprob", values, per="sample", meaning="mine")
+    assert (
+        "mine"
+        in add_column(store.folder, "ref_logprob", values, per="sample", meaning="mine").columns["ref_logprob"].meaning
+    )
+
+
+def test_singles_have_no_reference_pass(tiny: Any, tmp_path: Path) -> None:
+    write_units(tmp_path, tiny.model_dir, [1] * 8, name="pairs")
+    with pytest.raises(DataError, match="a unit of 1, but objective dpo takes units of 2"):
+        train(config_of(tiny, tmp_path, "run"))
+    assert not columns_of(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
+def test_verify_proves_the_loss_and_that_step_0_is_its_reference(
+    tiny: Any, root: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny, root, "run", batch={"micro_batch_tokens": 1000}, **MODELS[model])
+    rows, _ = verify(config, num_ranks=1)
+    found = {row.case: row for row in rows}
+    assert {row.verdict for row in rows} == {"ok"}
+    assert found["rewards before the first update"].worst_difference == 0
+    assert sum("micro-batches" in case for case in found) >= 1
+    # a reference that is not the model's
+    monkeypatch.setattr("flatout.verifier.reference_rows.compute_step", lambda run, step: None)
+    rows, _ = verify(config, num_ranks=1)
+    assert [row.case for row in rows if row.verdict == "FAIL"] == ["rewards before the first update"]
