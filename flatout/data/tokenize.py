@@ -331,7 +331,7 @@ def _joined_units(row: Preference, answers: Sequence[TokenizedSample]) -> Tokeni
         for name, values in row.columns.items()
     }
     if len(row.units[0]) > 1:
-        columns[PREFIX_TOKENS] = [_num_common(unit) for unit in texts]
+        columns[PREFIX_TOKENS] = [_prefix_tokens(unit) for unit in texts]
         counts |= {"pairs": len(kept), "lost_pairs": len(row.units) - len(kept)}
     else:
         counts["labelled"] = len(kept)
@@ -339,7 +339,7 @@ def _joined_units(row: Preference, answers: Sequence[TokenizedSample]) -> Tokeni
     return TokenizedSample(pieces, fate, longest, counts, tuple(map(len, kept)), columns)
 
 
-def _num_common(texts: Sequence[TokenizedText]) -> int:
+def _prefix_tokens(texts: Sequence[TokenizedText]) -> int:
     """Return how many tokens all texts begin with of which none is a label, or predicts one."""
     most = min(len(text.token_ids) for text in texts)
     ids = np.stack([text.token_ids[:most] for text in texts])

@@ -48,6 +48,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = {"model": {"name": str(folder / "demo" / "model"), "init": "random"}, "device": "cpu"}
     rows = [{"messages": messages} for messages in sample_conversations(24, 1, held_out=False)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"prompt": f"What is {k}?", "chosen": f"A number, {k}.", "rejected": "No idea."} for k in range(24)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     values = {**base, "data": {"sources": [{"path": str(folder / "chats.jsonl")}]}, "name": "pretrained"}
     (folder / "full.yaml").write_text(yaml.safe_dump({**values, "method": "full", "run_dir": str(folder / "made")}))
     assert main(["train", str(folder / "full.yaml"), "batch.max_steps=1"]) == 0

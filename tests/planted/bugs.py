@@ -35,6 +35,8 @@ ROUTERS = "tests/parity/test_experts_router.py"
 FALLBACK = "tests/unit/models/test_compile_fallback.py"
 UNITS = "tests/property/test_unit_properties.py"
 COLUMNS = "tests/unit/trainer/test_batch_columns.py"
+PREFERENCE = "tests/unit/data/test_preference.py"
+RENDERED = f"{PREFERENCE}::test_a_row_becomes_what_a_plain_rendering_gives"
 UNTIED = (
     "(model.train(), setattr(model.get_output_embeddings(), 'weight', "
     "torch.nn.Parameter(model.get_output_embeddings().weight.detach().clone())))"
@@ -89,6 +91,23 @@ BUGS = (
         f"{COLUMNS}::test_a_filler_has_no_sample_and_no_unit"),
     Bug("a column is replaced in its own file", "add_column", 'f"{name}-{mark[:16]}.npy"', 'f"{name}.npy"',
         "tests/unit/data/test_columns.py::test_a_column_is_whole_or_not_there_whenever_a_write_ends"),
+    Bug("chosen and rejected exchanged", "parse_preference", "(CHOSEN, REJECTED)", "(REJECTED, CHOSEN)",
+        f"{RENDERED}[texts]"),
+    Bug("answers in common carry loss", "_conversations", "replace(message, train=False)", "message",
+        f"{RENDERED}[an answer in common]"),
+    Bug("a pair over the limit is cut", "SampleTokenizer._preference", "self._conversation(X, Y, is_whole=True)",
+        "self._conversation(X, Y)",
+        f"{PREFERENCE}::test_a_unit_over_the_limit_falls_out_whole"),
+    Bug("one answer of a pair falls out", "_joined_units", "all(X)", "any(X)",
+        f"{PREFERENCE}::test_a_unit_over_the_limit_falls_out_whole"),
+    Bug("a prefix that predicts a label", "_prefix_tokens", "stops[:-1] |= X", "None", f"{RENDERED}[texts]"),
+    Bug("copies part pairs", "TokenizedChunk.of_rows", "self.unit_sizes[units]", "None",
+        f"{PREFERENCE}::test_copies_by_weight_and_the_held_out_side_keep_units_whole"),
+    Bug("exchanged answers are copies", "_preference_sides", "words ^ np.uint64(salt)", "words",
+        f"{PREFERENCE}::test_repeated_pairs_are_left_out_whole_and_swapped_ones_stay"),
+    Bug("a margin of the wrong sign", "_margin", "good - bad", "bad - good", f"{RENDERED}[UltraFeedback]"),
+    Bug("rejected answers learnt", "make_normalizers", "_require_good_answers(X, Y)", "None",
+        "tests/unit/trainer/test_preference_data.py::test_an_objective_refuses_data_of_another_kind"),
     Bug("evaluation leaves dropout off", "inference", "X.model.train()", "None", f"{EXACT}::test_evaluation_equals"),
     Bug("evaluation with dropout", "inference", "X.model.eval()", "None", f"{EXACT}::test_evaluation_equals"),
     Bug("rows repeated to fill the last step", "RunPlan._block", "np.arange(X, min(Y, Z))", "np.arange(X, Y) % Z",

@@ -301,6 +301,8 @@ def test_a_unit_over_the_limit_falls_out_whole(build: Build) -> None:
     whole = build([GOOD_PAIR, long, GOOD_PAIR])
     tokens = counts["tokens"], counts["tokens"] - counts["too_long_tokens"]
     assert tokens == (len(whole.token_ids), len(store.token_ids))
+    default = build([GOOD_PAIR] * 200 + [long], {"max_tokens": 64})
+    assert (default.num_samples, default.meta.counts["lost_pairs"]) == (400, 1)
     # of several pairs of one row, those with the long answer
     many = {"prompt": "hello", "responses": ["a", "the answer is " * 40, "b"], "scores": [3, 2, 1]}
     kept = build([many], {"max_tokens": 64, "too_long": "drop"}, source={"pairs": "all"})

@@ -44,7 +44,7 @@ Given = tuple[str, object]
 def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
     """Parse a pair: chosen and rejected, each a text, a turn, or turns; with or without their prompt."""
     names = [_named(row, reading, group) for group in (CHOSEN, REJECTED)]
-    answers = _answers(row, origin, reading, [(name, row.get(name)) for name in names])
+    answers = _conversations(row, origin, reading, [(name, row.get(name)) for name in names])
     columns, margin = {}, _margin(row, reading)
     if margin is not None:
         columns[MARGIN] = (margin,)
@@ -66,7 +66,7 @@ def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Pr
     if not pairs:
         raise FieldError(f"{column} has no two answers of different value, so none is better; remove the row")
     used = [place for place in order if any(place in pair for pair in pairs)]
-    answers = _answers(row, origin, reading, [(f"{column}[{place}]", _text_of(items[place])) for place in used])
+    answers = _conversations(row, origin, reading, [(f"{column}[{place}]", _text_of(items[place])) for place in used])
     margins = tuple(values[one] - values[other] for one, other in pairs) if are_scores else ()
     units = tuple((used.index(one), used.index(other)) for one, other in pairs)
     return Preference(answers, units, origin, {MARGIN: margins} if are_scores else {})
@@ -76,10 +76,10 @@ def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Prefe
     """Parse a prompt, one answer and whether it is good; of a chat, the answer is what follows its last question."""
     name = _named(row, reading, LABELS)
     label = _label(row.get(name), name)
-    completion, answers = _first(row, reading, COMPLETIONS), list[Given]()
+    completion, answers = _first_column(row, reading, COMPLETIONS), list[Given]()
     if completion is not None:
         answers = [(completion, row[completion])]
-    return Preference(_answers(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
+    return Preference(_conversations(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
 
 
 def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
@@ -93,12 +93,12 @@ def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
 
 def is_ranked(row: Mapping[str, Any], reading: Reading) -> bool:
     """Whether a row lists answers that have scores or ranks."""
-    name = _first(row, reading, ANSWERS)
+    name = _first_column(row, reading, ANSWERS)
     items = row[name] if name is not None and isinstance(row[name], list) else []
     first, each = items[0] if items else None, (*_EACH_SCORE, *_EACH_RANK)
     return bool(items) and (
         (isinstance(first, dict) and any(first.get(key) is not None for key in each))
-        or _first(row, reading, RANKED_COLUMNS) is not None
+        or _first_column(row, reading, RANKED_COLUMNS) is not None
     )
 
 
@@ -111,7 +111,7 @@ def columns_of(format_name: str, row: Mapping[str, Any], reading: Reading) -> tu
             needed = [reading.name(MARGIN)]
         elif format_name != "ranked":
             needed = [reading.name(name) for name in scores]
-        items = row.get(_first(row, reading, ANSWERS) or "")
+        items = row.get(_first_column(row, reading, ANSWERS) or "")
         if needed or (format_name == "ranked" and isinstance(items, list) and _are_scores(row, reading, items)):
             made.append(MARGIN)
     prompts = [name for name in map(reading.name, PROMPTS) if row.get(name) not in (None, "", [])]
@@ -119,7 +119,7 @@ def columns_of(format_name: str, row: Mapping[str, Any], reading: Reading) -> tu
     return made, needed, prompts[with_input:]
 
 
-def _first(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str | None:
+def _first_column(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str | None:
     """Return the user's name of the first of these columns that has something."""
     return next((name for name in map(reading.name, names) if row.get(name) not in (None, "", [])), None)
 
@@ -127,10 +127,10 @@ def _first(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> st
 def _named(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str:
     """Return the user's name of the first of these columns that has something, or at least is there."""
     there = (name for name in map(reading.name, names) if name in row)
-    return _first(row, reading, names) or next(there, reading.name(names[0]))
+    return _first_column(row, reading, names) or next(there, reading.name(names[0]))
 
 
-def _answers(
+def _conversations(
     row: Mapping[str, Any], origin: Origin, reading: Reading, given: Sequence[Given]
 ) -> tuple[Conversation, ...]:
     """Return a conversation for each answer of a row; a row without any has its answer at the end of its prompt.
@@ -194,7 +194,7 @@ def _turns(value: object, place: str, reading: Reading, role: Role) -> TurnReade
 
 def _prompt(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
     """Read the prompt of a row, None if it has none."""
-    name = _first(row, reading, PROMPTS)
+    name = _first_column(row, reading, PROMPTS)
     if name is None:
         return None
     if name == reading.name("instruction"):
@@ -283,7 +283,7 @@ def _margin(row: Mapping[str, Any], reading: Reading) -> float | None:
 
 def _values(row: Mapping[str, Any], reading: Reading, items: Sequence[object], column: str) -> tuple[list[float], bool]:
     """Return what each answer is worth, more for better, and whether these are scores. Raises FieldError."""
-    beside = _first(row, reading, RANKED_COLUMNS)
+    beside = _first_column(row, reading, RANKED_COLUMNS)
     if beside is not None:
         given = list_at(row[beside], beside)
         if len(given) != len(items):
@@ -305,7 +305,7 @@ def _own_values(items: Sequence[object], column: str) -> Iterator[float]:
 
 
 def _are_scores(row: Mapping[str, Any], reading: Reading, items: Sequence[object]) -> bool:
-    beside = _first(row, reading, RANKED_COLUMNS)
+    beside = _first_column(row, reading, RANKED_COLUMNS)
     if beside is not None:
         return beside in map(reading.name, _ALL_SCORES)
     return any(isinstance(item, dict) and item.get(key) is not None for item in items[:1] for key in _EACH_SCORE)
