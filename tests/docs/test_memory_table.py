@@ -33,6 +33,7 @@ def test_the_pages_have_the_planner_s_figures(capsys: pytest.CaptureFixture[str]
     shown = rows_of(readme := (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(shown) >= 8
     assert shown.items() <= planned.items()
+    assert {columns for _, _, columns in shown} == {str(2 + len(memory_table.CARDS))}
     assert f"| {' | '.join(memory_table.CARDS)} |" in readme
 
 
