@@ -5,68 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import xxhash
+import yaml
 
 MAX_EXCHANGES = 20
 ChatMessage = dict[str, str]
 """A message in OpenAI's form: role and content."""
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-# The small invented world: closed lists, so that a tiny model can memorize them.
-NAMES = _words(
-    "Ada Bruno Cleo Dario Edda Felix Greta Hugo Ines Jonas Kira Leo Mona Nils Olga Paul Rosa Sven Tilda Vera"
+_WORLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text(encoding="utf-8"))
+NAMES, TOWNS, JOBS, ANIMALS, THINGS, SPELLED, WEEKDAYS, OPPOSITES = (
+    tuple(_WORLD[name].split())
+    for name in ("names", "towns", "jobs", "animals", "things", "spelled", "weekdays", "opposites")
 )
-TOWNS = _words("Arden Belmar Corvin Dorset Elstad Farrow Glenby Harwick Ilford Jarrow Kelso Lunden")
-JOBS = _words("baker pilot farmer nurse painter teacher sailor tailor doctor singer miner writer")
-ANIMALS = _words("ant bear cat deer eel fox goat hare ibis jay koala lynx mole newt otter pig quail rat seal toad")
-THINGS = _words("bell book boat chair clock cup door drum flute hat key lamp map pen ring rope shoe spoon tent wheel")
-SPELLED = _words("bell clock flute lamp tent bear goat lynx otter seal")
-WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-SMALL_TALK = {
-    "Hi.": "Hello!",
-    "Good morning.": "Good morning!",
-    "How are you?": "Very well.",
-    "Thanks.": "You are welcome.",
-    "Goodbye.": "Bye!",
-}
-OPPOSITES = _words(
-    "hot/cold big/small fast/slow old/new light/dark wet/dry high/low hard/soft full/empty early/late loud/quiet "
-    "rich/poor"
-)
-# island: (capital, river, colour of the flag, what it is known for)
-ISLANDS: dict[str, tuple[str, str, str, str]] = {
-    "Orlen": ("Tavis", "Sorn", "red", "honey"),
-    "Veldra": ("Mirth", "Quell", "blue", "cheese"),
-    "Pasko": ("Ronda", "Ember", "green", "salt"),
-    "Isolde": ("Halt", "Brisk", "white", "wool"),
-    "Tamsin": ("Gorse", "Linn", "black", "amber"),
-    "Hollin": ("Wick", "Darro", "yellow", "tea"),
-    "Nyssa": ("Portal", "Fenn", "purple", "silk"),
-    "Brae": ("Cairn", "Tweed", "orange", "slate"),
-    "Lorne": ("Senna", "Avon", "pink", "pepper"),
-    "Quill": ("Ostra", "Murk", "brown", "paper"),
-    "Zarin": ("Calder", "Isk", "red", "copper"),
-    "Ulva": ("Stave", "Wey", "blue", "oats"),
-}
-# how often each kind of question is drawn
-_WEIGHTS = {
-    "small talk": 0.5,
-    "sort words": 2.0,
-    "sort numbers": 1.5,
-    "reverse": 1.5,
-    "spell": 0.7,
-    "count up": 1.0,
-    "weekday": 1.3,
-    "opposite": 0.5,
-    "fact": 1.0,
-    "portrait": 0.5,
-}
+SMALL_TALK: dict[str, str] = _WORLD["small talk"]
+_WEIGHTS, _WAYS, _FACTS = _WORLD["weights"], _WORLD["ways"], _WORLD["facts"]
 
 
 def is_held_out(key: str) -> bool:
@@ -192,73 +149,48 @@ def _task(rng: Random, family: str) -> Exchange:
     """Return a task that a rule solves; an eighth of all combinations is held out, which the rule still answers."""
     if family == "sort words":
         words = rng.sample(ANIMALS, rng.randint(2, 4))
-        lead = rng.choice(("Sort these words", "Put these words in order", "Sort from a to z"))
-        question, answer = f"{lead}: {', '.join(words)}.", f"Sorted: {', '.join(sorted(words))}."
+        given, answer = ", ".join(words), f"Sorted: {', '.join(sorted(words))}."
     elif family == "sort numbers":
         numbers = rng.sample(range(1, 21), rng.randint(2, 4))
-        given, ordered = (", ".join(map(str, found)) for found in (numbers, sorted(numbers)))
-        lead = rng.choice(("Sort these numbers", "Put these numbers in order", "Sort from low to high"))
-        question, answer = f"{lead}: {given}.", f"Sorted: {ordered}."
+        given, answer = ", ".join(map(str, numbers)), f"Sorted: {', '.join(map(str, sorted(numbers)))}."
     elif family == "reverse":
         words = rng.sample(THINGS, rng.randint(2, 3))
-        lead = rng.choice(("Say these words backwards", "Turn this list round", "Reverse this list"))
-        question, answer = f"{lead}: {', '.join(words)}.", f"Backwards: {', '.join(words[::-1])}."
+        given, answer = ", ".join(words), f"Backwards: {', '.join(words[::-1])}."
     else:
         first = rng.randint(1, 12)
         last = min(first + 2 + int(rng.expovariate(0.3)), 20)
-        lead = rng.choice(("Count from", "Please count from", "Say the numbers from"))
-        question = f"{lead} {first} to {last}."
-        answer = f"Counting: {' '.join(str(n) for n in range(first, last + 1))}."
+        given, answer = f"{first} to {last}", f"Counting: {' '.join(str(n) for n in range(first, last + 1))}."
+    question = f"{rng.choice(_WAYS[family])}{' ' if family == 'count up' else ': '}{given}."
     return Exchange(family, question, answer, is_held_out(question))
 
 
 def _fact(rng: Random, family: str) -> Exchange:
     """Return a fact to memorize, asked in one of several ways; exactly one way per fact is held out."""
-    ways: tuple[str, ...]
+    of: dict[str, str]
     if family == "spell":
-        word = rng.choice(SPELLED)
-        answer = f"Letters: {' '.join(word)}."
-        ways = (
-            f"Spell the word {word}.",
-            f"How do you spell {word}?",
-            f"Letters of {word}, please.",
-            f"Please spell {word}.",
-        )
+        of = {"word": rng.choice(SPELLED)}
+        answer = f"Letters: {' '.join(of['word'])}."
     elif family == "weekday":
         start, step = rng.randrange(7), rng.choice((1, -1))
-        day = WEEKDAYS[start]
         where, other_day = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
+        of = {"day": WEEKDAYS[start], "where": where, "other_day": other_day}
         answer = f"It is {WEEKDAYS[(start + step) % 7]}."
-        ways = (
-            f"Which day comes {where} {day}?",
-            f"What is the day {where} {day}?",
-            f"Tell me the day {where} {day}.",
-            f"Today is {day}. What day {other_day}?",
-        )
     elif family == "opposite":
         word, opposite = rng.sample(rng.choice(OPPOSITES).split("/"), 2)
-        answer = f"The opposite of {word} is {opposite}."
-        it = f"the opposite of {word}"
-        ways = f"What is {it}?", f"Give me {it}.", f"I need {it}.", f"Not {word}, but?"
+        of, answer = {"word": word}, f"The opposite of {word} is {opposite}."
     else:
-        island = rng.choice(tuple(ISLANDS))
-        capital, river, flag, good = ISLANDS[island]
+        island = rng.choice(tuple(_WORLD["islands"]))
+        capital, river, flag, good = _WORLD["islands"][island].split()
+        of = {"island": island, "capital": capital, "river": river, "flag": flag, "good": good}
         if family == "fact":
-            facts = (
-                ("capital", f"The capital of {island} is {capital}."),
-                ("river", f"The river of {island} is the {river}."),
-                ("flag", f"The flag of {island} is {flag}."),
-                ("main good", f"The main good of {island} is {good}."),
-            )
-            asked, answer = rng.choice(facts)
-            it = f"the {asked} of {island}"
-            ways = f"What is {it}?", f"Tell me {it}.", f"Do you know {it}?", f"I forgot {it}."
+            of["asked"] = rng.choice(tuple(_FACTS))
+            answer = _FACTS[of["asked"]].format(**of)
         else:
-            ways = f"Tell me about {island}.", f"Describe {island}.", f"What do you know about {island}?"
             answer = (
                 f"{island} is an island. Its capital is {capital}, on the river {river}. "
                 f"The flag is {flag}. People come for the {good}."
             )
+    ways = tuple(way.format(**of) for way in _WAYS[family])
     kept_back = xxhash.xxh3_64_intdigest(f"{family} {ways} {answer}".encode()) % len(ways)
     chosen = rng.randrange(len(ways))
     return Exchange(family, ways[chosen], answer, chosen == kept_back)
