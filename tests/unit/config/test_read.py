@@ -187,10 +187,10 @@ def test_alias_bomb_is_refused_at_once(tmp_path: Path, brackets: str) -> None:
 
     levels = [f"a0: &a0 {level('x')}"]
     levels += [f"a{i}: &a{i} {level(f'*a{i - 1}')}" for i in range(1, 20)]
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(SecurityError, match="aliases"):
         load_config(write(tmp_path, "\n".join(levels)))
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_target_key_imports_nothing(tmp_path: Path) -> None:
