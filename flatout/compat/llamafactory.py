@@ -14,7 +14,15 @@ from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"} | {
-    name: name for name in ("messages", "history", "system", "tools")
+    name: name for name in ("messages", "history", "system", "tools", "chosen", "rejected")
+}
+# its loss of pairs -> the kind of objective, and its settings -> the field of the objective and the kinds that have it
+_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "pref_beta": ("beta", tuple(_LOSSES.values())),
+    "pref_ftx": ("sft_weight", tuple(_LOSSES.values())),
+    "simpo_gamma": ("gamma", ("simpo",)),
+    "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
 }
 # an entry of dataset_info.json -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
@@ -39,7 +47,7 @@ _DATASET: Mapping[str, Rule] = {
             "system_tag": lambda given: Became({f"roles.{given.value}": "system"}),
         }
     ),
-    "ranking": t.off("preference pairs cannot be trained on"),
+    "ranking": t.any_value("read with the format"),
 }
 
 
@@ -50,6 +58,9 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
     }  # fmt: skip
     if given.get("finetuning_type", "lora") == "lora":
         defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(given.get("lora_rank") or 8)}
+    if given.get("stage") == "dpo":
+        defaults |= {"pref_loss": "sigmoid", "pref_beta": 0.1, "pref_ftx": 0.0}
+        defaults |= {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
     data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
     table = {**LLAMA_FACTORY, **data}
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE - {"max_length"}, num_gpus=num_gpus)
@@ -71,6 +82,9 @@ def _sources(given: Given, folder: Path) -> Became:
     sources = [_source(known[name], name, root) for name in names]
     if given.all.get("stage") == "pt" and any(source["format"] != "text" for source in sources):
         raise RefusedError("stage: pt needs rows of text; set data.sources")
+    for name, source in zip(names, sources, strict=True):
+        if (source["format"] == "preference") != (given.all.get("stage") == "dpo"):
+            raise RefusedError(f"{name}: stage: dpo needs data sets with ranking: true, and no other stage takes them")
     if given.name != "max_samples":
         return Became({"data.sources": sources})
     limit = int(given.number())
@@ -96,6 +110,8 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
         raise RefusedError(f"{name}: {reason}") from None
     if "file_name" in entry:
         source["path"] = str(root / entry["file_name"])
+    if entry.get("ranking"):
+        source["format"] = "preference"
     if source["format"] == "alpaca" and set(source.get("columns", ())) == {"instruction"}:
         source |= {"format": "text", "columns": {"text": source["columns"]["instruction"]}}
     return source
@@ -104,9 +120,27 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
 def _stage(given: Given) -> Became:
     if given.value == "pt":
         return Became({"data.loss_type": "all", "data.too_long": "split"}, PACKED, check=True)
+    if given.value == "dpo":
+        return Became({"data.too_long": "drop"}, "pairs over cutoff_len are left out whole, not cut", check=True)
     if given.value != "sft":
-        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft and pt")
+        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft, pt and dpo")
     return Became({"data.too_long": "truncate"})
+
+
+def _preference(given: Given) -> Became:
+    """Translate a setting of stage: dpo, which no other stage reads."""
+    if given.all.get("stage") != "dpo":
+        return Became(note="only stage: dpo reads it")
+    kind = _LOSSES.get(str(given.all["pref_loss"]))
+    if kind is None:
+        raise RefusedError(f"pref_loss: {given.all['pref_loss']!r:.40} is not one of {', '.join(_LOSSES)}")
+    if given.name == "pref_loss":
+        return Became({"objective.kind": kind})
+    field, kinds = _FIELDS[given.name]
+    if kind not in kinds:
+        return Became(note=f"pref_loss: {given.all['pref_loss']} does not read it")
+    # ORPO's loss has the chosen answer's cross-entropy of itself
+    return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
 
 
 def _packing(given: Given) -> Became:
@@ -146,6 +180,9 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
     **t.rules_of("llamafactory"),
     **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
     "stage": _stage,
+    **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
+    **t.each("ref_model ref_model_adapters ref_model_quantization_bit",
+             t.off("the reference is the model before training; remove it")),
     "finetuning_type": t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full"),
     "lora_target": _targets,
     "additional_target": saved_modules,

@@ -234,11 +234,14 @@ def test_llamafactory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("stage: dpo", "stage: dpo is not supported"),
+        ("stage: kto", "stage: kto is not supported"),
+        ("stage: dpo", "dataset: own: stage: dpo needs data sets with ranking: true"),
+        ("{stage: dpo, dataset: pairs, pref_loss: hinge}", "pref_loss: 'hinge' is not one of sigmoid, ipo, orpo"),
+        ("{stage: dpo, dataset: pairs, ref_model: org/m}", "ref_model: the reference is the model before training"),
         ("finetuning_type: oft", "finetuning_type: 'oft' is not supported"),
         ("dataset: missing", "dataset: 'missing' is not in"),
         ("dataset: pictures", "dataset: pictures: columns: images: only text can be trained on"),
-        ("dataset: pairs", "dataset: pairs: ranking: preference pairs cannot be trained on"),
+        ("dataset: pairs", "dataset: pairs: stage: dpo needs data sets with ranking: true, and no other stage"),
         ("max_samples: 2", "max_samples: it counts each data set"),
         ("template: qwen3_vl", "template: 'qwen3_vl' is not one of llama3"),
         ("quantization_bit: 8", "quantization_bit: only 4 bits"),
@@ -253,6 +256,30 @@ def test_llamafactory_is_refused_by_name(
     write_dataset_info(tmp_path, pictures=pictures, pairs={"file_name": "own.json", "ranking": True})
     text = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | yaml.safe_load(change))
     assert message in problems(tmp_path, text, capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "objective"),
+    [
+        ({}, {"kind": "dpo", "beta": 0.1, "sft_weight": 0.0}),
+        ({"pref_beta": 0.3, "pref_ftx": 0.5, "dpo_label_smoothing": 0.1},
+         {"kind": "dpo", "beta": 0.3, "sft_weight": 0.5, "label_smoothing": 0.1}),
+        ({"pref_loss": "simpo", "pref_beta": 2, "simpo_gamma": 1},
+         {"kind": "simpo", "beta": 2.0, "gamma": 1.0, "sft_weight": 0.0}),
+        ({"pref_loss": "orpo", "simpo_gamma": 1}, {"kind": "orpo", "beta": 0.1, "sft_weight": 1.0}),
+        ({"pref_loss": "ipo"}, {"kind": "ipo", "beta": 0.1, "sft_weight": 0.0}),
+    ],
+)  # fmt: skip
+def test_llamafactory_of_pairs(tmp_path: Path, change: dict[str, Any], objective: dict[str, Any]) -> None:
+    columns = {"messages": "conversations", "chosen": "good", "rejected": "bad"}
+    pairs = {"file_name": "own.json", "formatting": "sharegpt", "ranking": True, "columns": columns}
+    write_dataset_info(tmp_path, pairs=pairs)
+    given = yaml.safe_load(LLAMA_FACTORY) | {"stage": "dpo", "dataset": "pairs"} | change
+    values = converted(tmp_path, yaml.safe_dump(given))
+    assert values["objective"] == objective
+    (source,) = values["data"]["sources"]
+    assert (source["format"], values["data"]["too_long"]) == ("preference", "drop")
+    assert source["columns"] == {"messages": "conversations", "chosen": "good", "rejected": "bad"}
 
 
 def test_trl(tmp_path: Path) -> None:
