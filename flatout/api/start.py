@@ -27,6 +27,7 @@ from flatout.errors import FlatoutError, ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
+from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.redact import redacted
 from flatout.launch.launch_mode import Nodes, RunHere, SpawnRanks, choose_launch_mode, visible_devices
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
@@ -155,6 +156,8 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched
     nodes, faults = start.nodes, config.faults
     # one error, instead of one for each rank
     require_installed(config.track.to, strategy=config.strategy)
+    if config.wanted_device == "cuda":
+        require_gpu_driver("gpus" if config.gpus else "device: cuda")
     env = environment() | {LAUNCHED: str(launched_at or time.time())}
     logs = launcher_folder(config.folder)
     rendezvous: Rendezvous

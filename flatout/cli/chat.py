@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.cli.screen import import_transformers, model_target
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import UsageError
+from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
 
 MAX_NEW_TOKENS = 1 << 20
@@ -98,7 +99,7 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
 
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
-        raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
+        raise no_gpu_error("--device cuda")
     device = torch.device("cuda" if has_gpu and args.device != "cpu" else "cpu")
     all_paths = {target: resolve_model_paths(target, base=args.base) for target in args.targets}
     first = next(iter(all_paths.values()))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from flatout.cli.screen import import_without_gc
+from flatout.cli.screen import import_without_gc, with_columns
 from flatout.config.data import Format
+from flatout.config.read import describe_error
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.errors import ProblemsError, UsageError
 from flatout.io.redact import printable, redacted
+
+if TYPE_CHECKING:
+    from flatout.data.token_store import TokenStore
 
 _WIDE = "=" * 80
 
@@ -42,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a key of turns means: train (true: loss), masked (true: no loss), train_detail, ignored; repeatable",
     )
     add("--pairs", help="best_worst, adjacent or all: pairs of several answers with scores or ranks (best_worst)")
+    add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
     add(
@@ -116,11 +121,14 @@ def _config(args: argparse.Namespace) -> DataConfig:
         return DataConfig.model_validate(settings)
     except ValidationError as error:
         # the last part of `loc` is the option's name, also for fields of a source
-        problems = [
-            f"--{'key ' if 'keys' in found['loc'] else ''}{str(found['loc'][-1]).replace('_', '-')}: {found['msg']}"
-            for found in error.errors()
-        ]
+        problems = [_option_problem(found) for found in error.errors()]
         raise ProblemsError("flatout data build", problems) from error
+
+
+def _option_problem(found: Any) -> str:
+    """Format one pydantic error under the name of its option."""
+    option = f"{'key ' if 'keys' in found['loc'] else ''}{str(found['loc'][-1]).replace('_', '-')}"
+    return f"--{option}: {describe_error(found).partition(': ')[2]}"
 
 
 def _build(args: argparse.Namespace) -> None:
@@ -134,17 +142,21 @@ def _build(args: argparse.Namespace) -> None:
     with ConsoleCallback(Console(stderr=True)) as console:
         console.on_phase("importing libraries")
         import_without_gc("flatout.data.build")
-        from flatout.data.build import open_or_build
-        from flatout.data.tokenizer import load_tokenizer
+    from flatout.data.build import open_or_build
+    from flatout.data.tokenizer import load_tokenizer
 
-        console.on_phase("opening the sources")
-        store = open_or_build(
-            config,
-            args.tokenizer,
-            replaces=args.replace,
-            progress=lambda done, total: console.on_phase("tokenizing row", done, total or 0),
-            log=console.print_line,
-        )
+    def build(config: DataConfig) -> TokenStore:
+        with ConsoleCallback(Console(stderr=True)) as console:
+            console.on_phase("opening the sources")
+            return open_or_build(
+                config,
+                args.tokenizer,
+                replaces=args.replace,
+                progress=lambda done, total: console.on_phase("tokenizing row", done, total or 0),
+                log=console.print_line,
+            )
+
+    store = with_columns(build, config, takes=args.yes)
     if args.print_samples:
         tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens)
         print(f"\n{_WIDE}\nSAMPLE TEXTS FROM PROCESSED DATASET:\n{_WIDE}")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.cli.screen import import_transformers, model_target
-from flatout.errors import DataError, ResourceError, UsageError
+from flatout.errors import DataError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, now_utc
+from flatout.io.no_gpu import no_gpu_error
 from flatout.io.own_output import write_output
 from flatout.io.redact import redacted
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from flatout.track.console import ConsoleCallback
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ResourceError("--device: this machine has no CUDA GPU; use --device cpu")
+        raise no_gpu_error("--device cuda")
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     trained = resolve_model_paths(args.target, base=args.base)
     if args.merged and trained.adapter is None:

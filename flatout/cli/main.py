@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 from flatout import __version__
@@ -71,6 +72,11 @@ EXAMPLES = {
     "push": "run my-model --private",
     "studio": "",
 }
+_ACTION_EXAMPLES = {
+    "data show": "show chats -n 5",
+    "data list": "list",
+    "data template": "template Qwen/Qwen3-0.6B",
+}
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench", "convert")
 _NEED_A_FILE = ("bench", "convert")
 LONGEST_LINE = 700
@@ -101,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
                 hint = f"did you mean {near[0]}?"
         elif "are required: " in message:
             message = f"{message.partition('required: ')[2].replace(', section.name=value', '')} is missing"
-        raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{_example(words[:1])}")
+        raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{_example(words[:2])}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,8 +185,9 @@ def _overview() -> str:
 
 def _example(verb: Sequence[str]) -> str:
     """Return the lines with the example of a verb; none for another word."""
-    words = EXAMPLES.get(verb[0]) if verb else None
-    return "" if words is None else f"\n  example: {' '.join(['flatout', verb[0], words]).strip()}"
+    named = " ".join(verb)
+    words = _ACTION_EXAMPLES.get(named) or EXAMPLES.get(named.partition(" ")[0])
+    return "" if words is None else f"\n  example: {' '.join(['flatout', named.partition(' ')[0], words]).strip()}"
 
 
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
@@ -195,18 +202,28 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
 def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise UsageError for `--lr 1e-4` of other trainers, with the command that sets it here."""
     known = [option for action in parser._actions for option in action.option_strings]
+    from flatout.config.names import dotted_names, our_name
+
+    for word, value in pairwise(argv[1:]):
+        if word in dotted_names() and "=" not in value:
+            step = next_steps((shlex.join([f"{word}={value}", "instead", "of", word, value]), ""))
+            raise UsageError(f"{word} {value}: a setting is one word, {word}={value}{step}")
     for index, word in enumerate(argv):
         option, equals, value = word.partition("=")
+        if option == "--config" and word not in known:
+            used = [word] if equals else list(argv[index : index + 2])
+            step = next_steps((shlex.join([value or used[-1], "instead", "of", *used]), ""))
+            raise UsageError(f"a configuration is named without an option{step}")
         if not option.startswith("--") or any(one.startswith(option) for one in known):
             continue
-        from flatout.config.names import our_name
-
         after = argv[index + 1] if index + 1 < len(argv) and not argv[index + 1].startswith("--") else None
-        value = value if equals else "VALUE" if after is None else after
+        value = value if equals else "true" if after is None else after
         if (ours := our_name(option[2:].replace("-", "_"), value, is_option=True)) is None:
             continue
         if ours.setting is None:
             raise UsageError(f"there is no option {option}; {ours.why}")
+        if after is None and not equals and ours.value == "true":
+            raise UsageError(f"{option} is a setting here; write {ours.setting}=VALUE")
         change, used = f"{ours.setting}={ours.value}", [word] if equals or after is None else [word, after]
         step = next_steps((shlex.join([change, "instead", "of", *used]), ""))
         raise UsageError(f"{option} is a setting here: {change}{f' ({ours.why})' if ours.why else ''}{step}")
@@ -230,7 +247,7 @@ def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> 
         if words is not None:
             from flatout.config.spelling import Caller, spelled  # lazy, so that --help stays instant
 
-            text = spelled(text, Caller("command", words))
+            text = spelled(text, Caller("command", [word for word in words if word != NO_FILE]))
         shown = [
             line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
             for line in printable(redacted(text)).split("\n")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from flatout.cli.screen import WIDTH, import_transformers, rows
+from flatout.cli.screen import WIDTH, import_transformers, rows, with_columns
 from flatout.config.read import load_config
-from flatout.config.schema import Config
+from flatout.config.schema import Config, DataConfig
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, Device
@@ -24,6 +24,7 @@ from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback, PhaseCallback
 
 if TYPE_CHECKING:
+    from flatout.trainer.decide import PlannedRun
     from flatout.trainer.preview import PlanSummary
 
 MAX_RANKS = 100_000
@@ -41,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--device", metavar="GPU", help="plan memory for this GPU: h200, h100, 4090 ...; all: for each")
     gpu.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run: plan for its GPU as measured")
     parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
+    yes = "take columns that are proposed where no format has those of the rows"
+    parser.add_argument("--yes", action="store_true", help=yes)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -59,15 +62,21 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = args.ranks or len(config.gpus or [0])
     if config.gpus is not None and len(config.gpus) != num_ranks:
         raise UsageError(f"--ranks is {num_ranks}, but gpus names {len(config.gpus)}; leave one of them out")
-    with ConsoleCallback(Console(stderr=True)) as console:
-        console.on_phase("importing torch and transformers")
-        import_transformers()
-        from flatout.trainer.decide import plan_run
-        from flatout.trainer.preview import fit_devices, summarize_plan
+    rank = Rank(0, num_ranks)
 
-        reporter, rank = Reporter(recorder, PhaseCallback(console)), Rank(0, num_ranks)
-        device = _device(config, name, args.measured)
-        planned = plan_run(config, reporter, rank, lambda: device)
+    def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, Device | None]:
+        changed = config.model_copy(update={"data": data})
+        with ConsoleCallback(Console(stderr=True)) as console:
+            console.on_phase("importing torch and transformers")
+            import_transformers()
+            from flatout.trainer.decide import plan_run
+
+            device, reporter = _device(changed, name, args.measured), Reporter(recorder, PhaseCallback(console))
+            return changed, plan_run(changed, reporter, rank, lambda: device), device
+
+    config, planned, device = with_columns(plan_with, config.data, takes=args.yes)
+    from flatout.trainer.preview import fit_devices, summarize_plan
+
     if name == "all":
         fits = fit_devices(config, planned, rank)
         print(json.dumps(fits) if args.json else rows(fits.items()))

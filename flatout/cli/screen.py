@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import require_docstrings
 from flatout.io.redact import printable
 
+if TYPE_CHECKING:
+    from flatout.config.data import DataConfig
+
+T = TypeVar("T")
 WIDTH = 80
 _NAME_WIDTH = 18
 
@@ -53,6 +58,31 @@ def quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bool) -> T:
+    """Return what `read` makes of data; columns that it proposes are taken on a yes at a terminal, or with `takes`."""
+    from flatout.data.rows.formats.parser import ColumnsError
+
+    while True:
+        try:
+            return read(data)
+        except ColumnsError as error:
+            of_source = next(one for one in data.sources if one.path == error.source)
+            told = ", ".join(f"{ours} is {theirs}" for ours, theirs in error.columns.items())
+            told = printable(f"{of_source.path}: {told}")
+            if not (takes or _agrees(f"Take columns of {told}? [y/N] ")):
+                raise
+            print(f"columns    {told}", flush=True)
+            mapped = of_source.model_copy(update={"columns": {**of_source.columns, **error.columns}})
+            sources = [mapped if one is of_source else one for one in data.sources]
+            data = data.model_copy(update={"sources": sources})
+
+
+def _agrees(question: str) -> bool:
+    """Ask at a terminal; nobody agrees elsewhere."""
+    is_asked = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    return is_asked and input(question).strip().lower() in ("y", "yes")
 
 
 def run_folder(name: str) -> Path:

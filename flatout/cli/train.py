@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
-from flatout.cli.screen import import_without_gc, quiet_transformers
+from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.environment import (
@@ -26,6 +26,7 @@ from flatout.environment import (
     whole_number,
 )
 from flatout.errors import FlatoutError, ResourceError, UsageError
+from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch import tmux
 from flatout.launch.attempt import UNCAUGHT_EXIT_CODE, RankReport
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
+    add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
     add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
     add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")
     add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--dry-run needs --tmux; use `flatout plan` to see what a run will do")
     place = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
     profile = [] if args.profile is None else [f"--profile={args.profile}"]
-    words = ["train", str(args.config), *args.overrides, *profile]
+    words = ["train", str(args.config), *args.overrides, *profile, *(["--yes"] if args.yes else [])]
     if args.tmux is not None:
         if nodes is not None:
             words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
@@ -96,12 +98,29 @@ def run(args: argparse.Namespace) -> int:
             return start_ranks(config, place, words, launched_at=own_launch)
         prepare_torch(place.environment)
         # a .py configuration may change anything in this process
-        _train_here(config, args.profile, start_up, recalls=args.config.suffix != ".py")
+        with_columns(
+            lambda data: _train_here(
+                config.model_copy(update={"data": data}),
+                args.profile,
+                start_up,
+                recalls=args.config.suffix != ".py",
+            ),
+            config.data,
+            takes=args.yes,
+        )
         return 0
     finally:
         # whoever started the ranks prints it once, after the last restart
         if PARENT not in environment() and Rank.from_env().is_first and (nodes is None or nodes.index == 0):
             _print_summary(config.folder, started_at)
+
+
+def _open_device(config: Config) -> None:
+    """Start the GPU, if there may be one, while torch is imported. Raises ResourceError if none can be."""
+    if config.wanted_device == "cuda":
+        require_gpu_driver("device: cuda")
+    if config.wanted_device != "cpu":
+        open_gpu(Rank.from_env().local_index)
 
 
 def _print_summary(folder: Path, started_at: float) -> None:
@@ -146,8 +165,7 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
         report.write(Path(folder))
     try:
         with ConsoleCallback(every_record=config.log_every_steps != 1) as console:
-            if config.wanted_device != "cpu":
-                open_gpu(Rank.from_env().local_index)
+            _open_device(config)
             # import torch only after the configuration is checked, and what takes long one by one, to time it
             for package, module in HEAVY_IMPORTS.items():
                 start_up.begin(f"importing {package}")

@@ -45,7 +45,7 @@ def data_section(value: Any) -> Any:
     set that is built from a path has the name of its file.
     """
     value = str(value) if isinstance(value, Path) else value
-    if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES):
+    if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).is_file():
         return {"name": value}
     if isinstance(value, str):
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePath(value).name.partition(".")[0]).strip("-_")[:64]

@@ -17,7 +17,8 @@ from flatout.config.shortcuts import SHORTCUTS
 # ours, or what has no value of theirs: ours with its value -> their names
 _OTHER_NAMES = {
     "base.storage: fp8": "load_in_8bit",
-    "base.storage: nf4": "load_in_4bit",
+    "base.storage": "quant_type quantization quantization_config",
+    "base.storage: nf4": "load_in_4bit qlora use_qlora",
     "batch.epochs": "epoch epochs num_epochs num_train_epochs",
     "batch.layout: packed": "packing sample_packing",
     "batch.samples_per_step": "batch_size gradient_accumulation_steps micro_batch_size per_device_train_batch_size "
@@ -49,7 +50,9 @@ _OTHER_NAMES = {
     "method": "adapter finetuning_type",
     "model.attention": "attn_implementation",
     "model.name": "base_model model_id model_name model_name_or_path pretrained_model_name_or_path",
-    "model.precision": "bf16 dtype fp16 mixed_precision torch_dtype",
+    "model.precision: bf16": "bf16",
+    "model.precision: fp16": "fp16",
+    "model.precision": "dtype mixed_precision torch_dtype",
     "model.revision": "model_revision",
     "name": "run_name",
     "optim.beta1": "adam_beta1",
@@ -71,7 +74,11 @@ _OTHER_NAMES = {
 OF_OTHERS = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
 # what there is instead of settings of others that no setting of ours stands for
 _INSTEAD = {
+    "adam_betas": "set optim.beta1 and optim.beta2",
+    "betas": "set optim.beta1 and optim.beta2",
     "callbacks": "pass callbacks=[...] to flatout.train in Python (docs/python.md)",
+    "columns": "columns belong to a source: data: {sources: [{path: FILE, columns: {instruction: question}}]}; "
+    "--yes takes those that are proposed",
     "compute_metrics": "an objective names its figures, which eval.best judges by; `flatout eval` scores answers",
     "data_collator": "nothing is collated: samples are packed without padding (batch.layout)",
     "dataloader_num_workers": "samples are read from a memory map, which needs no workers; leave it out",
@@ -83,6 +90,7 @@ _INSTEAD = {
     "load_best_model_at_end": "the best weights are always in best/; leave it out",
     "overwrite_output_dir": "--restart (restart=True in Python) starts over and moves the old folder aside",
     "push_to_hub": "`flatout push RUN REPO` does it after the run",
+    "resume": "the same command resumes by itself; leave it out",
     "remove_unused_columns": "columns that are not read are named and left out; leave it out",
     "resume_from_checkpoint": "the same command resumes by itself; leave it out",
     "tokenizer": "set data.tokenizer to a hub id or folder; the model's own is used otherwise",
@@ -92,7 +100,21 @@ _INSTEAD = {
 # values of others, by our setting
 _VALUES: dict[str, dict[str, str]] = {
     "model.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "true": "bf16"},
-    "method": {"qlora": "base.storage: nf4", "freeze": "method: full", "fft": "full", "none": "full"},
+    "base.storage": {
+        **dict.fromkeys(("4bit", "int4", "bnb", "bitsandbytes", "4"), "nf4"),
+        **dict.fromkeys(("8bit", "int8", "8"), "fp8"),
+    },
+    "device": {"gpu": "cuda", "cuda:0": "gpus: [0]", "0": "gpus: [0]"},
+    "method": {
+        **{"qlora": "base.storage: nf4", "dora": "lora.dora: true", "sft": "lora", "peft": "lora"},
+        **dict.fromkeys(("freeze", "fft", "full_finetuning", "none"), "full"),
+    },
+    "schedule.kind": {
+        "cosine_with_restarts": "cosine",
+        "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd",
+    },
+    "strategy": {"deepspeed_zero2": "zero2", "deepspeed_zero3": "zero3", "fsdp2": "fsdp", "dp": "ddp"},
     "optim.name": {
         **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
         **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit"),
@@ -118,8 +140,8 @@ class OurName:
 def our_name(name: str, value: str = "", *, is_option: bool = False) -> OurName | None:
     """Return what stands for a name of others, a keyword, or a name that is nearly one of ours; None if nothing does.
 
-    `name` may have sections, such as batch.size. `value` is YAML. What is only a little like a setting counts for keys,
-    but not for an option, which may be another verb's.
+    `name` may have sections, such as batch.size. `value` is YAML. What is nearly a setting counts for keys, but not for
+    an option, which may be another verb's.
     """
     leaf = name.rsplit(".", 1)[-1]
     if leaf in _INSTEAD:
@@ -127,10 +149,10 @@ def our_name(name: str, value: str = "", *, is_option: bool = False) -> OurName 
     ours = OF_OTHERS.get(leaf) or OF_OTHERS.get(name.replace(".", "_")) or SHORTCUTS.get(name)
     if ours is None:
         names = list(dotted_names())
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        near = near or [full for full in names if full.rsplit(".", 1)[-1] == leaf]
-        near = near or (difflib.get_close_matches(name, names, n=1, cutoff=0.5) if not is_option else [])
-        if not near:
+        same = [full for full in names if full.rsplit(".", 1)[-1] == leaf]
+        near = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.75) or same
+        near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        if not near or (is_option and near[0] != name and near != same):
             return None
         ours = near[0]
     return our_value(ours, value)
@@ -139,9 +161,11 @@ def our_name(name: str, value: str = "", *, is_option: bool = False) -> OurName 
 def our_value(ours: str, value: str) -> OurName:
     """Return our setting with our form of a value of others; `ours` may have a value that replaces theirs."""
     setting, _, fixed = ours.partition(": ")
-    found = fixed or _VALUES.get(setting, {}).get(value.lower(), value)
-    if ": " in found:
-        setting, _, found = found.partition(": ")
+    if not fixed and (known := _VALUES.get(setting, {}).get(value.lower())):
+        setting, _, fixed = known.rpartition(": ") if ": " in known else (setting, "", known)
+    found = fixed or value
+    if setting == "data.sources" and not found.startswith("["):
+        setting = "data"
     return OurName(setting, found, _WHY.get(setting, ""))
 
 

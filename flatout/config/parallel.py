@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from flatout.config.section import Section, refuse_unused
 
@@ -25,16 +25,25 @@ def gpu_list(value: Any) -> Any:
         value = numbers if "," in value else numbers[0]
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MAX_GPUS:
-            raise ValueError(
-                f"expected 1 to {MAX_GPUS:,} GPUs; for the first alone set gpus: [0], for none device: cpu"
-            )
+            raise ValueError(f"expected 1 to {MAX_GPUS:,} GPUs; for the first alone set gpus: [0]")
         return list(range(value))
+    if isinstance(value, str):
+        raise ValueError("expected how many GPUs, or their numbers, such as 0,1")
     if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):
         raise ValueError("a GPU is listed twice; list each once")
     return value
 
 
-GpuList = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), BeforeValidator(gpu_list)]
+_GPUS_SCHEMA = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "integer", "minimum": 1, "maximum": MAX_GPUS},
+        {"type": "string", "pattern": r"^ *\d+ *(, *\d+ *)*,?$"},
+    ]
+}
+GpuList = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1), BeforeValidator(gpu_list), WithJsonSchema(_GPUS_SCHEMA)
+]
 """GPUs by number, or how many."""
 
 

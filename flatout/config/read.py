@@ -6,18 +6,20 @@ import contextlib
 import copy
 import difflib
 import logging
+import re
 import runpy
 import shlex
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from flatout.config.names import OF_OTHERS, OurName, as_yaml, knows_value, our_name, our_value
-from flatout.config.schema import Config
+from flatout.config.schema import NAME_PATTERN, Config
 from flatout.config.shortcuts import LONG_FORMS
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
@@ -39,6 +41,8 @@ _OTHER_FILES = {
     b"PK": "it is a zip archive",
 }
 
+# a file of rows, not of settings
+_ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 # renamed values of settings; the old names are accepted until version 0.3
 RENAMED_VALUES = {"recompute": {"lean": "selective", "partial": "budget", "layers": "full"}}
 
@@ -136,9 +140,12 @@ def make_config(
     except ValidationError as error:
         items = error.errors(include_url=False)
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
-        problems += [_describe(item, given) for item in items]
-        steps = _fixes(items, None if origin == "config" else given)
-        raise ProblemsError(origin, problems, next_steps(*steps)) from None
+        problems += [describe_error(item, given) for item in items]
+        steps = next_steps(*_fixes(items, None if origin == "config" else given))
+        in_file = [item for item in items if ".".join(map(str, item["loc"])) not in given]
+        if sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
+            steps = f"\n  flatout convert {shlex.quote(origin)} --to ours.yaml"
+        raise ProblemsError(origin, problems, steps) from None
     if problems:
         raise ProblemsError(origin, problems)
     return config
@@ -171,7 +178,11 @@ def _read_text(path: Path) -> str:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: cannot be read as a configuration: {reason}{_instead_of(path)}") from error
+        hint = ""
+        if isinstance(error, FileNotFoundError | IsADirectoryError):
+            with contextlib.suppress(OSError):  # a name in it that is too long
+                hint = _instead_of(path)
+        raise UsageError(f"{path}: cannot be read as a configuration: {reason}{hint}") from error
     if len(content) > MAX_FILE_BYTES:
         raise SecurityError(f"{path}: too large for a configuration (limit {MAX_FILE_BYTES:,} bytes)")
     try:
@@ -183,7 +194,10 @@ def _read_text(path: Path) -> str:
 
 
 def _instead_of(path: Path) -> str:
-    """Return what to name instead of a file that does not exist: one that is there, or a new one."""
+    """Return what to name instead of a folder, or a file that does not exist: one that is there, or a new one."""
+    for file in (path / "config.yaml", path / "run.yaml", Path("runs") / path / "config.yaml"):
+        if file.is_file():
+            return f"; its settings are {file}{next_steps((f'{file} instead of {path}', ''))}"
     if path.exists():
         return ""
     there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
@@ -202,6 +216,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise SecurityError(f"{path}:{line}: {error.problem}; only plain values are allowed") from error
     except yaml.YAMLError as error:
+        if path.suffix in _ROW_TYPES:
+            step = next_steps((f"model=MODEL data={path} instead of {path}", ""))
+            raise UsageError(f"{path} holds rows, not settings; name it as data{step}") from error
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except (UsageError, SecurityError) as error:
         raise type(error)(f"{path}: {error}") from None
@@ -284,7 +301,7 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     return None
 
 
-def _describe(item: Any, given: Mapping[str, str]) -> str:
+def describe_error(item: Any, given: Mapping[str, str] = MappingProxyType({})) -> str:
     """Format one pydantic error as `field: what, got, what to do`; `given` are the overrides."""
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
@@ -302,6 +319,8 @@ def _describe(item: Any, given: Mapping[str, str]) -> str:
         message = f"expected a section with settings{', such as model.name' if name == 'model' else ''}"
     elif item["type"] == "path_type":
         message = "expected a path"
+    elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in message:
+        message = "use letters, digits, dots, dashes and underscores, at most 64"
     where = f"{name}: " if name else ""
     shown = repr(item["input"])
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
@@ -318,7 +337,17 @@ def _fix(item: Any, given: Mapping[str, str]) -> OurName | None:
         return our_name(name, value)
     if item["type"] == "model_type" and name in OF_OTHERS:
         return our_name(name, value)
-    return our_value(name, value) if knows_value(name, value) else None
+    if knows_value(name, value):
+        return our_value(name, value)
+    if item["type"] == "literal_error" and not name[-1].isdigit():
+        allowed = re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected")))
+        near = difflib.get_close_matches(value, allowed, n=1)
+        return OurName(name, near[0]) if near else None
+    if item["type"] == "list_type" and isinstance(item["input"], str):
+        return OurName("data", value) if name == "data.sources" else OurName(name, f"[{value}]")
+    if item["type"] == "string_pattern_mismatch" and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")):
+        return OurName(name, text[:64])
+    return None
 
 
 def _written(item: Any, given: Mapping[str, str]) -> str:

@@ -55,16 +55,46 @@ class Caller:
         """
         of = next((at for at in range(len(words)) if words[at : at + 2] == ["instead", "of"]), len(words))
         added, removed = words[:of], {*words[of + 2 :], *(word.partition("=")[0] for word in words[:of])}
+        if added and (columns := re.fullmatch(r"columns=\{(.*)\}", added[0])):
+            return self._columns(columns[1])
         if self.kind == "studio":
-            return None if RESTART in added else ", ".join(self.setting(*_parts(word)) for word in added)
+            return (
+                None
+                if any("=" not in word for word in added)
+                else ", ".join(self.setting(*_parts(word)) for word in added)
+            )
         if self.kind == "python":
             function = self.words[0] if self.words else "train"
-            changes = [self.setting(*_parts(word)) if "=" in word or word == RESTART else repr(word) for word in added]
+            changes = [self.setting(*_parts(word)) if "=" in word or word == RESTART else f'"{word}"' for word in added]
             return f"flatout.{function}({', '.join(['...', *changes] if '=' in ''.join(changes) else changes)})"
-        stays = [word not in removed and _parts(word)[0] not in removed for word in self.words]
+        # a value may be what is replaced: data=chts.jsonl
+        named = [f"{_parts(word)[0]}=" if _parts(word)[1] in removed else "" for word in self.words]
+        stays = [
+            word not in removed and _parts(word)[0] not in removed and not key
+            for word, key in zip(self.words, named, strict=True)
+        ]
+        is_change = any("=" in word or word[0] == "-" for word in added)
+        if not is_change and False not in stays:
+            return None  # what is replaced stands in a file
         at = stays.index(False) if False in stays else len(stays)
+        key = named[at] if at < len(named) and not is_change else ""
         before, after = self.words[:at], compress(self.words[at:], stays[at:])
-        return shlex.join(["flatout", *before, *added, *after])
+        return shlex.join(["flatout", *before, *(key + word for word in added), *after])
+
+    def _columns(self, columns: str) -> str | None:
+        """Spell the step that maps the columns of a source, such as `instruction: question`."""
+        pairs = [tuple(pair.split(": ", 1)) for pair in columns.split(", ")]
+        if self.kind == "studio":
+            return None
+        if self.kind == "python":
+            named = ", ".join(f'"{ours}": "{theirs}"' for ours, theirs in pairs)
+            return f'data={{"sources": [{{"path": ..., "columns": {{{named}}}}}]}}'
+        if self.words[:1] != ["data"]:
+            return shlex.join(["flatout", *self.words, "--yes"])
+        return shlex.join(["flatout", *self.words, *(f"--column={ours}={theirs}" for ours, theirs in pairs)])
+
+
+STUDIO = Caller("studio")
 
 
 def spelled(text: str, caller: Caller) -> str:

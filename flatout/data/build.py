@@ -105,6 +105,7 @@ def open_or_build(
         if folder.exists():
             store, change = _kept_store(config, meta, folder, trained_on, log)
             if store is None and not replaces:
+                _choose_parsers(sources, config.sources)  # columns that no format reads are told first
                 raise UsageError(
                     f"data set {config.name!r} already exists and differs: {change}; use another --name, or --replace"
                 )

@@ -13,6 +13,8 @@ from flatout.errors import ResourceError, UsageError, first_line
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
 is_folder = os.path.isdir
+# a name with one of these endings is a file's, not a hub id
+_FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json", ".jsonl", ".yaml", ".yml", ".csv", ".txt")
 # what was found out about the hub counts for at most so long
 ASK_EVERY_S = 60.0
 
@@ -29,6 +31,10 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
             # transformers would silently ignore such a file
             raise UsageError(f"{odd[0]} is a folder or a broken link; download or copy it again")
         return name, revision
+    if name.endswith(_FILE_ENDINGS) or name.startswith((".", "/", "~")):
+        raise UsageError(
+            f"there is no folder {name}; a model is a folder with config.json, or a hub id such as org/model"
+        )
     from huggingface_hub import constants, snapshot_download
 
     if _answers(constants.ENDPOINT, int(time.monotonic() // ASK_EVERY_S)):

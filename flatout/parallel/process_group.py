@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import POLL_S, BoundedWait
+from flatout.io.no_gpu import no_gpu_error
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import local_part, replicas_of
 
@@ -35,9 +36,12 @@ def choose_device(wanted: str, rank: Rank) -> torch.device:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return torch.device("cpu")
+    if num_gpus == 0:
+        raise no_gpu_error("device: cuda" if rank.world == 1 else f"rank {rank.index}")
     if rank.local_index >= num_gpus:
         raise ResourceError(
-            f"rank {rank.index} needs GPU {rank.local_index}, but {num_gpus} are visible; start fewer processes"
+            f"rank {rank.index} needs GPU {rank.local_index}, but {num_gpus} are visible; start fewer processes, or "
+            f"set gpus: {num_gpus}"
         )
     device = torch.device("cuda", rank.local_index)
     torch.cuda.set_device(device)

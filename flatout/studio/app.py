@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from flatout.config.names import dotted_names
 from flatout.config.schema import SourceConfig
+from flatout.config.spelling import STUDIO, spelled
 from flatout.config.template import describe_setting
 from flatout.data import registry
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
@@ -188,7 +189,7 @@ class Studio:
             if kind != "plan":
                 raise
             # a setting that is being typed is no failed request
-            return Response(json.dumps({"error": str(error)}) + "\n", media_type=LINES)
+            return Response(json.dumps({"error": spelled(str(error), STUDIO)}) + "\n", media_type=LINES)
         if config and isinstance(body, _Plan) and body.tokens_per_s is None and not body.device:
             speed = await run_in_threadpool(self.trainings.measured_speed, config)
             facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
@@ -239,7 +240,7 @@ class Studio:
             where = error.filename or "a file of the workspace"
             error = ResourceError(f"cannot use {where}: {reason_of(error)}; check that it can be read and written")
         status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
-        text = printable(redacted(str(error)))
+        text = printable(redacted(spelled(str(error), STUDIO)))
         if request.url.path.startswith("/api/"):
             return JSONResponse({"error": text}, status)
         facts = {"text": text, "current": "", "workspace": self.workspace.root}

@@ -29,10 +29,11 @@ def find_run(target: str | Path) -> Path:
     Raises UsageError, with the run whose name is nearest, if there is none.
     """
     path = Path(target)
-    if path.exists():
-        return path
-    if (named := RUNS / path).is_dir():
-        return named
+    with suppress(OSError):  # a name too long for a path
+        if path.exists():
+            return path
+        if (named := RUNS / path).is_dir():
+            return named
     known = [folder.name for folder in run_folders(RUNS)]
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
     if near:

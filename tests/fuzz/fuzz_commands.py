@@ -184,7 +184,6 @@ _REFUSED: tuple[tuple[str, ...], ...] = (
     ("bench", "--rows", "tiny", "--parity", "nowhere.json"),
     ("bench", "--rows", "tiny", "--out", "chats.jsonl"),
     ("zebra",),
-    (),
     ("--zebra",),
 )
 _EITHER: tuple[tuple[str, ...], ...] = (

@@ -6,6 +6,7 @@ import difflib
 import glob
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -23,7 +24,7 @@ from flatout.data.rows.read import (
     table_rows,
     total_rows,
 )
-from flatout.errors import DataError
+from flatout.errors import DataError, next_steps
 from flatout.io.durable_io import digest
 from flatout.io.redact import redacted
 
@@ -275,8 +276,11 @@ def _nothing_found(pattern: str) -> str:
         return f"{pattern}: a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
     beside = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder, a glob or a hub id (org/set)"
-    return f"{pattern}: no such file or folder; {hint}"
+    if near:
+        found = path.parent / near[0]
+        step = next_steps((shlex.join([str(found), "instead", "of", pattern]), ""))
+        return f"{pattern}: no such file or folder; did you mean {found}?{step}"
+    return f"{pattern}: no such file or folder; give a file, a folder, a glob or a hub id (org/set)"
 
 
 def _digest(path: Path) -> str:

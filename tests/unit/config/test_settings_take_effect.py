@@ -97,7 +97,7 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "updates in the backward pass",
     ),
     "name": ("other", {}, "run: other|other: lora"),
-    "device": ("cuda", {}, "needs GPU 0, but 0 are visible"),
+    "device": ("cuda", {}, "device: cuda needs a GPU, but"),
     "model.name": ("/nowhere", {}, "there is no folder /nowhere"),
     "model.revision": ("abc", {}, "model.revision: 'abc' is for hub ids"),
     "data.name": ("other", {}, "built_dataset/other"),

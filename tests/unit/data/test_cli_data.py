@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,11 +74,11 @@ def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--name", "../x"], 2, "name: String should match pattern"),
+        (["--name", "../x"], 2, "name: use letters, digits"),
         (
             ["--name", "x", "--too-long", "shrink"],
             2,
-            "--too-long: Input should be 'auto', 'error', 'drop', 'truncate' or 'split'",
+            "--too-long: input should be 'auto', 'error', 'drop', 'truncate' or 'split'",
         ),
         (["--name", "x", "--weight", "1", "--weight", "2"], 2, "2 --weight for 1 sources"),
         (["--name", "x", "--column", "output"], 2, "--column 'output' is not OURS=YOURS"),
@@ -161,3 +165,52 @@ def test_variables_of_the_template_reach_it(built: Path, capsys: pytest.CaptureF
     assert _build(built, "--name", "x", *qwen[:-2]) == 0
     settings = json.loads(Path("data/built_dataset/x/manifest.json").read_text())["meta"]["settings"]
     assert (settings["empty_reasoning"], settings["template_args"]) == ("mask", {})
+
+
+@pytest.mark.parametrize(
+    "head", ["question,answer", "Question,Response", "input,output", "query,response", "Prompt,Reply"]
+)
+def test_near_columns_are_named_in_the_command_and_taken_with_yes(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], head: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("qa.csv").write_text(f"{head}\nWhat is it?,A thing.\nWho is it?,A cat.\n")
+    build = ["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]
+    assert main(build) == 3
+    command = shlex.split(capsys.readouterr().err.splitlines()[-1])[1:]
+    assert command[: len(build)] == build
+    assert command[len(build) :] == [f"--column={ours}={theirs}" for ours, theirs in zip(
+        ("instruction", "output"), head.split(","), strict=True
+    )]  # fmt: skip
+    assert main(command) == 0
+    assert "qa.csv: alpaca rows" in capsys.readouterr().err
+    assert main([*build, "--yes"]) == 0
+    printed = capsys.readouterr()
+    assert f"columns    qa.csv: instruction is {head.split(',')[0]}" in printed.out
+    assert "Reusing" in printed.err
+
+
+def test_columns_that_mean_nothing_are_not_taken(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "odd.csv").write_text("alpha,beta\n1,2\n")
+    build = ["data", "build", str(tmp_path / "odd.csv"), "--tokenizer", str(tiny.model_dir), "--name", "odd", "--yes"]
+    assert main([*build, "--root", str(tmp_path / "data")]) == 3
+    assert "no known format has these columns; map yours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("\n", 3)])
+def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny: Any, tmp_path: Path, typed: str, code: int) -> None:
+    (tmp_path / "qa.csv").write_text("question,answer\nWhat is it?,A thing.\n")
+    words = ["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]
+    ours, theirs = pty.openpty()
+    os.write(ours, typed.encode())
+    with subprocess.Popen(
+        [sys.executable, "-m", "flatout", *words], cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the terminal's other end is closed
+            while block := os.read(ours, 4096):
+                shown += block
+        assert process.wait() == code, shown.decode()
+    os.close(ours)
+    assert b"Take columns of qa.csv: instruction is question, output is answer? [y/N]" in shown

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.data.rows.formats.fields import Reading
 
 Works = Callable[[Mapping[str, str]], bool]
 """Whether the row can be read with these columns in addition to those that are set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A sentence on columns that no format reads, and the setting `columns` that makes the row readable, if any."""
+
+    text: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
 # names that data sets use for what alpaca has, in lower case, the likeliest first
 _QUESTIONS = (
     "instruction", "question", "query", "prompt", "input", "problem", "inputs", "input_query", "user", "human"
@@ -62,14 +73,13 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     return columns, "; ".join(filter(None, [remark, f"not read then: {', '.join(left)}" if left else ""]))
 
 
-def proposed(row: Mapping[str, Any], works: Works) -> str | None:
-    """Return the sentence that maps a row's columns to alpaca's, None if there is none that works."""
+def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
+    """Return what maps a row's columns to alpaca's, None if there is nothing that works."""
     found = alpaca_columns(row)
     if found is None or not works(found[0]):
         return None
-    return f"no known format has these columns; set columns: {written(found[0])}" + (
-        f" ({found[1]})" if found[1] else ""
-    )
+    text = f"no known format has these columns; set columns: {written(found[0])}"
+    return Advice(text + (f" ({found[1]})" if found[1] else ""), found[0])
 
 
 def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Reading) -> str:
@@ -83,7 +93,7 @@ def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Readi
     return f" (columns: {written(columns)} reads {', '.join(columns.values())} too)" if columns else ""
 
 
-def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, Any], works: Works) -> str | None:
+def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, Any], works: Works) -> Advice | None:
     """Return `no column 'messages'; found 'mesages' (did you mean?)` for the closest pair of names, or None.
 
     `missing` are columns that formats need, `known` all that they read.
@@ -99,8 +109,8 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
     _, name, found = max(pairs)
     text = f"no column {name!r}; found {found!r} "
     if works({name: found}):
-        return f"{text}(did you mean?); rename it, or set columns: {written({name: found})}"
-    return f"{text}(did you mean?); rename it"
+        return Advice(f"{text}(did you mean?); rename it, or set columns: {written({name: found})}", {name: found})
+    return Advice(f"{text}(did you mean?); rename it")
 
 
 def written(columns: Mapping[str, str]) -> str:

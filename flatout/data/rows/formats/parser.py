@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 from flatout.config.schema import SourceConfig
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import Origin, ParsedRow, Preference
-from flatout.data.rows.formats.advice import Works, near_miss, proposed, unread_meaning
+from flatout.data.rows.formats.advice import Advice, Works, near_miss, proposed, unread_meaning, written
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
     CHAT_OPTIONAL,
@@ -50,7 +51,7 @@ from flatout.data.rows.formats.preference import (
 from flatout.data.rows.formats.refusals import refusal
 from flatout.data.rows.formats.xlam import parse_xlam
 from flatout.data.rows.read import BadRow, RawRow, raise_error
-from flatout.errors import DataError
+from flatout.errors import DataError, next_steps
 
 # what the console says about a format, besides its columns
 _REMARKS = {
@@ -245,16 +246,16 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     known = _known(row, reading) if source.format == "auto" else source.format
     if why := refusal(row, reading, known if known in JUDGED else None):
         raise DataError(f"{first.origin}: {why}")
-    name = known or _unknown(row, first.origin, reading, works)
+    name = known or _unknown(source, first, reading, works)
     if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
     if name in _PREFERENCES and is_ranked(row, reading) and _missing_columns(row, RULES[name], reading):
         name = "ranked"
     rule = RULES[name]
     if missing := _missing_columns(row, rule, reading):
-        hint = near_miss(missing, _all_columns(), row, works)
-        hint = hint or f"no column {missing[0]!r}, which format {name} needs"
-        raise DataError(f"{first.origin}: {hint}; {_columns_found(row)}")
+        advice = near_miss(missing, _all_columns(), row, works)
+        advice = advice or Advice(f"no column {missing[0]!r}, which format {name} needs")
+        raise _refusal(source, first, advice)
     if source.system is not None and name in ("text", "tokens"):
         raise DataError(f"{first.origin}: system is set, but {name} rows are not conversations; remove system")
     used = []
@@ -287,6 +288,9 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
         if ours not in known:
             near = difflib.get_close_matches(ours, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            if theirs in known and ours in first.columns:
+                swapped = next_steps((f"{theirs}={ours} instead of {ours}={theirs}", ""))
+                hint = f"it is one of yours: write columns: {{{theirs}: {ours}}}, ours first{swapped}"
             raise DataError(f"{source.path}: columns: {ours!r} is not a column of format {source.format}; {hint}")
         if theirs not in first.columns and ours not in _NO_COLUMN:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
@@ -311,18 +315,35 @@ def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
     return None
 
 
-def _unknown(row: Mapping[str, Any], origin: Origin, reading: Reading, works: Works) -> NoReturn:
+def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works) -> NoReturn:
     """Raise DataError with the columns found and what to set."""
-    hint = proposed(row, works)
-    if hint is None:
+    row = first.columns
+    advice = proposed(row, works)
+    if advice is None:
         told = [(name, [group[0] for group in rule.required]) for name, rule in RULES.items() if name != "reward"]
         known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in told)
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
-        hint = near_miss(missing, _all_columns(), row, works) or (
+        advice = near_miss(missing, _all_columns(), row, works) or Advice(
             "no known format has these columns; map yours, such as columns: {instruction: question, output: answer}; "
             f"known formats: {known}"
         )
-    raise DataError(f"{origin}: {hint}; {_columns_found(row)}")
+    raise _refusal(source, first, advice)
+
+
+class ColumnsError(DataError):
+    """Rows have columns that no format reads; the setting `columns` of `source`, its path, would make them readable."""
+
+    def __init__(self, message: str, source: str, columns: Mapping[str, str]) -> None:
+        self.source, self.columns = source, dict(columns)
+        super().__init__(message)
+
+
+def _refusal(source: SourceConfig, first: RawRow, advice: Advice) -> DataError:
+    said = f"{first.origin}: {advice.text}; {_columns_found(first.columns)}"
+    if not advice.columns:
+        return DataError(said)
+    step = next_steps((shlex.quote(f"columns={written(advice.columns)}"), ""))
+    return ColumnsError(said + step, source.path, advice.columns)
 
 
 def _is_sharegpt(row: Mapping[str, Any], reading: Reading) -> bool:

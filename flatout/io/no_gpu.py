@@ -1,0 +1,65 @@
+"""Why there is no GPU: in one sentence, from what torch, the environment and the driver say."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+
+from flatout.environment import environment
+from flatout.errors import ResourceError
+
+DRIVER = "libcuda.so.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NO_DEVICE = 100
+
+
+def certain_reason(env: Mapping[str, str], torch_version: str, cuda: str | None, driver: str = DRIVER) -> str | None:
+    """Return why no process here can have a GPU, and what to do, without starting the driver; None if one may have.
+
+    `cuda` is the version that torch is built for, None for a CPU build.
+    """
+    if cuda is None:
+        return f"torch {torch_version} is a build for CPUs; install one for CUDA, as pytorch.org says"
+    if (shown := env.get(VISIBLE)) is not None and (not shown.strip() or shown.strip().startswith("-1")):
+        return f"{VISIBLE}={shown} hides all GPUs; unset it"
+    try:
+        ctypes.CDLL(driver)
+    except OSError:
+        return "there is no NVIDIA driver; install it, or start the container with --gpus all"
+    return None
+
+
+def reason(env: Mapping[str, str], torch_version: str, cuda: str | None, driver: str = DRIVER) -> str:
+    """Return why this process sees no GPU, as `certain_reason`, or as the driver says."""
+    if why := certain_reason(env, torch_version, cuda, driver):
+        return why
+    error = int(ctypes.CDLL(driver).cuInit(0))
+    if error == _NO_DEVICE:
+        shown = env.get(VISIBLE)
+        return "the NVIDIA driver finds no GPU" + (f" (with {VISIBLE}={shown}); correct it" if shown else "")
+    if error:
+        return f"the NVIDIA driver does not start (error {error}); see nvidia-smi"
+    return f"the NVIDIA driver is too old for this torch (CUDA {cuda}); update it, or install torch for an older CUDA"
+
+
+def no_gpu_error(who: str, why: str | None = None) -> ResourceError:
+    """Return the error of `who`, such as a setting, that needs a GPU where this process has none."""
+    why = why or reason(environment(), *_torch_build())
+    on_cpu = who.replace("cuda", "cpu") if who.startswith("--") else "device: cpu"
+    return ResourceError(f"{who} needs a GPU, but {why}; to use the CPU, set {on_cpu}")
+
+
+def require_gpu_driver(who: str) -> None:
+    """Raise ResourceError, before ranks are started, if none of them can have a GPU."""
+    if why := certain_reason(environment(), *_torch_build()):
+        raise no_gpu_error(who, why)
+
+
+def _torch_build() -> tuple[str, str | None]:
+    """Return torch's version and the version of CUDA that it is built for; without importing it, any if not known."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return torch.__version__, torch.version.cuda
+    version = metadata.version("torch")
+    return version, None if "+cpu" in version or sys.platform == "darwin" else "of its version"

@@ -1,0 +1,319 @@
+"""A beginner's mistakes as they are typed: the exit code, a part of the sentence, and the next command where it is sure."""
+# ruff: noqa: E501  (a mistake is a line)
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flatout
+from flatout.cli.main import main
+from flatout.errors import FlatoutError
+
+
+def chat(number: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"q {number}"}, {"role": "assistant", "content": f"a {number}"}]}
+
+
+FILES = {
+    "chats.jsonl": "".join(json.dumps(chat(number)) + "\n" for number in range(8)),
+    "qa.csv": "Question,Response\n" + "".join(f"q {number},a {number}\n" for number in range(8)),
+    "odd.csv": "alpha,beta\n1,2\n",
+    "bad.jsonl": '{"messages": [\n',
+    "empty.jsonl": "",
+    "role.jsonl": json.dumps({"messages": [{"role": "bot", "content": "x"}]}) + "\n",
+    "doc.pdf": "%PDF",
+    "adapter.bin": "x",
+    "run.yaml": "model: model\ndata: chats.jsonl\ndevice: cpu\n",
+    "tab.yaml": "model:\n\tname: x\n",
+    "list.yaml": "- a\n- b\n",
+    "typo.yaml": "model: model\nlora: {rnak: 8}\n",
+    "theirs.yaml": "model_name_or_path: x\nlearning_rate: 1e-4\nper_device_train_batch_size: 4\n",
+    "twice.yaml": "model: a\nmodel: b\n",
+    "no_model.yaml": "data: chats.jsonl\n",
+    "runs/run/train.log": "",
+    "runs/run/metrics.jsonl": "",
+    "runs/run/config.yaml": "model: model\n",
+}
+
+# what is typed after `flatout`, the exit code, a part of the error, and the command that it ends with
+Row = tuple[str, int, str] | tuple[str, int, str, str]
+# fmt: off
+COMMANDS: list[Row] = [
+    ("tain run.yaml", 2, "there is no verb 'tain'; did you mean train?", "train run.yaml"),
+    ("fine-tune run.yaml", 2, "there is no verb 'fine-tune'"),
+    ("Train run.yaml", 2, "there is no verb 'Train'; did you mean train?", "train run.yaml"),
+    ("run.yaml", 2, "there is no verb 'run.yaml'; write a verb first, such as train"),
+    ("train", 2, "train: config is missing; `flatout train --help` lists all options"),
+    ("train run.yml", 2, "run.yml: cannot be read as a configuration: No such file or directory; did you mean run.ya", "train run.yaml"),
+    ("train run", 2, "run: cannot be read as a configuration: No such file or directory", "train runs/run/config.yaml"),
+    ("train runs/run", 2, "runs/run: cannot be read as a configuration: Is a directory", "train runs/run/config.yaml"),
+    ("train chats.jsonl", 2, "chats.jsonl holds rows, not settings; name it as data", "train model=MODEL data=chats.jsonl"),
+    ("train tab.yaml", 2, "tab.yaml: not valid YAML: while scanning for the next token found character '\\t' that cann"),
+    ("train list.yaml", 2, "list.yaml: expected sections such as `model:`, found a list"),
+    ("train typo.yaml", 2, "lora.rnak: unknown key; did you mean lora.rank?"),
+    ("train theirs.yaml", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step? (samples of", "convert theirs.yaml --to ours.yaml"),
+    ("train twice.yaml", 2, "twice.yaml: line 2: key 'model' is given twice; keep one"),
+    ("train no_model.yaml", 2, "model: missing; every run needs it"),
+    ("train runs", 2, "runs: cannot be read as a configuration: Is a directory"),
+    ("train run.yaml lora.rank 32", 2, "lora.rank 32: a setting is one word, lora.rank=32", "train run.yaml lora.rank=32"),
+    ("train run.yaml lora.rank=0", 2, "lora.rank: input should be greater than or equal to 1, got 0"),
+    ("train run.yaml lora.rank=3.5", 2, "lora.rank: input should be a valid integer, got a number with a fractional part, got 3.5"),
+    ("train run.yaml lora.rnk=8", 2, "lora.rnk: unknown key; did you mean lora.rank?", "train run.yaml lora.rank=8"),
+    ("train run.yaml rank=8", 2, "rank: unknown key; did you mean lora.rank?", "train run.yaml lora.rank=8"),
+    ("train run.yaml r=8", 2, "r: unknown key; did you mean lora.rank?", "train run.yaml lora.rank=8"),
+    ("train run.yaml lora_r=8", 2, "lora_r: unknown key; did you mean lora.rank?", "train run.yaml lora.rank=8"),
+    ("train run.yaml lora.r=8", 2, "lora.r: unknown key; did you mean lora.rank?", "train run.yaml lora.rank=8"),
+    ("train run.yaml optim.learning_rate=1e-4", 2, "optim.learning_rate: unknown key; did you mean optim.lr?", "train run.yaml optim.lr=1e-4"),
+    ("train run.yaml optim.lr=fast", 2, "optim.lr: input should be a valid number, unable to parse string as a number, got 'fast'"),
+    ("train run.yaml optim.lr=-1", 2, "optim.lr: input should be greater than 0, got -1"),
+    ("train run.yaml optim.lr=1e-4,", 2, "optim.lr: input should be a valid number, unable to parse string as a number, got '1e-4,'"),
+    ("train run.yaml lr=1e-4 epochs=3", 2, "epochs: unknown key; did you mean batch.epochs?", "train run.yaml optim.lr=1e-4 batch.epochs=3"),
+    ("train run.yaml --lr 1e-4", 2, "--lr is a setting here: optim.lr=1e-4", "train run.yaml optim.lr=1e-4"),
+    ("train run.yaml --learning-rate=2e-4", 2, "--learning-rate is a setting here: optim.lr=2e-4", "train run.yaml optim.lr=2e-4"),
+    ("train run.yaml --epochs 3", 2, "--epochs is a setting here: batch.epochs=3", "train run.yaml batch.epochs=3"),
+    ("train run.yaml --num_train_epochs 3", 2, "--num-train-epochs is a setting here: batch.epochs=3", "train run.yaml batch.epochs=3"),
+    ("train run.yaml --batch-size 8", 2, "--batch-size is a setting here: batch.samples_per_step=8 (samples of one optimizer step ov", "train run.yaml batch.samples_per_step=8"),
+    ("train run.yaml --per_device_train_batch_size 8", 2, "--per-device-train-batch-size is a setting here: batch.samples_per_step=8 (samples of one ", "train run.yaml batch.samples_per_step=8"),
+    ("train run.yaml --gradient_accumulation_steps 8", 2, "--gradient-accumulation-steps is a setting here: batch.samples_per_step=8 (samples of one ", "train run.yaml batch.samples_per_step=8"),
+    ("train run.yaml --model x", 2, "--model is a setting here: model=x", "train run.yaml model=x"),
+    ("train run.yaml --data chats.jsonl", 2, "--data is a setting here: data=chats.jsonl", "train run.yaml data=chats.jsonl"),
+    ("train run.yaml --output_dir out", 2, "--output-dir is a setting here: run_dir=out", "train run.yaml run_dir=out"),
+    ("train run.yaml --name other", 2, "--name is a setting here: name=other", "train run.yaml name=other"),
+    ("train run.yaml --seed 3", 2, "--seed is a setting here: seed=3", "train run.yaml seed=3"),
+    ("train run.yaml --max-steps 10", 2, "--max-steps is a setting here: batch.max_steps=10", "train run.yaml batch.max_steps=10"),
+    ("train run.yaml --gpus 2", 2, "--gpus is a setting here: gpus=2", "train run.yaml gpus=2"),
+    ("train run.yaml --resume", 2, "there is no option --resume"),
+    ("train run.yaml --load_in_4bit", 2, "--load-in-4bit is a setting here: base.storage=nf4", "train run.yaml base.storage=nf4"),
+    ("train run.yaml --bf16", 2, "--bf16 is a setting here: model.precision=bf16", "train run.yaml model.precision=bf16"),
+    ("train run.yaml --qlora", 2, "--qlora is a setting here: base.storage=nf4", "train run.yaml base.storage=nf4"),
+    ("train run.yaml --trust_remote_code", 2, "there is no option --trust-remote-code"),
+    ("train run.yaml --push_to_hub", 2, "there is no option --push-to-hub"),
+    ("train run.yaml --config run.yaml", 2, "a configuration is named without an option", "train run.yaml"),
+    ("train --config run.yaml", 2, "a configuration is named without an option", "train run.yaml"),
+    ("train run.yaml -v 3", 2, "train: there is no option -v; `flatout train --help` lists all options"),
+    ("train run.yaml method=qlora", 2, "method: input should be 'lora' or 'full', got 'qlora'; set base.storage=nf4", "train run.yaml base.storage=nf4"),
+    ("train run.yaml method=dora", 2, "method: input should be 'lora' or 'full', got 'dora'; set lora.dora=true", "train run.yaml lora.dora=true"),
+    ("train run.yaml method=sft", 2, "method: input should be 'lora' or 'full', got 'sft'; set method=lora", "train run.yaml method=lora"),
+    ("train run.yaml load_in_4bit=true", 2, "load_in_4bit: unknown key; did you mean base.storage: nf4?", "train run.yaml base.storage=nf4"),
+    ("train run.yaml load_in_8bit=true", 2, "load_in_8bit: unknown key; did you mean base.storage: fp8?", "train run.yaml base.storage=fp8"),
+    ("train run.yaml base.storage=4bit", 2, "base.storage: input should be 'model', 'fp8' or 'nf4', got '4bit'; set base.storage=nf4", "train run.yaml base.storage=nf4"),
+    ("train run.yaml base.storage=int8", 2, "base.storage: input should be 'model', 'fp8' or 'nf4', got 'int8'; set base.storage=fp8", "train run.yaml base.storage=fp8"),
+    ("train run.yaml quantization=nf4", 2, "quantization: unknown key; did you mean base.storage?", "train run.yaml base.storage=nf4"),
+    ("train run.yaml model.precision=bfloat16", 2, "model.precision: input should be 'auto', 'bf16', 'fp16', 'fp32' or 'fp64', got 'bfloat16';", "train run.yaml model.precision=bf16"),
+    ("train run.yaml model.precision=float16", 2, "model.precision: input should be 'auto', 'bf16', 'fp16', 'fp32' or 'fp64', got 'float16'; ", "train run.yaml model.precision=fp16"),
+    ("train run.yaml torch_dtype=bfloat16", 2, "torch_dtype: unknown key; did you mean model.precision?", "train run.yaml model.precision=bf16"),
+    ("train run.yaml bf16=true", 2, "bf16: unknown key; did you mean model.precision: bf16?", "train run.yaml model.precision=bf16"),
+    ("train run.yaml fp16=true", 2, "fp16: unknown key; did you mean model.precision: fp16?", "train run.yaml model.precision=fp16"),
+    ("train run.yaml optim=adamw_torch", 2, "optim: expected a section with settings, got 'adamw_torch'; set optim.name=adamw", "train run.yaml optim.name=adamw"),
+    ("train run.yaml optim.name=adamw_8bit", 2, "optim.name: input should be 'adamw', 'adamw8bit' or 'sgd', got 'adamw_8bit'; set optim.nam", "train run.yaml optim.name=adamw8bit"),
+    ("train run.yaml optim.name=lion", 2, "optim.name: input should be 'adamw', 'adamw8bit' or 'sgd', got 'lion'"),
+    ("train run.yaml schedule.kind=cosine_with_restarts", 2, "schedule.kind: input should be 'constant', 'linear', 'cosine' or 'wsd', got 'cosine_with_r", "train run.yaml schedule.kind=cosine"),
+    ("train run.yaml lr_scheduler_type=cosine", 2, "lr_scheduler_type: unknown key; did you mean schedule.kind?", "train run.yaml schedule.kind=cosine"),
+    ("train run.yaml warmup_steps=10", 2, "warmup_steps: unknown key; did you mean schedule.warmup_steps?", "train run.yaml schedule.warmup_steps=10"),
+    ("train run.yaml schedule.warmup_steps=10 schedule.warmup_ratio=0.1", 2, "schedule: warmup_steps and warmup_ratio are both given; keep one"),
+    ("train run.yaml batch.size=4", 2, "batch.size: unknown key; did you mean batch.samples_per_step? (samples of one optimizer st", "train run.yaml batch.samples_per_step=4"),
+    ("train run.yaml batch_size=4", 2, "batch_size: unknown key; did you mean batch.samples_per_step? (samples of one optimizer st", "train run.yaml batch.samples_per_step=4"),
+    ("train run.yaml batch.samples_per_step=0", 2, "batch.samples_per_step: input should be greater than or equal to 1, got 0"),
+    ("train run.yaml max_steps=10", 2, "max_steps: unknown key; did you mean batch.max_steps?", "train run.yaml batch.max_steps=10"),
+    ("train run.yaml batch.epochs=0", 2, "batch.epochs: input should be greater than 0, got 0"),
+    ("train run.yaml data.max_length=512", 2, "data.max_length: unknown key; did you mean data.max_tokens?", "train run.yaml data.max_tokens=512"),
+    ("train run.yaml max_seq_length=512", 2, "max_seq_length: unknown key; did you mean data.max_tokens?", "train run.yaml data.max_tokens=512"),
+    ("train run.yaml packing=true", 2, "packing: unknown key; did you mean batch.layout: packed?", "train run.yaml batch.layout=packed"),
+    ("train run.yaml data.sources=nope.jsonl", 2, "data.sources: input should be a valid list, got 'nope.jsonl'; set data=nope.jsonl", "train run.yaml data=nope.jsonl"),
+    ("train run.yaml data=nope.jsonl", 3, "nope.jsonl: no such file or folder; did you mean role.jsonl?", "train run.yaml data=role.jsonl"),
+    ("train run.yaml data=chts.jsonl", 3, "chts.jsonl: no such file or folder; did you mean chats.jsonl?", "train run.yaml data=chats.jsonl"),
+    ("train run.yaml data=doc.pdf", 3, "doc.pdf: not a known file type"),
+    ("train run.yaml data=empty.jsonl", 3, "empty.jsonl: no rows: all of its files are empty"),
+    ("train run.yaml data=bad.jsonl", 3, "bad.jsonl: no rows: all 1 rows are bad"),
+    ("train run.yaml data=odd.csv", 3, "odd.csv:1: no known format has these columns"),
+    ("train run.yaml data=qa.csv", 3, "qa.csv:1: no known format has these columns; set columns: {instruction: Question, output: ", "train run.yaml data=qa.csv --yes"),
+    ("train run.yaml data=unknown_set", 3, "no data set 'unknown_set"),
+    ("train run.yaml model=nope/", 2, "there is no folder nope/, and it is not a hub id such as org/model"),
+    ("train run.yaml model=model.gguf", 2, "there is no folder model.gguf"),
+    ("train run.yaml model=./runs", 2, "./runs has no config.json"),
+    ("train run.yaml model.trust_remote_code=true", 2, "model.trust_remote_code: code of model repositories is never run"),
+    ("train run.yaml device_map=auto", 2, "device_map: training does not spread a model's layers over GPUs, since all but one GPU wou"),
+    ("train run.yaml compute_metrics=accuracy", 2, "compute_metrics: an objective names its figures, which eval.best judges by"),
+    ("train run.yaml gradient_checkpointing=true", 2, "gradient_checkpointing: unknown key; did you mean recompute?", "train run.yaml recompute=full"),
+    ("train run.yaml attn_implementation=flash_attention_2", 2, "attn_implementation: unknown key; did you mean model.attention?", "train run.yaml model.attention=auto"),
+    ("train run.yaml model.attention=flash_attention_2", 2, "model.attention: input should be 'auto', 'fa4', 'cudnn', 'varlen', 'sdpa' or 'plain', got ", "train run.yaml model.attention=auto"),
+    ("train run.yaml lora.targets=q_porj", 2, "lora.targets: 'q_porj' matches no linear layer of this model; did you mean q_proj, v_proj,"),
+    ("train run.yaml target_modules=[q_proj]", 2, "target_modules: unknown key; did you mean lora.targets?", "train run.yaml 'lora.targets=[q_proj]'"),
+    ("train run.yaml eval.every_steps=10", 2, "eval: every_steps has no effect with no rows to evaluate on; set eval.fraction or eval.dat"),
+    ("train run.yaml eval_steps=10", 2, "eval_steps: unknown key; did you mean eval.every_steps?", "train run.yaml eval.every_steps=10"),
+    ("train run.yaml eval.fraction=20", 2, "eval.fraction: input should be less than or equal to 0.5, got 20"),
+    ("train run.yaml save_steps=100", 2, "save_steps: unknown key; did you mean checkpoint.every_steps?", "train run.yaml checkpoint.every_steps=100"),
+    ("train run.yaml report_to=wandb", 2, "report_to: unknown key; did you mean track.to?", "train run.yaml track.to=wandb"),
+    ("train run.yaml track=wandbb", 2, "track.to.0: input should be 'tensorboard', 'wandb', 'mlflow', 'comet' or 'trackio', got 'w"),
+    ("train run.yaml gpus=0", 2, "gpus: expected 1 to 1,024 GPUs"),
+    ("train run.yaml gpus=two", 2, "gpus: expected how many GPUs, or their numbers, such as 0,1, got 'two'"),
+    ("train run.yaml device=gpu", 2, "device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'; set device=cuda", "train run.yaml device=cuda"),
+    ("train run.yaml device=cuda:0", 2, "device: input should be 'auto', 'cpu' or 'cuda', got 'cuda:0'; set gpus=[0]", "train run.yaml 'gpus=[0]'"),
+    ("train run.yaml device=cuda", 6, "device: cuda needs a GPU, but "),
+    ("train run.yaml strategy=fdsp", 2, "strategy: input should be 'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsd", "train run.yaml strategy=fsdp"),
+    ("train run.yaml strategy=deepspeed_zero3", 2, "strategy: input should be 'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsd", "train run.yaml strategy=zero3"),
+    ("train run.yaml deepspeed=zero3.json", 2, "deepspeed: zero3.json: the file is missing"),
+    ("train run.yaml freeze=embed", 2, "freeze: input should be a valid list, got 'embed'; set freeze=[embed]", "train run.yaml 'freeze=[embed]'"),
+    ("train run.yaml full.weights=bf16", 2, "full is only for method: full"),
+    ("train run.yaml objective=dpo", 2, "objective: kind 'dpo' is unknown; did you mean cpo? A loss of your own: objective.path, go"),
+    ("train run.yaml objective=sft", 2, "objective: kind 'sft' is unknown"),
+    ("train run.yaml run_dir=.", 2, "run_dir: . holds the folder you are in; choose a separate one, such as runs/run"),
+    ("train run.yaml name=\"my run\"", 2, "name: use letters, digits, dots, dashes and underscores, at most 64, got 'my run'; set nam", "train run.yaml name=my-run"),
+    ("train run.yaml --restart --resume", 2, "there is no option --resume"),
+    ("train run.yaml --dry-run", 2, "--dry-run needs --tmux; use `flatout plan` to see what a run will do"),
+    ("plan run.yaml --device 5090ti", 2, "--device is 5090ti"),
+    ("plan run.yaml --gpu 4090", 2, "plan: there is no option --gpu"),
+    ("plan run.yaml --ranks 0", 2, "--ranks is 0; expected 1 to 100,000"),
+    ("data", 2, "data: ACTION is missing; `flatout data --help` lists all options"),
+    ("data bild chats.jsonl", 2, "data: there is no ACTION bild; choose build, show, template, list; did you mean build?"),
+    ("data build", 2, "data build: PATH_OR_ID, --tokenizer, --name is missing"),
+    ("data build chats.jsonl", 2, "data build: --tokenizer, --name is missing"),
+    ("data build chats.jsonl --name chats", 2, "data build: --tokenizer is missing"),
+    ("data build chats.jsonl --tokenizer model --name \"my chats\"", 2, "--name: use letters, digits, dots, dashes and underscores, at most 64, got 'my chats'; set"),
+    ("data build chats.jsonl --tokenizer model --name chats --max-length 512", 2, "data build: there is no option --max-length; did you mean --max-tokens?"),
+    ("data build chats.jsonl --tokenizer model --name chats --max-tokens many", 2, "data build: argument --max-tokens: invalid int value: 'many'"),
+    ("data build qa.csv --tokenizer model --name qa", 3, "qa.csv:1: no known format has these columns; set columns: {instruction: Question, output: ", "data build qa.csv --tokenizer model --name qa --column=instruction=Question --column=output=Response"),
+    ("data build qa.csv --tokenizer model --name qa --column Question=instruction --column output=Response", 3, "qa.csv: columns: 'Question' is not a column of format auto", "data build qa.csv --tokenizer model --name qa --column instruction=Question --column output=Response"),
+    ("data build qa.csv --tokenizer model --name qa --column Question", 2, "--column 'Question' is not OURS=YOURS, such as instruction=question"),
+    ("data build qa.csv --tokenizer model --name qa --columns instruction=Question", 2, "data build: there is no option --columns; did you mean --column?"),
+    ("data build chats.jsonl --tokenizer model --name chats --loss-type answers", 2, "--loss-type: input should be 'response_only' or 'all', got 'answers'"),
+    ("data build chats.jsonl --tokenizer model --name chats --template chatlm", 3, "data.template 'chatlm' is neither one of chatml, llama-3, qwen3, gemma, mistral, phi, zeph"),
+    ("data build chats.jsonl --tokenizer model --name chats --format json", 2, "--format: input should be 'auto', 'alpaca', 'sharegpt', 'messages', 'prompt_completion', '"),
+    ("data show nope", 3, "no data set 'nope' in da"),
+    ("data list now", 2, "data list: 'now' is one word too many"),
+    ("data show", 2, "data show: name is missing"),
+    ("runs nope", 2, "there is no folder nope; name the folder that holds runs"),
+    ("runs --sort accuracy", 2, "runs: there is no --sort accuracy; choose started, name, state, model, data, steps, loss, "),
+    ("chat", 2, "chat: RUN_OR_ADAPTER_OR_MODEL is missing"),
+    ("chat runn", 2, "there is no run runn; did you mean run? (on the hub: OWNER/runn)", "chat run"),
+    ("chat run", 2, "runs/run has no final/: the run is not finished"),
+    ("chat adapter.bin", 2, "adapter.bin is a file; name the folder of a run, an adapter or a model"),
+    ("chat model.gguf", 2, "there is no file model.gguf"),
+    ("chat run --prompt hi --temperature -1", 2, "--temperature is -1; expected 0 (greedy), or at least 0.001"),
+    ("chat run --promt hi", 2, "chat: there is no option --promt; did you mean --prompt?"),
+    ("report", 2, "report: RUN is missing; `flatout report --help` lists all options"),
+    ("report nope", 2, "nope: no such folder, and no run of that name; the runs here are run"),
+    ("watch", 2, "watch: RUN is missing; `flatout watch --help` lists all options"),
+    ("watch nope", 2, "nope: no such folder, and no run of that name; the runs here are run"),
+    ("merge run", 2, "merge: --out is missing; `flatout merge --help` lists all options"),
+    ("merge run --out merged", 2, "runs/run has no final/: the run is not finished"),
+    ("export run", 2, "export: --to, --out is missing"),
+    ("export run --to gguff --out x", 2, "--to is 'gguff'; expected one of gguf, ollama, vllm, mlx"),
+    ("export run --out x", 2, "export: --to is missing; `flatout export --help` lists all options"),
+    ("push run", 2, "push: REPO is missing; `flatout push --help` lists all options"),
+    ("push run --repo me/x", 2, "push: there is no option --repo; did you mean --replace?"),
+    ("eval run", 2, "nothing to score: give --tasks, such as --tasks arc_easy, or --answers FILE"),
+    ("eval run --task arc_easy", 2, "runs/run has no final/: the run is not finished"),
+    ("init run.yaml", 2, "run.yaml: already exists; choose a different file, or remove it"),
+    ("convert run.yaml", 2, "run.yaml: of no known trainer"),
+    ("convert nope.yaml", 2, "nope.yaml: cannot be read as a configuration: No such file or directory; did you mean no_m", "convert no_model.yaml"),
+    ("launch run.yaml", 2, "launch: one of the arguments --slurm --kubernetes is required"),
+    ("launch run.yaml --slurm --kubernetes", 2, "launch: argument --kubernetes: not allowed with argument --slurm"),
+    ("doctor nope.yaml", 2, "nope.yaml: cannot be read as a configuration: No such file or directory; did you mean no_m", "doctor no_model.yaml"),
+    ("verify run.yaml --ranks -1", 2, "--ranks is -1; expected at least 1"),
+    ("studio --prt 3", 2, "studio: there is no option --prt; did you mean --port?"),
+    ("demo x y", 2, "demo: 'x' is one word too many"),
+    ("train run.yaml --lr", 2, "--lr is a setting here; write optim.lr=VALUE"),
+    ("train run.yaml freeze=embed method=full", 2, "freeze: input should be a valid list, got 'embed'; set freeze=[embed]", "train run.yaml 'freeze=[embed]' method=full"),
+    ("data build chats.jsonl --tokenizer model --name chats --loss-type al", 2, "--loss-type: input should be 'response_only' or 'all', got 'al'; set loss_type: all"),
+    ("train run.yaml 'data.columns={instruction: question}'", 2, "data.columns: columns belong to a source: data: {sources: [{path: FILE, columns: {instruct"),
+    ("data build chts.jsonl --tokenizer model --name x", 3, "chts.jsonl: no such file or folder; did you mean chats.jsonl?", "data build chats.jsonl --tokenizer model --name x"),
+    ("train run.yaml data.sources=chats.jsonl gpus=x", 2, "data.sources: input should be a valid list, got 'chats.jsonl'; set data=chats.jsonl"),
+    ("chat rn", 2, "there is no run rn; did you mean run? (on the hub: OWNER/rn)", "chat run"),
+    ("train model=model dta=chats.jsonl", 2, "dta: unknown key; did you mean data?", "train model=model data=chats.jsonl"),
+    ("train model=model data=qa.csv --yes --bogus", 2, "train: there is no option --bogus"),
+    ("train run.yaml gpus=2 device=cuda", 6, "gpus needs a GPU, but "),
+    ("train run.yaml name=run run_dir=model", 2, "run_dir: model holds the run's model or data; choose a separate folder"),
+    ("train run.yaml batch.layout=padded", 2, "batch.layout: input should be 'auto', 'packed' or 'rows', got 'padded'; set batch.layout=p", "train run.yaml batch.layout=packed"),
+    ("train run.yaml recompute=everything", 2, "recompute: input should be 'auto', 'none', 'selective', 'budget', 'full' or 'offload', got"),
+    ("train run.yaml objective.kind=ppo", 2, "objective: kind 'ppo' is unknown; did you mean cpo? A loss of your own: objective.path"),
+    ("train run.yaml eval.prompts=hello", 2, "eval: prompts has no effect with no rows to evaluate on; set eval.fraction or eval.data"),
+    ("train run.yaml checkpoint.keep=0", 2, "checkpoint.keep: input should be greater than or equal to 1, got 0"),
+    ("train run.yaml max_grad_norm=1", 2, "max_grad_norm: unknown key; did you mean optim.max_grad_norm?", "train run.yaml optim.max_grad_norm=1"),
+    ("train run.yaml optim.betas=[0.9,0.99]", 2, "optim.betas: set optim.beta1 and optim.beta2"),
+    ("train run.yaml logging_steps=1", 2, "logging_steps: unknown key; did you mean log_every_steps?", "train run.yaml log_every_steps=1"),
+    ("train run.yaml dataset=chats.jsonl", 2, "dataset: unknown key; did you mean data.sources?", "train run.yaml data=chats.jsonl"),
+    ("train run.yaml tokenizer=model", 2, "tokenizer: set data.tokenizer to a hub id or folder"),
+    ("train run.yaml wandb_project=x", 2, "wandb_project: unknown key; did you mean track.project?", "train run.yaml track.project=x"),
+    ("train run.yaml compile=yes", 2, "compile: input should be 'auto', 'tuned' or 'off', got True"),
+    ("train run.yaml num_gpus=2", 2, "num_gpus: unknown key; did you mean gpus?", "train run.yaml gpus=2"),
+    ("train run.yaml --nproc_per_node=2", 2, "--nproc-per-node is a setting here: gpus=2", "train run.yaml gpus=2"),
+    ("train run.yaml --deepspeed zero.json", 2, "--deepspeed is a setting here: deepspeed=zero.json", "train run.yaml deepspeed=zero.json"),
+    ("train run.yaml --rdzv a:1", 2, "--rdzv and --node-rank need --nnodes (the number of nodes)"),
+    ("train run.yaml --nnodes two", 2, "--nnodes is 'two'; expected a number such as 2, or MIN:MAX such as 1:2"),
+    ("train run.yaml --tmux", 2, "train: argument --tmux: expected one argument"),
+    ("plan run.yaml --step 99", 2, "--step is 99; the run has steps 0 to 0"),
+    ("merge run --output x", 2, "merge: --out is missing; `flatout merge --help` lists all options"),
+    ("eval run --answers", 2, "eval: argument --answers: expected one argument"),
+]
+# the arguments of flatout.train, a part of the error, and the call that it ends with
+CALLS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"learning_rate": 1e-4}, "did you mean optim.lr?", "flatout.train(..., lr=0.0001)"),
+    ({"num_train_epochs": 3}, "did you mean batch.epochs?", "flatout.train(..., epochs=3)"),
+    ({"per_device_train_batch_size": 4}, "did you mean batch.samples_per_step?", "flatout.train(..., samples_per_step=4)"),
+    ({"load_in_4bit": True}, "did you mean base.storage: nf4?", 'flatout.train(..., storage="nf4")'),
+    ({"method": "qlora"}, "got 'qlora'; set storage=\"nf4\"", 'flatout.train(..., storage="nf4")'),
+    ({"max_seq_length": 512}, "did you mean data.max_tokens?", "flatout.train(..., max_tokens=512)"),
+    ({"lora_alpha": 16, "r": 8}, "did you mean lora.rank?", "flatout.train(..., alpha=16, rank=8)"),
+    ({"gradient_checkpointing": True}, "did you mean recompute?", 'flatout.train(..., recompute="full")'),
+    ({"eval_steps": 10}, "did you mean eval.every_steps?", 'flatout.train(..., eval={"every_steps": 10})'),
+    ({"run_name": "x"}, "did you mean name?", 'flatout.train(..., name="x")'),
+    ({"compute_metrics": len}, "an objective names its figures", None),
+    ({"overwrite_output_dir": True}, "restart=True in Python", None),
+    ({"resume_from_checkpoint": True}, "the same command resumes by itself", None),
+    ({"gpus": "two"}, "expected how many GPUs", None),
+    ({"data": "chts.jsonl"}, "did you mean chats.jsonl?", None),
+    ({"data": "qa.csv"}, "no known format has these columns", None),
+]
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("beginner")
+    shutil.copytree(tiny.model_dir, root / "model")
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("row", COMMANDS, ids=[row[0] for row in COMMANDS])
+def test_a_mistake_is_told_with_the_next_command(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: Row
+) -> None:
+    typed, code, said, *command = row
+    if "needs a GPU" in said and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.chdir(world)
+    capsys.readouterr()
+    assert main(shlex.split(typed)) == code
+    error = capsys.readouterr().err
+    error = error[error.index("error: ") :]
+    assert said in error
+    assert "Traceback" not in error
+    assert re.findall(r"^  flatout (.*)$", error, re.MULTILINE) == command
+
+
+def test_the_table_has_120_mistakes() -> None:
+    assert len({row[0] for row in COMMANDS}) + len(CALLS) >= 120
+
+
+@pytest.mark.parametrize(("given", "said", "call"), CALLS, ids=[" ".join(given) for given, _, _ in CALLS])
+def test_python_is_told_in_python(
+    world: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str, call: str | None
+) -> None:
+    monkeypatch.chdir(world)
+    with pytest.raises(FlatoutError) as raised:
+        flatout.train(**{"model": "model", "data": "chats.jsonl", "device": "cpu", **given})
+    assert said in str(raised.value)
+    calls = [line.strip() for line in str(raised.value).splitlines() if line.startswith("  flatout.")]
+    assert call is None or calls == [call]

@@ -1,0 +1,32 @@
+"""Why there is no GPU is one sentence with the cause."""
+
+import pytest
+
+from flatout.errors import ResourceError
+from flatout.io.no_gpu import certain_reason, no_gpu_error
+
+
+@pytest.mark.parametrize(
+    ("env", "cuda", "driver", "said"),
+    [
+        ({}, None, "libc.so.6", "torch 2.13.0 is a build for CPUs"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "12.8", "libc.so.6", "CUDA_VISIBLE_DEVICES= hides all GPUs; unset it"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "12.8", "libc.so.6", "CUDA_VISIBLE_DEVICES=-1 hides all GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "12.8", "libabsent.so.1", "there is no NVIDIA driver"),
+    ],
+)
+def test_the_cause_is_named(env: dict[str, str], cuda: str | None, driver: str, said: str) -> None:
+    found = certain_reason(env, "2.13.0", cuda, driver)
+    assert found is not None
+    assert found.startswith(said)
+
+
+def test_a_driver_that_is_there_is_asked_by_those_who_start_it() -> None:
+    assert certain_reason({"CUDA_VISIBLE_DEVICES": "0,1"}, "2.13.0", "12.8", "libc.so.6") is None
+
+
+def test_the_way_to_the_cpu_is_spelled_as_what_asked() -> None:
+    error = no_gpu_error("--device cuda", "the driver finds no GPU")
+    assert isinstance(error, ResourceError)
+    assert str(error) == "--device cuda needs a GPU, but the driver finds no GPU; to use the CPU, set --device cpu"
+    assert str(no_gpu_error("gpus", "none")).endswith("set device: cpu")
