@@ -32,8 +32,9 @@ PYTHON = {
 def settings() -> Iterator[str]:
     """Yield the page of all settings, a table a section."""
     yield (
-        "# Settings\n\nThe settings of a configuration file, as `flatout init --all` writes them; those that few "
-        "runs need are [at the end](#advanced-settings), as `flatout init --advanced` writes them.\n"
+        "# Settings\n\nLook up here what a setting does, its default and what it allows. The settings of a "
+        "configuration file come first, as `flatout init --all` writes them; those that few runs need are "
+        "[at the end](#advanced-settings), as `flatout init --advanced` writes them.\n"
     )
     yield from _section(Config, "")
     yield "\n## data.sources\n\n" + " ".join(str(SourceConfig.__doc__).split()) + "\n"
