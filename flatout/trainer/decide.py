@@ -19,7 +19,9 @@ from flatout.data.build import open_or_build
 from flatout.data.reference import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
+from flatout.io.kept_facts import hashes_of
 from flatout.models.load.model import gpu_features
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.objectives.load import load_objective
 from flatout.objectives.protocol import Objective
 from flatout.optim.lr_schedule import warmup_note
@@ -162,7 +164,7 @@ def plan_run(
         identities = [_identity(each.store, columns) for each in eval_sets]
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
-        fingerprints["objective"] = objective.identity
+        fingerprints["objective"] = objective.identity | reference_identity(config, objective)
     counted = make_normalizers(objective, store)
     facts = (fingerprints, objective, counted, device, sharing, False, (unpackable, unsharable))
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
@@ -193,6 +195,14 @@ def report_reference(config: Config, plan: RunPlan, reporter: Reporter, objectiv
         num_steps, part = min(plan.num_steps, plan.steps_per_epoch), "third" if config.method == "full" else "half"
         told = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
         reporter.event("reference", {"costs": f"{told}; nothing once an equal one is kept"})
+
+
+def reference_identity(config: Config, objective: Objective) -> dict[str, Any]:
+    """Return what identifies the adapter that is the reference; empty without one. May raise ResourceError."""
+    adapter = config.objective.reference.adapter or config.lora.continue_from
+    if adapter is None or REFERENCE not in objective.columns:
+        return {}
+    return {"reference": hashes_of({name: adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})}
 
 
 def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bool) -> None:

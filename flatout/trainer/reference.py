@@ -26,10 +26,8 @@ from flatout.config.objective import REFERENCE
 from flatout.data.reference import UNKNOWN, fill_from_disk, keep_on_disk
 from flatout.data.token_store import TokenStore
 from flatout.errors import NumericError, ResourceError, UsageError
-from flatout.io.kept_facts import hashes_of
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
-from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.models.objective import TokenHead
 from flatout.models.packed import PackedBatch
 from flatout.objectives.labels import LabelTokens
@@ -37,6 +35,7 @@ from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.decide import reference_identity
 from flatout.trainer.passes import inference
 from flatout.trainer.state import Run
 from flatout.trainer.step import autocast
@@ -72,10 +71,10 @@ def compute_reference(run: Run) -> None:
     first_epoch = min(plan.num_steps, plan.steps_per_epoch)
     with _weights_of(run, adapter) if adapter else nullcontext():
         with _as_in_training(run):
-            _fill(run, run.loader, lambda: (step.ranks for step in islice(plan.steps(), first_epoch)))
+            _fill_column(run, run.loader, lambda: (step.ranks for step in islice(plan.steps(), first_epoch)))
         for each, loader in zip(run.eval_sets, run.eval_loaders, strict=True):
             with inference(run):
-                _fill(run, loader, partial(_parts, each.plan.ranks))
+                _fill_column(run, loader, partial(_parts, each.plan.ranks))
 
 
 def compute_step(run: Run, step: StepPlan) -> None:
@@ -122,7 +121,7 @@ def _parts(ranks: Sequence[Sequence[MicroBatch]]) -> Iterator[Chunk]:
         yield tuple(rank[first : first + EVAL_CHUNK] for rank in ranks)
 
 
-def _fill(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Chunk]]) -> None:
+def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Chunk]]) -> None:
     """Fill one data set's column and keep it; a chunk of which all is known is left out, by all ranks."""
     # a plan that was made again may have opened another
     store = loader.store
@@ -210,14 +209,13 @@ def reference_key(run: Run, store: TokenStore) -> str:
     seed, or how samples are packed, which changes rounding only.
     """
     config = run.config
-    adapter = config.objective.reference.adapter or config.lora.continue_from
     is_drawn = config.model.init == "random" or bool(config.data.added_tokens)
     facts = {
         "tokens": {name: store.columns[name].fingerprint for name in ("token_ids", "loss_mask", "offsets")},
         "model": fingerprint_model(config.model),
         "compute": [config.method, str(run.dtype), run.autocast, config.base.storage, config.base.compute],
         "full": [config.full.weights, config.full.compute, config.full.hidden_states],
-        "adapter": adapter and hashes_of({name: adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}),
+        **reference_identity(config, run.planned.objective),
         "seed": config.seed if is_drawn else None,
     }
     return xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

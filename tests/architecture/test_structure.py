@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1180,
     "track": 2350,
-    "trainer": 4986,
+    "trainer": 4994,
     "verifier": 1064,
     "view": 1401,
 }

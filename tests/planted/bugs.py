@@ -34,6 +34,9 @@ ONE_ROUNDING = "tests/parity/test_one_rounding.py"
 ROUTERS = "tests/parity/test_experts_router.py"
 FALLBACK = "tests/unit/models/test_compile_fallback.py"
 UNITS = "tests/property/test_unit_properties.py"
+PAIRS = "tests/unit/trainer/test_preference.py::test_loss_and_gradients_are_those_of_plain_torch"
+REFERENCE = "tests/unit/trainer/test_reference.py"
+STEP_0 = f"{REFERENCE}::test_step_0_is_its_reference_to_the_bit[lora]"
 COLUMNS = "tests/unit/trainer/test_batch_columns.py"
 PREFERENCE = "tests/unit/data/test_preference.py"
 RENDERED = f"{PREFERENCE}::test_a_row_becomes_what_a_plain_rendering_gives"
@@ -172,6 +175,38 @@ BUGS = (
         "tests/unit/trainer/test_weight_decay.py::test_what_no_gradient_reaches"),
     Bug("two roundings", "LoraProduct.forward", "operands.total_with(low, b, use_kernel=False)",
         "[operands.total(x) + F.linear(low, b)]", ONE_ROUNDING),
+    Bug("a pair the wrong way round", "Preference.__call__", "self.losses(chosen, rejected)",
+        "self.losses(rejected, chosen)", f"{PAIRS}[simpo-shared]"),
+    Bug("beta on one side", "CPO.losses", "self.beta * (X - Y)", "self.beta * X - Y", f"{PAIRS}[cpo-shared, several]"),
+    Bug("the mean of a micro-batch", "Preference.__call__", "(losses + X if Y else losses).sum()",
+        "(losses + X if Y else losses).mean()", f"{PAIRS}[dpo, smoothed-several]"),
+    Bug("lengths that count prompts", "Preference.__call__", "labels.sample_lengths", "(labels.sample_lengths + 5)",
+        f"{PAIRS}[ipo-shared]"),
+    Bug("a margin with the wrong sign", "SimPO.losses", "X - self.gamma", "X + self.gamma", f"{PAIRS}[simpo-shared]"),
+    Bug("robust without its normalizer", "DPO.losses", "(right - wrong) / X", "right - wrong",
+        f"{PAIRS}[dpo, robust-rows]"),
+    Bug("the loss of SFT forgotten", "Preference.__call__", "losses + self.sft_weight * nll", "losses",
+        f"{PAIRS}[simpo and SFT-rows]"),
+    Bug("sums of the neighbouring sample", "LabelTokens.by_sample",
+        "torch.segment_reduce(values, 'sum', lengths=X, unsafe=True, initial=0)",
+        "torch.segment_reduce(values, 'sum', lengths=self.sample_lengths, unsafe=True, initial=0).roll(1)",
+        f"{PAIRS}[dpo_norm-whole]"),
+    Bug("the reference of the wrong sample", "_fill_column", "found[sample_id]", "found[unknown[0]]", STEP_0),
+    Bug("the reference of the trained model", "build_run", "compute_reference(run)",
+        "(restore(run, saved) if saved is not None else None, compute_reference(run))",
+        f"{REFERENCE}::test_a_resumed_run_has_the_reference_of_step_0"),
+    Bug("a key without the weights", "reference_key", "fingerprint_model(X)", "None",
+        f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
+    Bug("a key without the tokens", "reference_key", "store.columns[name].fingerprint", "name",
+        f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
+    Bug("a key without the precision", "reference_key", "str(run.dtype)", "None",
+        f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
+    Bug("a key without the adapter", "reference_identity", "adapter is None", "True",
+        f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
+    Bug("the model keeps the reference's adapter", "_weights_of", "parameter.copy_(own[name])", "None",
+        f"{REFERENCE}::test_another_adapter_can_be_the_reference"),
+    Bug("what a killed pass knew is lost", "fill_from_disk", "np.copyto(values, kept, where=X)", "None",
+        f"{REFERENCE}::test_a_killed_pass_goes_on_to_the_bit"),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
 )  # fmt: skip
 

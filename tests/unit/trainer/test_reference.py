@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from unit_store import write_units
 
-from flatout.config.read import make_config
+from flatout.cli.main import main
+from flatout.config.read import dump_config, make_config
 from flatout.config.schema import Config
 from flatout.data import registry
 from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, FlatoutError, ProblemsError, UsageError
+from flatout.errors import CheckpointError, DataError, FlatoutError, ProblemsError, UsageError
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 from flatout.verifier.run import verify
@@ -67,17 +72,25 @@ def trained(config: Config) -> list[str]:
     return [text for _, name, text in recorder.stages if name == "reference"]
 
 
+def with_other_weights(model_dir: Path, copy: Path) -> Path:
+    """A copy of a model folder with one weight changed."""
+    shutil.copytree(model_dir, copy)
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.5
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "lora": {},
     "full": {"method": "full"},
     "4 bits": {"base": {"storage": "nf4"}},
     "rows": {"batch": {"layout": "rows"}},
     "bf16": {"model": {"precision": "bf16"}},
-    "2 ranks": {"gpus": [0, 1]},
 }
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "2 ranks"])
+@pytest.mark.parametrize("model", MODELS)
 def test_step_0_is_its_reference_to_the_bit(tiny: Any, root: Path, metrics_of: Any, model: str) -> None:
     config = config_of(tiny, root, "run", eval={"fraction": 0.2, "every_steps": 1}, **MODELS[model])
     trained(config)
@@ -114,11 +127,12 @@ def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, roo
         "precision": {"model": {"precision": "fp64"}},
         "base": {"base": {"storage": "nf4"}},
         "adapter": {"lora": {"continue_from": str(root / "one" / "final")}},
+        "weights": {"model": {"name": str(with_other_weights(tiny.model_dir, root / "model"))}},
     }.items():
         (said,) = trained(config_of(tiny, root, name, **other))
         assert "log-probabilities in" in said, name
         assert metrics_of(root / name)[0]["metrics"]["rewards/margins"] == 0, name
-    assert len(columns_of(root)) == 4
+    assert len(columns_of(root)) == 5
     # other tokens under the same name
     write_units(root, tiny.model_dir, [2] * NUM_PAIRS, name="pairs", unlabelled=None, seed=1)
     (said,) = trained(config_of(tiny, root, "tokens"))
@@ -149,8 +163,6 @@ flatout.train(sys.argv[1], callbacks=[Kill()])
 
 
 def test_a_killed_pass_goes_on_to_the_bit(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    from flatout.config.read import dump_config
-
     batch = {"samples_per_step": 2, "max_steps": 6}
     for name in ("whole", "parts"):
         root = tmp_path / name
@@ -203,6 +215,20 @@ def test_another_adapter_can_be_the_reference(tiny: Any, root: Path, metrics_of:
     assert other["metrics"]["rewards/margins"] != 0
     moved = continued["metrics"]["logps/chosen"] - fresh["metrics"]["logps/chosen"]
     assert other["metrics"]["rewards/chosen"] == pytest.approx(-0.1 * moved, rel=1e-5)
+
+
+def test_a_run_resumes_only_with_the_reference_that_it_had(tiny: Any, root: Path) -> None:
+    for name, rate in (("sft", 1e-2), ("other", 2e-2)):
+        trained(config_of(tiny, root, name, optim={"lr": rate}))
+    adapter = root / "adapter"
+    shutil.copytree(root / "sft" / "final", adapter)
+    objective = {"kind": "dpo", "reference": {"adapter": str(adapter)}}
+    trained(config_of(tiny, root, "run", objective=objective, batch={"max_steps": 1}))
+    longer: dict[str, Any] = {"checkpoint": {"allow_change": ["batch.max_steps"]}, "objective": objective}
+    trained(config_of(tiny, root, "run", **longer, batch={"max_steps": 2}))
+    shutil.copy(root / "other" / "final" / "adapter_model.safetensors", adapter)
+    with pytest.raises(CheckpointError, match="the objective differs from the one the checkpoint was trained with"):
+        trained(config_of(tiny, root, "run", **longer, batch={"max_steps": 3}))
 
 
 @pytest.mark.parametrize(
@@ -262,3 +288,45 @@ def test_verify_proves_the_loss_and_that_step_0_is_its_reference(
     monkeypatch.setattr("flatout.verifier.reference_rows.compute_step", lambda run, step: None)
     rows, _ = verify(config, num_ranks=1)
     assert [row.case for row in rows if row.verdict == "FAIL"] == ["rewards before the first update"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        *(pytest.param(["gpus=[0,1]", f"strategy={name}"], marks=pytest.mark.exhaustive) for name in ("ddp", "zero3")),
+    ],
+)
+def test_rows_of_pairs_train_from_the_command_line(
+    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], metrics_of: Any, more: list[str]
+) -> None:
+    rows = [
+        {"prompt": f"What is {a} and {a}?", "chosen": f"It is {2 * a}.", "rejected": "I cannot say that."}
+        for a in range(8)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        f"device: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\nobjective: dpo\n"
+        f"data: {{name: pairs, root: '{tmp_path}', sources: [{{path: '{tmp_path}/pairs.jsonl'}}], template: qwen3}}\n"
+        "batch: {samples_per_step: 4}\neval: {fraction: 0.25, every_steps: 1, best: rewards/accuracies}\n"
+    )
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 0
+    assert "forward passes over 2 steps before step 0" in " ".join(capfd.readouterr().out.split())
+    for name, said in (("one", "12 log-probabilities in"), ("two", "12 log-probabilities are known")):
+        assert main(["train", str(tmp_path / "run.yaml"), f"run_dir={tmp_path / name}", f"name={name}", *more]) == 0
+        assert f"pairs: {said}" in " ".join((tmp_path / name / "train.log").read_text().split())
+        first, *_ = metrics_of(tmp_path / name)
+        assert abs(first["metrics"]["rewards/margins"]) <= (1e-6 if "strategy=zero3" in more else 0)
+        assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert "rewards/margins" in (tmp_path / "one" / "train.log").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("model", ["lora", "full", "4 bits", "bf16"])
+def test_step_0_is_its_reference_to_the_bit_on_a_gpu(tiny: Any, root: Path, metrics_of: Any, model: str) -> None:
+    """As on the CPU, with compiled layers, shared prompts and, where they pay, CUDA graphs."""
+    trained(config_of(tiny, root, "run", device="cuda", deterministic=True, **MODELS[model]))
+    first, *_ = metrics_of(root / "run")
+    assert [first["metrics"][f"rewards/{name}"] for name in ("chosen", "rejected", "margins")] == [0.0] * 3
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-15)
