@@ -1,4 +1,4 @@
-"""Links between pages lead somewhere, and the site's navigation lists every page."""
+"""Links between pages lead somewhere, the navigation lists every page, and every page opens with a sentence."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def test_the_navigation_lists_every_page_once() -> None:
 
     listed = names(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_opens_with_a_sentence_not_with_a_table_or_a_command(page: Path) -> None:
+    title, first, *_ = [line for line in page.read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert re.match(r"# \S", title)
+    assert re.match(r"[A-Za-z`*]", first), first
+    assert re.search(r"[.:?]( |$)", first), first
