@@ -254,7 +254,7 @@ def test_an_object_of_this_process_is_refused_with_the_setting_that_names_it(tin
         pass
 
     for one in (Mine, Mine()):
-        with pytest.raises(UsageError, match=r"objective=\{'path': 'FILE.py:Mine'"):
+        with pytest.raises(UsageError, match=r'write objective=\{"path": "FILE.py:Mine"\}, with its fields'):
             flatout.train(tiny.config(tmp_path / "run"), objective=one)
 
 
