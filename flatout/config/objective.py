@@ -49,8 +49,7 @@ def objective_section(value: Any) -> Any:
     name = getattr(value, "__name__", type(value).__name__)
     raise UsageError(
         f"objective: expected a setting, got the object {name}, which other ranks and a resumed run would lack; "
-        f"put the class in a file of its own and write objective={{'path': 'FILE.py:{name}'}}, with its fields beside "
-        "the path"
+        f"put the class in a file of its own and write objective={{'path': 'FILE.py:{name}'}}, with its fields"
     )
 
 
