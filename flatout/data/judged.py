@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatout.config.schema import DataConfig
 from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
@@ -56,6 +57,15 @@ def unit_notes(counts: Mapping[str, int]) -> Iterator[str]:
         yield f"{counts['pairs']:,} pairs of {counts['conversations']:,} rows, a unit each{fell}"
     if counts["labelled"]:
         yield f"{counts['labelled']:,} labelled answers, a unit each"
+
+
+def are_good(store: TokenStore, sample_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether each of these samples is an answer to be learnt: not a rejected one, nor one whose label is 0."""
+    if store.meta.counts.get("pairs"):
+        return np.asarray(sample_ids % 2 == 0)
+    if store.meta.counts.get("labelled"):
+        return np.asarray(store.extra["label"][sample_ids] == 1)
+    return np.ones(len(sample_ids), np.bool_)
 
 
 def first_difference(store: TokenStore, unit: int) -> int:

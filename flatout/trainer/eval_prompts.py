@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from flatout.config.schema import Config
+from flatout.data.judged import are_good
 from flatout.data.prompt_file import Prompt, read_prompts, user_prompt
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.token_store import TokenStore
@@ -133,7 +134,7 @@ def choose_rows(
 ) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
     """Return the prompts and references of NUM_ROWS samples: evenly spaced among the short ones, data sets in turn.
 
-    Samples whose prompt has over `room` tokens are passed over and counted.
+    Answers to avoid are no references. Samples whose prompt has over `room` tokens are passed over and counted.
     """
     chosen: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
     too_long = set()
@@ -141,6 +142,9 @@ def choose_rows(
         place = number % len(evaluated)
         store, sample_ids = evaluated[place]
         ids = np.sort(np.asarray(sample_ids))
+        ids = ids[are_good(store, ids)]
+        if not len(ids):
+            continue
         lengths = store.lengths[ids]
         # a sample of one token has nothing to answer
         limit = max(MAX_ROW_TOKENS, int(np.sort(lengths)[:NUM_ROWS][-1]))

@@ -59,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2522,
     "compat": 2631,
     "config": 2624,
-    "data": 9071,
+    "data": 9081,
     "demo": 410,
     "doctor": 430,
     "environment": 180,
@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1180,
     "track": 2350,
-    "trainer": 4994,
+    "trainer": 4998,
     "verifier": 1064,
     "view": 1401,
 }

@@ -179,6 +179,31 @@ def test_a_row_becomes_what_a_plain_rendering_gives(
         assert store.extra["prefix_tokens"].tolist() == [min(same, masks[0].index(1) - 1)] * 2
 
 
+TOOLS = [{"type": "function", "function": {"name": "get", "description": "d", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "id": "c1", "function": {"name": "get", "arguments": {"city": "Rome"}}}
+
+
+def test_calls_results_and_tools_of_both_answers(build: Build, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Only assistant turns behind the prompt are learnt, as of the same conversation in a supervised set."""
+    called = [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "no"},
+        *turns("the answer", first="assistant"),
+    ]
+    prompt = [SYSTEM, *EARLIER]
+    row = {"chosen": [*prompt, *called], "rejected": [*prompt, *B], "tools": TOOLS}
+    pair = build([row], {"template": "qwen3"})
+    silent = [{**turn, "train": False} if turn["role"] == "assistant" else turn for turn in prompt]
+    alone = build([{"messages": [*silent, *answer], "tools": TOOLS} for answer in (called, B)], {"template": "qwen3"})
+    for (ids, mask), (wanted, learnt), answer in zip(all_samples(pair), all_samples(alone), (called, B), strict=True):
+        assert np.array_equal(ids, wanted)
+        assert np.array_equal(mask, learnt)
+        plain: Any = {"chat_template": pair.meta.template_text, "tools": TOOLS, "return_dict": True}
+        assert ids.tolist() == small_tokenizer.apply_chat_template([*prompt, *answer], **plain)["input_ids"]
+    learnt_texts = small_tokenizer.decode(all_samples(pair)[0][0][all_samples(pair)[0][1]])
+    assert ("get" in learnt_texts, "the answer" in learnt_texts, "hello<" in learnt_texts) == (True, True, False)
+
+
 def all_samples(store: TokenStore) -> list[tuple[Any, Any]]:
     return [store.sample(index).pair for index in range(store.num_samples)]
 

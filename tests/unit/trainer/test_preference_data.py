@@ -14,11 +14,13 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.data import registry
 from flatout.data.add_column import add_column
+from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.eval_prompts import choose_rows
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "dpo.py"
 PAIRS = [
@@ -63,6 +65,22 @@ def test_held_out_pairs_stay_whole(plan: Plan) -> None:
     held_out = planned.eval_sets[0].plan.sample_ids
     assert len(held_out) == 12
     assert {sample ^ 1 for sample in held_out} == set(held_out)
+
+
+def test_evaluations_show_no_answer_to_avoid_as_reference(plan: Plan) -> None:
+    store = plan(PAIRS, objective="simpo").store
+    answers = [ids[mask].tolist() for ids, mask in (store.sample(index).pair for index in range(48))]
+    for held_out in (range(48), range(1, 48), [4, 5]):
+        rows, _ = choose_rows([(store, held_out)], 400)
+        assert rows
+        for _, reference in rows:  # the end of turn may be cut off
+            assert any(answer[: len(reference)] == reference.tolist() for answer in answers[0::2])
+            assert not any(answer[: len(reference)] == reference.tolist() for answer in answers[1::2])
+    with pytest.raises(DataError, match="11 answers whose label is 0"):  # it is built before it is refused
+        plan([row | {"label": k == 7} for k, row in enumerate(JUDGED[:12])])
+    judged = TokenStore.open(store.folder)
+    rows, _ = choose_rows([(judged, range(12))], 400)
+    assert len(rows) == 1
 
 
 @pytest.mark.exhaustive
