@@ -148,10 +148,12 @@ def _error_of(exit_code: int, why: str) -> FlatoutError:
     return kinds.get(exit_code, FlatoutError)(why)
 
 
-def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched_at: float | None = None) -> int:
+def start_ranks(
+    config: Config, start: SpawnRanks, words: list[str], *, launched_at: float | None = None, shows_all: bool = True
+) -> int:
     """Start the ranks of this node and supervise them until the run ends; `words` follow `flatout`.
 
-    The run's start counts from the Unix time `launched_at`; by default, from this call.
+    The run's start counts from the Unix time `launched_at`; by default, from this call. `shows_all` is the console's.
     """
     nodes, faults = start.nodes, config.faults
     # one error, instead of one for each rank
@@ -175,7 +177,7 @@ def start_ranks(config: Config, start: SpawnRanks, words: list[str], *, launched
             secret = secret_of_nodes(env)
             kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
             rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
-        console = stack.enter_context(ConsoleCallback())
+        console = stack.enter_context(ConsoleCallback(shows_all=shows_all))
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         try:

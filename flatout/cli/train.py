@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
+    add("-v", "--verbose", action="store_true", help="on a terminal, show every stage of the start; train.log has them")
     add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
     add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
     add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         move_aside(config, environment(), args.config)
     try:
         if isinstance(place, SpawnRanks):
-            return start_ranks(config, place, words, launched_at=own_launch)
+            return start_ranks(config, place, words, launched_at=own_launch, shows_all=args.verbose)
         prepare_torch(place.environment)
         # a .py configuration may change anything in this process
         with_columns(
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
                 args.profile,
                 start_up,
                 recalls=args.config.suffix != ".py",
+                shows_all=args.verbose,
             ),
             config.data,
             takes=args.yes,
@@ -149,7 +151,9 @@ def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")
 
 
-def _train_here(config: Config, profile_steps: int | None, start_up: StartUpClock, *, recalls: bool) -> None:
+def _train_here(
+    config: Config, profile_steps: int | None, start_up: StartUpClock, *, recalls: bool, shows_all: bool
+) -> None:
     """Train in this process, alone or as one rank."""
     folder = environment().get(LOGS)
     report = RankReport(Rank.from_env().index, os.getpid(), time.time())
@@ -164,7 +168,7 @@ def _train_here(config: Config, profile_steps: int | None, start_up: StartUpCloc
     if folder:
         report.write(Path(folder))
     try:
-        with ConsoleCallback(every_record=config.log_every_steps != 1) as console:
+        with ConsoleCallback(every_record=config.log_every_steps != 1, shows_all=shows_all) as console:
             _open_device(config)
             # import torch only after the configuration is checked, and what takes long one by one, to time it
             for package, module in HEAVY_IMPORTS.items():

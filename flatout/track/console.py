@@ -34,6 +34,13 @@ TICK_S = 0.5
 INDENT, BAR_WIDTH = 11, 8
 # events that a stage has told already, or that whoever started the run tells
 TOLD_EVENTS = {"stopped", "resumed", "restarted"}
+# stages of a start that a terminal leaves to train.log unless it is to show all: what went as planned
+_ROUTINE_STAGES = {
+    "checks", "checkpoint", "compile", "fused", "graphs", "held out", "kernels", "layout", "masters", "mfu",
+    "optimizer", "prefixes", "self-test", "strategy",
+}  # fmt: skip
+# of what a build tells, the sizes of the data set
+_SIZES = re.compile(r"[\d,]+ samples, ")
 # what RankOutput recognizes in rank 0's log: how far the run is, which the bar shows
 _STEP_LINE = re.compile(r"step {7}\d+/")
 _WAITING_LINE = re.compile(r"\.{3} {8}(.+) (\d+) s")
@@ -43,7 +50,8 @@ class ConsoleCallback(Callback):
     """See Callback for the methods. Use it as a context manager, so that a long phase never passes in silence.
 
     Without a terminal about PLAIN_LINES steps of a run are printed, or with `every_record` each step that is recorded;
-    in any case one every 30 s. `step_line_s` prints a step at least that often instead. `clock` is in seconds.
+    in any case one every 30 s. A terminal leaves routine stages to train.log, unless it `shows_all`.
+    `step_line_s` prints a step at least that often instead. `clock` is in seconds.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class ConsoleCallback(Callback):
         console: Console | None = None,
         *,
         every_record: bool = False,
+        shows_all: bool = True,
         step_line_s: float = STEP_LINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,6 +72,7 @@ class ConsoleCallback(Callback):
         self._console = console or Console(quiet=True)
         self.is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._every_record, self._clock = every_record, clock
+        self._is_brief = self.is_terminal and not shows_all
         self._lock, self._closing, self._thread = RLock(), Event(), Thread(target=self._keep_ticking, daemon=True)
         self._live: Live | None = None
         self._record: StepRecord | None = None
@@ -85,7 +95,13 @@ class ConsoleCallback(Callback):
         self._close_live()
 
     def on_stage(self, name: str, text: str, style: str = "bold cyan") -> None:
-        self.print_line(f"{name:<{INDENT - 1}} {text}", style, len(name))
+        if not self.leaves_out(name, text):
+            self.print_line(f"{name:<{INDENT - 1}} {text}", style, len(name))
+
+    def leaves_out(self, name: str, text: str) -> bool:
+        """Whether a stage is left to train.log."""
+        is_detail = (name == "tokens" and not _SIZES.match(text)) or (name == "model" and text.startswith("attention "))
+        return self._is_brief and (is_detail or name in _ROUTINE_STAGES)
 
     def on_eval(self, record: EvalRecord) -> None:
         self.on_stage(*describe_record(record))
@@ -210,7 +226,7 @@ class RankOutput:
     """
 
     def __init__(self, console: ConsoleCallback, stream: TextIO, folder: Path) -> None:
-        self._console, self._stream = console, stream
+        self._console, self._stream, self._is_left_out = console, stream, False
         path = folder / "metrics.jsonl"
         self._metrics = LineFollower(path, offset=path.stat().st_size if path.exists() else 0)
 
@@ -223,7 +239,11 @@ class RankOutput:
             # in a pipe, rank 0's own console says what it waits for
             waiting = _WAITING_LINE.fullmatch(line) if is_terminal else None
             self._console.on_phase(waiting[1] if waiting else "", seconds=float(waiting[2]) if waiting else 0.0)
-            if is_terminal and not waiting and not _STEP_LINE.match(line):
+            if not is_terminal or waiting or _STEP_LINE.match(line):
+                continue
+            if line[:INDENT].strip():  # other lines go on with the one before
+                self._is_left_out = self._console.leaves_out(line[: INDENT - 1].strip(), line[INDENT:])
+            if not self._is_left_out:
                 self._console.print_line(line, "bold cyan", INDENT - 1)
 
     def flush(self) -> None:

@@ -34,6 +34,10 @@ class PlanSummary:
 
     def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Yield the summary and what planning reported as pairs of name and text."""
+        needed, budget = self.totals.memory, self.decision.budget_bytes
+        if self.device and needed and budget:
+            sizes = f"{needed.total_bytes / GIB:.1f} GiB of {budget / GIB:.1f}"
+            yield "fits", f"{sizes}, {(budget - needed.total_bytes) / GIB:.1f} to spare on {self.device.name}"
         yield from totals_lines(self.totals)
         if not self.totals.num_shared_tokens:
             yield "prefixes", self.sharing

@@ -29,11 +29,12 @@ def find_run(target: str | Path) -> Path:
     Raises UsageError, with the run whose name is nearest, if there is none.
     """
     path = Path(target)
-    with suppress(OSError):  # a name too long for a path
-        if path.exists():
-            return path
-        if (named := RUNS / path).is_dir():
-            return named
+    try:
+        named = next((one for one in (path, RUNS / path) if one.exists()), None)
+    except OSError:  # a name too long for a path, as its reader says
+        return path
+    if named is not None:
+        return named
     known = [folder.name for folder in run_folders(RUNS)]
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
     if near:

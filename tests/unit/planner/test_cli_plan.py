@@ -70,6 +70,10 @@ def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
     assert main(["plan", str(run_file), *settings]) == 0
     text = capsys.readouterr().out
     assert "on RTX 4090" in text
+    fits = re.fullmatch(r"fits +([\d.]+) GiB of ([\d.]+), ([\d.]+) to spare on RTX 4090", text.splitlines()[0])
+    assert fits is not None
+    assert float(fits[2]) == 21.5
+    assert float(fits[1]) + float(fits[3]) == pytest.approx(21.5, abs=0.11)
     assert too_wide(text) == []
     assert "tokens per micro-batch, recompute none: 21.5 GiB of RTX 4090 hold" in " ".join(text.split())
     assert "longest document" in text

@@ -167,3 +167,50 @@ def test_a_launcher_shows_rank_0_as_it_is_in_a_pipe_and_with_a_bar_on_a_terminal
     # the bar shows what the line says, and steps of an earlier start are over
     assert "step       4/100" not in screen.text
     assert "3/100" not in screen.text
+
+
+# the stages of a start, in order, and those that a terminal shows unless all are asked for
+START = [
+    ("config", "run: lora at lr 0.0002 on m, folder runs/run", True),
+    ("tokens", "chats.jsonl: messages rows (messages)", False),
+    ("tokens", "5,000 samples, 408,413 tokens, 30% label", True),
+    ("held out", "250 samples, split by content", False),
+    ("layout", "packed: without padding", False),
+    ("prefixes", "not shared", False),
+    ("strategy", "single: one rank", False),
+    ("memory", "8,192 tokens per micro-batch, recompute none", True),
+    ("plan", "2 steps of 8 samples", True),
+    ("resume", "no checkpoint: start at step 0", True),
+    ("model", "model: qwen3, 623,360 parameters", True),
+    ("model", "attention sdpa", False),
+    ("self-test", "packed = alone within 1e-07", False),
+    ("optimizer", "adamw", False),
+    ("compile", "off: only on CUDA", False),
+    ("graphs", "off: only on CUDA", False),
+]
+
+
+@pytest.mark.parametrize(("is_terminal", "shows_all"), [(True, False), (True, True), (False, False)])
+def test_a_terminal_shows_six_lines_of_a_start_unless_it_is_to_show_all(
+    tmp_path: Path, is_terminal: bool, shows_all: bool
+) -> None:
+    is_brief = is_terminal and not shows_all
+    screen = Screen(is_terminal=is_terminal, shows_all=shows_all)
+    for name, text, _ in START:
+        screen.callback.on_stage(name, text)
+    shown = [line for line in screen.text.splitlines() if line.strip()]
+    expected = [f"{name:<10} {text}" for name, text, always in START if always or not is_brief]
+    assert shown == expected
+    # the launcher of several ranks shows rank 0's log by the same rule, with lines that go on
+    ranks = Screen(is_terminal=is_terminal, shows_all=shows_all)
+    output = RankOutput(ranks.callback, io.StringIO(), tmp_path)
+    output.write("".join(f"{name:<10} {text}\n           and more of {name}\n" for name, text, _ in START))
+    told = [line.strip() for line in ranks.text.splitlines() if "and more of" in line]
+    if is_terminal:
+        assert told == [f"and more of {name}" for name, _, always in START if always or not is_brief]
+
+
+def test_events_are_shown_however_brief_a_terminal_is() -> None:
+    screen = Screen(is_terminal=True, shows_all=False)
+    screen.callback.on_event("rows", {"truncated": 3})
+    assert "truncated 3" in screen.text
