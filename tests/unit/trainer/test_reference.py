@@ -137,6 +137,7 @@ def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, roo
     write_units(root, tiny.model_dir, [2] * NUM_PAIRS, name="pairs", unlabelled=None, seed=1)
     (said,) = trained(config_of(tiny, root, "tokens"))
     assert "log-probabilities in" in said
+    assert not columns_of(root).keys() & kept.keys()
 
 
 def test_only_what_a_run_needs_is_computed_and_the_rest_later(tiny: Any, root: Path) -> None:
