@@ -141,8 +141,8 @@ def test_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("rl: dpo", "rl: preference and reward training is not supported"),
-        ("trl: {beta: 0.1}", "trl: preference and reward"),
+        ("rl: dpo", "rl: losses of pairs are not translated; set objective.kind and data.sources"),
+        ("reward_model: true", "reward_model: reward training is not supported"),
         ("processor_type: AutoProcessor", "processor_type: images and audio cannot be trained on"),
         ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins: axolotl.integrations.diffusion"),
         ("chat_template: gemma3", "chat_template: 'gemma3' is not one of chatml"),

@@ -130,7 +130,7 @@ def test_keys_that_are_read_cannot_be_given_another_meaning(build: Build, name: 
     wrong = build([chat()], "--key", "bad=lossless")
     assert (
         wrong.code,
-        "--key bad: Input should be 'train', 'masked', 'train_detail' or 'ignored'" in wrong.printed,
+        "--key bad: input should be 'train', 'masked', 'train_detail' or 'ignored'" in wrong.printed,
     ) == (2, True)
 
 
