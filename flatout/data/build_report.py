@@ -19,7 +19,7 @@ from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError
 
 MAX_PROBLEMS = 5
-_CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left"}
+_CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left", "too_long": "too long"}
 _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to report more of them at once
 # rows that data.dedupe leaves out; nothing else is counted of them
 _REPEATED = ("equal_rows", "near_rows")
@@ -187,13 +187,13 @@ class BuildReport:
         counts, config = self.counts, self._config
         lost = sum(counts[f"{fate}_labels"] for fate in LOSING)
         if config.too_long == "auto" and lost > _MAX_LOST_TOKENS * counts["label_tokens"]:
-            fates = ", ".join(f"{counts[fate]} rows {what}" for fate, what in _CUT.items() if counts[fate])
+            kinds = "drop" if counts["pairs"] or counts["labelled"] else "truncate, drop or split"
+            fates = ", ".join(f"{counts[fate]:,} rows {what}" for fate, what in _CUT.items() if counts[fate])
             lengths = ", ".join(f"{share} {tokens:,}" for share, tokens in self._percentiles.items())
-            share = lost / counts["label_tokens"]
             raise DataError(
-                f"{lost:,} of {counts['label_tokens']:,} label tokens ({share:.1%}) are lost at max_tokens="
-                f"{config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise data.max_tokens, "
-                "or set data.too_long to truncate, drop or split, which accepts the loss"
+                f"{lost:,} of {counts['label_tokens']:,} label tokens ({lost / counts['label_tokens']:.1%}) are lost "
+                f"at max_tokens={config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise "
+                f"data.max_tokens, or set data.too_long to {kinds}, which accepts the loss"
             )
 
     def _spread(self) -> dict[str, int]:

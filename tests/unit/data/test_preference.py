@@ -318,6 +318,8 @@ def test_a_unit_over_the_limit_falls_out_whole(build: Build) -> None:
     for policy in ("truncate", "split"):
         with pytest.raises(DataError, match=f"data.too_long: {policy} would keep a part of an answer"):
             build([GOOD_PAIR, long], {"max_tokens": 64, "too_long": policy})
+    with pytest.raises(DataError, match=r"max_tokens=64: 1 rows too long;.* or set data.too_long to drop, which"):
+        build([GOOD_PAIR, long], {"max_tokens": 64})
     store = build([GOOD_PAIR, long, GOOD_PAIR], {"max_tokens": 64, "too_long": "drop"})
     counts = store.meta.counts
     assert (store.rows.tolist(), counts["too_long"], counts["lost_pairs"], counts["pairs"]) == ([1, 1, 3, 3], 1, 1, 2)
