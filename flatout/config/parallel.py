@@ -37,8 +37,7 @@ def gpu_list(value: Any) -> Any:
 _GPUS_SCHEMA = {
     "anyOf": [
         {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "integer", "minimum": 1, "maximum": MAX_GPUS},
-        {"type": "string", "pattern": r"^ *\d+ *(, *\d+ *)*,?$"},
+        {"type": "integer", "minimum": 1},
     ]
 }
 GpuList = Annotated[

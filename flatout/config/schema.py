@@ -165,8 +165,8 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if available, else the CPU."""
     gpus: GpuList | None = None
-    """GPUs to train on, one process each, such as [0, 1] or 0,1; a number alone is how many. With device: cpu, this
-    many CPU processes. null: one process, or the ranks that a launcher started."""
+    """GPUs to train on, one process each, such as 0,1, or how many; with device: cpu, CPU processes. null: one process,
+    or the ranks that a launcher started."""
     method: Literal["lora", "full"] = "lora"
     """lora trains adapters on frozen weights; full trains the weights."""
     deterministic: bool = False
