@@ -119,7 +119,7 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
 def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iterator[str]:
     kind = type(section)
     value = section.model_dump(mode="json", exclude_defaults=True).get(name, _plain_default(kind, name))
-    text, facts = str(kind.model_fields[name].description), _facts(kind, name, value)
+    text, facts = " ".join(str(kind.model_fields[name].description).split()), _facts(kind, name, value)
     text += f" Advanced: {why}." if why else ""
     # the facts are on a line of their own if they do not fit behind the help
     separator = " " if len(text) + len(facts) + 3 <= WIDTH - len(INDENT) * depth - 1 else "\n"
@@ -128,9 +128,9 @@ def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iter
         # a source's settings are not in the file while the list is empty
         lines = ["Write a source as `- path: rows.jsonl`, with any of these below it:"]
         for key, field in SourceConfig.model_fields.items():
-            default = _plain_default(SourceConfig, key)
+            default, text = _plain_default(SourceConfig, key), " ".join(str(field.description).split())
             shown = "" if field.is_required() else f"; default {as_yaml(default)}"
-            lines.append(f"  {key}: {field.description} [{_facts(SourceConfig, key, default)}{shown}]")
+            lines.append(f"  {key}: {text} [{_facts(SourceConfig, key, default)}{shown}]")
         yield from _comment("\n".join(lines), depth)
     key = f"{INDENT * depth}{name}:"
     if isinstance(value, list) and value and isinstance(value[0], dict):
