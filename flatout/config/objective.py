@@ -110,7 +110,7 @@ class ObjectiveConfig(Section):
         if self.kind not in OBJECTIVES:
             near = difflib.get_close_matches(self.kind, OBJECTIVES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OBJECTIVES)}"
-            raise ValueError(f"kind {self.kind!r} is unknown; {hint} A loss of your own: objective.path")
+            raise ValueError(f"kind {self.kind!r} is unknown; {hint} (objective.path names a loss of your own)")
         class_of_kind(self.kind).of(self.fields)
         return self
 

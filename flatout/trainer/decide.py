@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from flatout.checkpoint.compatibility import config_changes
 from flatout.checkpoint.write import data_of
 from flatout.config.objective import REFERENCE, ObjectiveConfig, ReferenceConfig
+from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.reference import with_reference
@@ -45,6 +46,8 @@ from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 
+# a learning rate above so many times that of the loss's papers is told
+UNUSUAL_LR = 5.0
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
 # what ranks compare, in words
@@ -185,6 +188,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
             raise UsageError(f"objective.reference.adapter has no effect with {why}; remove it")
     if config.objective != ObjectiveConfig():
         ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
+        usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
+        if usual and lr > UNUSUAL_LR * usual:
+            ran += f"; optim.lr {lr:g} is {lr / usual:.0f} times the usual {usual:g}, which optim.lr=auto takes"
         reporter.stage("objective", f"{objective.line}{ran}")
     return objective
 

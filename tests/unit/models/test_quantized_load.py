@@ -64,7 +64,7 @@ def logits(model):
         return model(torch.arange(3, 25).view(2, 11)).logits
 
 
-class MemoryCallback(nn.Module):
+class CountingLayer(nn.Module):
     """Stands for a quantized layer; counts how many dense weights live when one is made."""
 
     alive: list[StorageWeakRef]
@@ -81,8 +81,8 @@ class MemoryCallback(nn.Module):
 
 @pytest.fixture
 def recorder():
-    MemoryCallback.alive, MemoryCallback.most, MemoryCallback.made = [], 0, []
-    return MemoryCallback
+    CountingLayer.alive, CountingLayer.most, CountingLayer.made = [], 0, []
+    return CountingLayer
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from flatout.errors import DataError, ProblemsError
 from flatout.objectives.orpo import ORPO
 from flatout.objectives.preference import Answers
 from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
+from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.decide import plan_run
 
 NUM_PAIRS, PER_STEP, LR = 10, 5, 0.5
@@ -249,6 +249,11 @@ def test_only_pairs_are_trained_on(tiny: Any, tmp_path: Path, sizes: list[int], 
     config = config_of(tiny, tmp_path, tmp_path / "run", objective="simpo")
     if said is None:
         assert plan_run(config, Reporter(), Rank()).plan.num_units == 4
+        for lr, is_told in (("auto", False), (2e-4, True)):
+            recorder = MemoryCallback()
+            config = config_of(tiny, tmp_path, tmp_path / "run", objective="simpo", optim={"lr": lr})
+            plan_run(config, Reporter(recorder), Rank())
+            assert ("optim.lr 0.0002 is 200 times the usual 1e-06" in str(recorder.stages)) == is_told
         return
     with pytest.raises(DataError, match=said):
         plan_run(config, Reporter(), Rank())
