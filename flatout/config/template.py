@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import yaml
@@ -62,7 +63,7 @@ def describe_setting(name: str, root: type[BaseModel] = Config) -> Setting:
     kind: Any = root
     for section in sections:
         kind = kind.model_fields[section].annotation
-    schema, field = kind.model_json_schema()["properties"][leaf], kind.model_fields[leaf]
+    schema, field = _properties(kind)[leaf], kind.model_fields[leaf]
     choices = tuple(map(str, schema.get("enum", ()))) or (("false", "true") if schema.get("type") == "boolean" else ())
     default = None if field.is_required() else as_yaml(_plain_default(kind, leaf))
     return Setting(name, str(field.description), _allowed(schema), choices, default)
@@ -143,15 +144,20 @@ def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iter
 
 def _facts(section: type[BaseModel], name: str, value: Any) -> str:
     """Return a setting's allowed values, and its default if the value is another."""
-    what = _allowed(section.model_json_schema()["properties"][name])
+    what = _allowed(_properties(section)[name])
     if section.model_fields[name].is_required():
         return f"{what}; required"
     default = _plain_default(section, name)
     return what if value == default else f"{what}; default {as_yaml(default)}"
 
 
+@cache
+def _properties(section: type[BaseModel]) -> dict[str, Any]:
+    return dict(section.model_json_schema()["properties"])
+
+
 def _plain_default(section: type[BaseModel], name: str) -> Any:
-    return section.model_json_schema()["properties"][name].get("default")
+    return _properties(section)[name].get("default")
 
 
 def _comment(text: str, depth: int = 0, mark: str = "#") -> Iterator[str]:

@@ -58,7 +58,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1550,
     "cli": 2526,
     "compat": 2631,
-    "config": 2624,
+    "config": 2630,
     "data": 9081,
     "demo": 410,
     "doctor": 430,
@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1180,
     "track": 2366,
-    "trainer": 5002,
+    "trainer": 5008,
     "verifier": 1064,
     "view": 1402,
 }

@@ -142,7 +142,7 @@ def test_understands_the_heads_of_the_table(tmp_path, family):
         config.unpadded_vocab_size = 290
     config.save_pretrained(tmp_path)
     settings = ModelConfig(name=str(tmp_path), init="random", precision="fp32")
-    model = load_model(settings, method="full", device=CPU, seed=0, rows=family in ("xlstm", "inkling_text"))
+    model = load_model(settings, method="full", device=CPU, seed=0, is_padded=family in ("xlstm", "inkling_text"))
     assert "head loss = cross-entropy" in prove_layout(model, longest=16, any_attention=True)[1]
 
 

@@ -38,7 +38,7 @@ PAIRS = "tests/unit/trainer/test_preference.py::test_loss_and_gradients_are_thos
 REFERENCE = "tests/unit/trainer/test_reference.py"
 STEP_0 = f"{REFERENCE}::test_step_0_is_its_reference_to_the_bit[lora]"
 COLUMNS = "tests/unit/trainer/test_batch_columns.py"
-PREFERENCE = "tests/unit/data/test_preference.py"
+PREFERENCE = "tests/unit/data/test_pair_rows.py"
 RENDERED = f"{PREFERENCE}::test_a_row_becomes_what_a_plain_rendering_gives"
 UNTIED = (
     "(model.train(), setattr(model.get_output_embeddings(), 'weight', "

@@ -132,7 +132,7 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
 SHOWN_BY: dict[str, str] = {
     "eval.best": "test_best_is_judged_by_the_named_figure",
     "objective.kind": "test_settings_of_objectives_are_checked_without_running_code",
-    "data.sources.pairs": "unit/data/test_preference.py",
+    "data.sources.pairs": "unit/data/test_pair_rows.py",
     "objective.reference.adapter": "test_another_adapter_can_be_the_reference",
     "objective.path": "test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown",
     "gpus": "test_several_gpus_are_refused_in_one_process",
