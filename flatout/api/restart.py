@@ -23,7 +23,8 @@ def move_aside(config: Config, env: Mapping[str, str], settings_file: Path | Non
     """Move the run's folder to NAME.old-1, or the next number that is free, and print where it is now.
 
     What the new run reads stays: the `settings_file`, and a model that was written there from memory. Raises
-    ResourceError while a process holds the folder, UsageError where a launcher may start the command again.
+    ResourceError while a process holds the folder, UsageError where a launcher may start the command again, and for a
+    model, adapter or source in that folder.
     """
     if found := next((name for name, alone in _LAUNCHERS.items() if env.get(name, alone) not in ("", alone)), None):
         raise UsageError(
@@ -33,15 +34,23 @@ def move_aside(config: Config, env: Mapping[str, str], settings_file: Path | Non
     if not any((config.folder / name).exists() for name in _FILES_OF_A_RUN):
         return
     durable_io, folder = DurableIO(), config.folder.resolve()
+    model = Path(config.model.name).resolve()
+    is_own = model.parent == folder and model.name.startswith("model-")
+    inputs = [config.lora.continue_from, config.objective.reference.adapter, None if is_own else config.model.name]
+    inputs += [source.path for source in config.data.sources]
+    if inside := next((one for one in inputs if one and Path(one).resolve().is_relative_to(folder)), None):
+        raise UsageError(
+            f"--restart would move {inside} away, which the new run reads: it is in {config.folder}; move it out of "
+            "there, or use another name"
+        )
     aside = next(one for n in count(1) if not (one := folder.with_name(f"{folder.name}.old-{n}")).exists())
     with RunLock(folder, "restart"):
         durable_io.rename(folder, aside)
     durable_io.make_dir(folder)
-    model = Path(config.model.name).absolute()
-    if model.is_relative_to(folder):
-        durable_io.make_dir(model.parent)
+    if is_own:
         durable_io.rename(aside / model.relative_to(folder), model)
     if settings_file is not None and (file := settings_file.resolve()).is_relative_to(folder):
         durable_io.make_dir(file.parent)
         shutil.copyfile(aside / file.relative_to(folder), file)
-    ConsoleCallback().on_stage("restart", f"the earlier run is now {config.folder.with_name(aside.name)}")
+    shown = aside if config.folder.is_symlink() else config.folder.with_name(aside.name)
+    ConsoleCallback().on_stage("restart", f"the earlier run is now {shown}")

@@ -105,7 +105,11 @@ def spelled(text: str, caller: Caller) -> str:
             lines.append(_mention().sub(lambda found: found[1] + caller.setting(found[2], found[3]), line))
             continue
         words, _, why = line.removeprefix(STEP).partition("  ")
-        if step := caller.step(shlex.split(words)):
+        try:
+            split = shlex.split(words)
+        except ValueError:  # a quote in what a person wrote
+            split = words.split()
+        if step := caller.step(split):
             lines.append(f"  {step}" + (f"  # {why}" if why else ""))
     return "\n".join(lines)
 

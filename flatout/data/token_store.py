@@ -241,6 +241,17 @@ class TokenStore:
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
         manifest = read_manifest(folder)
+        while True:
+            try:
+                return cls._open(folder, manifest, verify)
+            except (DataError, FileNotFoundError):
+                # another process may have replaced a column since
+                before, manifest = manifest, read_manifest(folder)
+                if manifest == before:
+                    raise
+
+    @classmethod
+    def _open(cls, folder: Path, manifest: Manifest, verify: bool) -> TokenStore:
         layout = Layout(manifest.columns, manifest.shards)
         arrays = {name: _open_array(folder, name, manifest.columns, layout) for name in manifest.columns}
         check = ShardCheck(folder, manifest.columns, layout, dict(arrays)) if verify else None

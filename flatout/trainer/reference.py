@@ -145,6 +145,7 @@ def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Ch
         if not (unknown := _unknown(values, chunk)):
             continue
         run.reporter.phase("computing the reference", done, total)
+        run.watch.set_phase("start")  # it goes on, however long the pass is
         found = dict(zip(ids := _ids(chunk), _take(run, loader, chunk, ids), strict=True))
         # what is known stays as it is: it may be of another packing
         values[unknown] = [found[sample_id] for sample_id in unknown]
@@ -155,6 +156,7 @@ def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Ch
             _keep(run, store, key, meaning)
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
+    run.checkpoints.group.all_gather(None)  # no rank goes on while the first one still replaces the column
     seconds, known = time.perf_counter() - started, f"; {num_needed - total:,} were known" if num_needed > total else ""
     run.reporter.stage(
         "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{known}"

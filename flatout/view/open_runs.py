@@ -71,9 +71,16 @@ def run_folders(folder: Path) -> list[Path]:
     """Return the run folders in a folder and in those below it, sorted by name; the folder alone if it is a run's."""
     if _is_run(folder):
         return [folder]
+    found: list[Path] = []
+    for path in _folders(folder):
+        found += [path] if _is_run(path) else filter(_is_run, _folders(path))
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder that can be read, by name."""
     with suppress(OSError):
-        inner = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
-        return [one for path in inner for one in ([path] if _is_run(path) else filter(_is_run, sorted(path.iterdir())))]
+        return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.is_dir())
     return []
 
 

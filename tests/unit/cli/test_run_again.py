@@ -80,6 +80,17 @@ def test_a_restart_of_nothing_starts_and_of_a_held_folder_is_refused(
     assert not (here / "runs" / "run.old-1").exists()
 
 
+def test_a_restart_takes_nothing_out_of_the_run_it_moves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(here / "runs" / "run")
+    for words in (["lora.continue_from=runs/run/final"], ["model.name=runs/run/final"]):
+        assert main(["train", "run.yaml", *words, "--restart"]) == 2
+        assert "--restart would move runs/run/final away, which the new run reads" in capsys.readouterr().err
+    assert contents(here / "runs" / "run") == before
+    shutil.copytree(here / "runs" / "run" / "final", here / "first")
+    assert main(["train", "run.yaml", "lora.continue_from=first", "--restart"]) == 0
+    assert (here / "runs" / "run.old-1" / "final").is_dir()
+
+
 def test_a_launcher_that_starts_the_command_again_must_not_start_over(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,9 +140,21 @@ def test_runs_are_listed_sorted_and_as_json(here: Path, capsys: pytest.CaptureFi
     assert "no runs in runs/no-run; train one" in capsys.readouterr().out
 
 
-def test_a_damaged_run_does_not_hide_the_others(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _listed(folder: Path, list_of: Any) -> Any:
+    if folder.name == "lost":
+        raise PermissionError(13, "Permission denied", str(folder))
+    return list_of(folder)
+
+
+def test_a_damaged_run_does_not_hide_the_others(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(here / "runs" / "run", here / "runs" / "broken")
     (here / "runs" / "broken" / "start.json").write_text("{")
+    # a folder that cannot be listed, for root too
+    (here / "runs" / "gone").symlink_to(here / "runs" / "gone")
+    monkeypatch.setattr(Path, "iterdir", lambda path, list_of=Path.iterdir: _listed(path, list_of))
+    (here / "runs" / "lost").mkdir()
     assert main(["runs"]) == 0
     states = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]}
     assert states == {"run": "complete", "broken": "damaged"}
@@ -166,6 +189,12 @@ def test_a_name_that_is_nearly_a_runs_is_asked_back_before_any_hub(
     error = capsys.readouterr().err
     assert "did you mean run?" in error
     assert commands(error) == [[verb, "run", *more.get(verb, [])]]
+
+
+def test_a_quote_in_a_name_is_no_end_of_the_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(here / "runs" / "run", here / "runs" / "bob-1")
+    assert main(["report", "bob's-1"]) == 2
+    assert "no run of that name; did you mean bob-1?" in capsys.readouterr().err
 
 
 def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

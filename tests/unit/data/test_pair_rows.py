@@ -307,6 +307,12 @@ def test_several_answers_make_the_pairs_that_are_asked_for(
     assert [(*texts[2 * k : 2 * k + 2], margin) for k, margin in enumerate(margins)] == wanted
     with pytest.raises(DataError, match="responses has no two answers of different value"):
         build([row | {"scores": [1, 1, 1, 1]}], source={"pairs": pairs})
+    each = [{"text": "a", "score": None, "rank": 2}, {"text": "b", "score": 8, "rank": 1}]
+    mixed = all_samples(build([{"prompt": "q", "responses": each}], source={"pairs": pairs}))
+    assert [small_tokenizer.decode(ids[mask]).removesuffix("<|im_end|>") for ids, mask in mixed] == ["b", "a"]
+    each = [{"text": "a", "score": 8}, {"text": "b", "rank": 9}]
+    with pytest.raises(DataError, match=r"responses\[1\] has no score; each answer needs one"):
+        build([{"prompt": "q", "responses": each}], source={"pairs": pairs})
     with pytest.raises(DataError, match="scores has 2 values, but responses has 4"):
         build([row | {"scores": [1, 2]}], source={"pairs": pairs})
 

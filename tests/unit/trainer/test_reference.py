@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from unit_store import write_units
 
 from flatout.cli.main import main
+from flatout.config.objective import REFERENCE
 from flatout.config.read import dump_config, make_config
 from flatout.config.schema import Config
-from flatout.data import registry
+from flatout.data import registry, token_store
 from flatout.data.add_column import add_column
+from flatout.data.reference import UNKNOWN, column_of_key, keep_on_disk, with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, FlatoutError, ProblemsError, UsageError
 from flatout.track.callback import MemoryCallback
@@ -102,6 +104,44 @@ def test_step_0_is_its_reference_to_the_bit(tiny: Any, root: Path, metrics_of: A
         assert loss == pytest.approx(math.log(2), rel=1e-15)
         assert [metrics[f"rewards/{name}"] for name in ("chosen", "rejected", "margins", "accuracies")] == [0.0] * 4
     assert second["metrics"]["rewards/margins"] != 0
+
+
+def test_what_another_run_kept_meanwhile_changes_no_plan(root: Path) -> None:
+    """Only one rank keeps values: what it reads from disk then must not decide which passes it takes."""
+    store = with_reference(TokenStore.open(root / "built_dataset" / "pairs"))
+    other = with_reference(TokenStore.open(store.folder))
+    opened = TokenStore.open(store.folder)
+    other.extra[REFERENCE][:] = -2.0
+    keep_on_disk(other, "0" * 32, "other")
+    store.extra[REFERENCE][0] = -1.0
+    keep_on_disk(store, "0" * 32, "own")
+    assert store.extra[REFERENCE].tolist() == [-1.0] + [UNKNOWN] * (store.num_samples - 1)
+    kept = TokenStore.open(store.folder).extra[column_of_key("0" * 32)]
+    assert kept.tolist() == [-1.0] + [-2.0] * (store.num_samples - 1)
+    assert opened.num_samples == store.num_samples
+
+
+def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = with_reference(TokenStore.open(root / "built_dataset" / "pairs"))
+    keep_on_disk(store, "1" * 32, "own")
+    read, times = token_store.read_manifest, 0
+
+    def replaced_behind(folder: Path) -> Any:
+        nonlocal times
+        times += 1
+        found = read(folder)
+        if times == 1:
+            monkeypatch.setattr(token_store, "read_manifest", read)
+            store.extra[REFERENCE][0] = -1.0
+            keep_on_disk(store, "1" * 32, "own")
+        return found
+
+    monkeypatch.setattr(token_store, "read_manifest", replaced_behind)
+    assert TokenStore.open(store.folder).extra[column_of_key("1" * 32)][0] == -1.0
+    assert times == 1
+    (store.folder / f"{TokenStore.open(store.folder).columns[column_of_key('1' * 32)].file}").unlink()
+    with pytest.raises(DataError, match=r"damaged|missing"):
+        TokenStore.open(store.folder)
 
 
 def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, root: Path, metrics_of: Any) -> None:

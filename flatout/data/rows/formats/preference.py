@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -296,19 +297,25 @@ def _values(row: Mapping[str, Any], reading: Reading, items: Sequence[object], c
 
 
 def _own_values(items: Sequence[object], column: str) -> Iterator[float]:
+    key = _own_key(items)
     for place, item in enumerate(items):
-        keys = (*_EACH_SCORE, *_EACH_RANK)
-        key = next((key for key in keys if isinstance(item, dict) and item.get(key) is not None), None)
-        if key is None or not isinstance(item, dict):
-            raise FieldError(f"{column}[{place}] has no score and no rank; each answer needs one")
+        if key is None or not isinstance(item, dict) or item.get(key) is None:
+            raise FieldError(f"{column}[{place}] has no {key or 'score and no rank'}; each answer needs one")
         yield _number(item[key], f"{column}[{place}].{key}")
+
+
+def _own_key(items: Sequence[object]) -> str | None:
+    """Return the key that most answers have, as values of two keys do not compare."""
+    keys = (*_EACH_SCORE, *_EACH_RANK)
+    given = Counter(key for item in items if isinstance(item, dict) for key in keys if item.get(key) is not None)
+    return max(keys, key=lambda key: given[key]) if given else None
 
 
 def _are_scores(row: Mapping[str, Any], reading: Reading, items: Sequence[object]) -> bool:
     beside = _first_column(row, reading, RANKED_COLUMNS)
     if beside is not None:
         return beside in map(reading.name, _ALL_SCORES)
-    return any(isinstance(item, dict) and item.get(key) is not None for item in items[:1] for key in _EACH_SCORE)
+    return _own_key(items) in _EACH_SCORE
 
 
 def _text_of(item: object) -> object:
