@@ -36,7 +36,7 @@ def fill_from_disk(store: TokenStore, key: str) -> int:
     Raises DataError for a damaged store.
     """
     values: NDArray[np.float64] = store.extra[REFERENCE]
-    _fill(values, store, key)
+    _add_kept(values, store, key)
     return int(np.count_nonzero(values != UNKNOWN))
 
 
@@ -46,11 +46,11 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> None:
     What the run knows stays as it is: every rank must leave out the same passes, and only one of them keeps values.
     """
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
-    _fill(values, store, key)
+    _add_kept(values, store, key)
     add_column(store.folder, column_of_key(key), values, per="sample", meaning=f"{meaning}; {UNKNOWN:g}: not computed")
 
 
-def _fill(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
+def _add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
     # the store that was opened earlier does not have what another run has kept since
     kept = TokenStore.open(store.folder).extra.get(column_of_key(key))
     if kept is not None:

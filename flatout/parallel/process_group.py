@@ -91,6 +91,7 @@ class _Meeting:
         self._awaited: tuple[tuple[int, ...], str] = (0,), "it does not answer; see its log"
         self._answered_at = time.monotonic()
         self._store: Store | None = None
+        self._is_over = threading.Event()
         self._error: BaseException | None = None
 
     def hold(self) -> Store:
@@ -105,7 +106,13 @@ class _Meeting:
                 self._awaited = (0,), "it has stopped answering; see its log"
             ranks, reason = self._awaited
             named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._rank.world}"
-            wait.check(f"{named} at {self._host}:{self._port}" if ranks == (0,) else named, reason)
+            try:
+                wait.check(f"{named} at {self._host}:{self._port}" if ranks == (0,) else named, reason)
+            except PeerLostError:
+                # a thread that comes back from C while Python shuts down would abort the process
+                self._is_over.set()
+                thread.join(CONNECT_S)
+                raise
         if isinstance(self._error, dist.DistError):
             why, index = first_line(self._error), self._rank.index
             raise PeerLostError(
@@ -119,13 +126,16 @@ class _Meeting:
     def _run(self) -> None:
         try:
             self._connect()
+            if self._is_over.is_set():
+                return
             store = self._open_store()
             store.set(f"met/{self._rank.index}", socket.gethostname())
             others = range(self._rank.world)
             while missing := tuple(other for other in others if not store.check([f"met/{other}"])):
                 self._answered_at = time.monotonic()
                 self._awaited = missing, "see its log; it may still read its data, be stopped, or have exited"
-                time.sleep(POLL_S)
+                if self._is_over.wait(POLL_S):
+                    return
             self._awaited = (0,), "all ranks have joined, but its heartbeats do not answer"
             self._on_met(store)
             self._store = store
@@ -134,7 +144,7 @@ class _Meeting:
 
     def _connect(self) -> None:
         """Wait until something listens: TCPStore would retry without an explanation."""
-        while not self._is_host:
+        while not self._is_host and not self._is_over.is_set():
             self._answered_at = time.monotonic()
             try:
                 socket.create_connection((self._host, self._port), timeout=CONNECT_S).close()
@@ -152,8 +162,7 @@ class _Meeting:
             self._host,
             self._port,
             is_master=self._is_host,
-            # `hold` ends the wait; a thread that came back from C while Python shuts down would abort the process
-            timeout=TIMEOUT,
+            timeout=TIMEOUT,  # `hold` ends the wait
             wait_for_workers=False,
             master_listen_fd=fd if self._is_host else None,
         )
