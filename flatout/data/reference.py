@@ -30,14 +30,12 @@ def column_of_key(key: str) -> str:
     return f"reference_{key[:16].translate(_LETTERS)}"
 
 
-def fill_from_disk(store: TokenStore, key: str) -> int:
-    """Copy what was kept under a key into the values that are UNKNOWN; return how many are known now.
-
-    Raises DataError for a damaged store.
-    """
-    values: NDArray[np.float64] = store.extra[REFERENCE]
-    _add_kept(values, store, key)
-    return int(np.count_nonzero(values != UNKNOWN))
+def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
+    """Put what was kept under a key where values (num_samples,) are UNKNOWN. Raises DataError for a damaged store."""
+    # the store that was opened earlier does not have what another run has kept since
+    kept = TokenStore.open(store.folder).extra.get(column_of_key(key))
+    if kept is not None:
+        np.copyto(values, kept, where=values == UNKNOWN)
 
 
 def keep_on_disk(store: TokenStore, key: str, meaning: str) -> None:
@@ -46,12 +44,5 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> None:
     What the run knows stays as it is: every rank must leave out the same passes, and only one of them keeps values.
     """
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
-    _add_kept(values, store, key)
+    add_kept(values, store, key)
     add_column(store.folder, column_of_key(key), values, per="sample", meaning=f"{meaning}; {UNKNOWN:g}: not computed")
-
-
-def _add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
-    # the store that was opened earlier does not have what another run has kept since
-    kept = TokenStore.open(store.folder).extra.get(column_of_key(key))
-    if kept is not None:
-        np.copyto(values, kept, where=values == UNKNOWN)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.objective import REFERENCE
-from flatout.data.reference import UNKNOWN, fill_from_disk, keep_on_disk
+from flatout.data.reference import UNKNOWN, add_kept, keep_on_disk
 from flatout.data.token_store import TokenStore
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
@@ -130,9 +130,10 @@ def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Ch
     if UNKNOWN not in values:
         return
     key = reference_key(run, store)
-    fill_from_disk(store, key)
+    known = values.copy()
+    add_kept(values, store, key)
     if len(set(run.checkpoints.group.all_gather(xxh3_128_hexdigest(values.tobytes())))) > 1:
-        values[:] = UNKNOWN  # nodes with copies of the data set, of which one has it
+        values[:] = known  # nodes with copies of the data set, of which one has more; all ranks know the same before
     num_needed, total = (
         sum(len(found) for found in map(which, chunks())) for which in (_ids, partial(_unknown, values))
     )
@@ -156,10 +157,9 @@ def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Ch
             _keep(run, store, key, meaning)
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
-    run.checkpoints.group.all_gather(None)  # no rank goes on while the first one still replaces the column
-    seconds, known = time.perf_counter() - started, f"; {num_needed - total:,} were known" if num_needed > total else ""
+    seconds, told = time.perf_counter() - started, f"; {num_needed - total:,} were known" if num_needed > total else ""
     run.reporter.stage(
-        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{known}"
+        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{told}"
     )
 
 

@@ -205,7 +205,7 @@ BUGS = (
         f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
     Bug("the model keeps the reference's adapter", "_weights_of", "parameter.copy_(own[name])", "None",
         f"{REFERENCE}::test_another_adapter_can_be_the_reference"),
-    Bug("what a killed pass knew is lost", "_add_kept", "np.copyto(values, kept, where=X)", "None",
+    Bug("what a killed pass knew is lost", "add_kept", "np.copyto(values, kept, where=X)", "None",
         f"{REFERENCE}::test_a_killed_pass_goes_on_to_the_bit"),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
 )  # fmt: skip

@@ -26,6 +26,7 @@ from flatout.data.add_column import add_column
 from flatout.data.reference import UNKNOWN, column_of_key, keep_on_disk, with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, FlatoutError, ProblemsError, UsageError
+from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 from flatout.verifier.run import verify
@@ -119,6 +120,21 @@ def test_what_another_run_kept_meanwhile_changes_no_plan(root: Path) -> None:
     kept = TokenStore.open(store.folder).extra[column_of_key("0" * 32)]
     assert kept.tolist() == [-1.0] + [-2.0] * (store.num_samples - 1)
     assert opened.num_samples == store.num_samples
+
+
+def test_nodes_that_have_kept_different_values_lose_none_of_the_run_s(
+    tiny: Any, root: Path, monkeypatch: pytest.MonkeyPatch, metrics_of: Any
+) -> None:
+    """Held-out samples are looked for after the samples of training, in the same column."""
+    gather = ControlGroup.all_gather
+
+    def also_of_another_node(group: ControlGroup, value: Any) -> list[Any]:
+        return [*gather(group, value), *(["another"] if isinstance(value, str) and len(value) == 32 else [])]
+
+    monkeypatch.setattr(ControlGroup, "all_gather", also_of_another_node)
+    train(config_of(tiny, root, "run", eval={"fraction": 0.25, "prompts": []}))
+    first = metrics_of(root / "run")[0]
+    assert (first["metrics"]["rewards/margins"], first["metrics"]["rewards/chosen"]) == (0, 0)
 
 
 def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
