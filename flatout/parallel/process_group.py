@@ -100,19 +100,18 @@ class _Meeting:
         # ended with the process if it is still held in C
         thread = threading.Thread(target=self._run, name="flatout-join", daemon=True)
         thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
-            if time.monotonic() - self._answered_at > SILENT_S and not self._is_host:
-                self._awaited = (0,), "it has stopped answering; see its log"
-            ranks, reason = self._awaited
-            named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._rank.world}"
-            try:
+        try:
+            while thread.is_alive():
+                thread.join(POLL_S)
+                if time.monotonic() - self._answered_at > SILENT_S and not self._is_host:
+                    self._awaited = (0,), "it has stopped answering; see its log"
+                ranks, reason = self._awaited
+                named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._rank.world}"
                 wait.check(f"{named} at {self._host}:{self._port}" if ranks == (0,) else named, reason)
-            except PeerLostError:
-                # a thread that comes back from C while Python shuts down would abort the process
-                self._is_over.set()
-                thread.join(CONNECT_S)
-                raise
+        finally:
+            # a thread that comes back from C while Python shuts down would abort the process
+            self._is_over.set()
+            thread.join(CONNECT_S)
         if isinstance(self._error, dist.DistError):
             why, index = first_line(self._error), self._rank.index
             raise PeerLostError(
