@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 
+from flatout.config.folders import free_folder
 from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
@@ -43,7 +43,7 @@ def move_aside(config: Config, env: Mapping[str, str], settings_file: Path | Non
             f"--restart would move {inside} away, which the new run reads: it is in {config.folder}; move it out of "
             "there, or use another name"
         )
-    aside = next(one for n in count(1) if not (one := folder.with_name(f"{folder.name}.old-{n}")).exists())
+    aside = free_folder(folder, ".old-", 1)
     with RunLock(folder, "restart"):
         durable_io.rename(folder, aside)
     durable_io.make_dir(folder)

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 
 
-def free_folder(folder: Path) -> Path:
-    """Return the first of NAME-2, NAME-3 ... beside a folder that does not exist."""
-    return next(one for number in count(2) if not (one := folder.with_name(f"{folder.name}-{number}")).exists())
+def free_folder(folder: Path, ending: str = "-", first: int = 2) -> Path:
+    """Return the first of NAME-2, NAME-3 ... beside a folder that does not exist, with this ending and first number."""
+    return next(one for n in count(first) if not (one := folder.with_name(f"{folder.name}{ending}{n}")).exists())
 
 
 def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence[str | Path]) -> str | None:

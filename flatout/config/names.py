@@ -79,7 +79,7 @@ _INSTEAD = {
     "callbacks": "pass callbacks=[...] to flatout.train in Python (docs/python.md)",
     "columns": "columns belong to a source: data: {sources: [{path: FILE, columns: {instruction: question}}]}; "
     "--yes takes those that are proposed",
-    "compute_metrics": "an objective names its figures, which eval.best judges by; `flatout eval` scores answers",
+    "compute_metrics": "an objective names its metrics, which eval.best judges by; `flatout eval` scores answers",
     "data_collator": "nothing is collated: samples are packed without padding (batch.layout)",
     "dataloader_num_workers": "samples are read from a memory map, which needs no workers; leave it out",
     "device_map": "training does not spread a model's layers over GPUs, since all but one GPU would wait; "

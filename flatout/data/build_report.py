@@ -187,13 +187,13 @@ class BuildReport:
         counts, config = self.counts, self._config
         lost = sum(counts[f"{fate}_labels"] for fate in LOSING)
         if config.too_long == "auto" and lost > _MAX_LOST_TOKENS * counts["label_tokens"]:
-            kinds = "drop" if counts["pairs"] or counts["labelled"] else "truncate, drop or split"
+            policies = "drop" if counts["pairs"] or counts["labelled"] else "truncate, drop or split"
             fates = ", ".join(f"{counts[fate]:,} rows {what}" for fate, what in _CUT.items() if counts[fate])
             lengths = ", ".join(f"{share} {tokens:,}" for share, tokens in self._percentiles.items())
             raise DataError(
                 f"{lost:,} of {counts['label_tokens']:,} label tokens ({lost / counts['label_tokens']:.1%}) are lost "
                 f"at max_tokens={config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise "
-                f"data.max_tokens, or set data.too_long to {kinds}, which accepts the loss"
+                f"data.max_tokens, or set data.too_long to {policies}, which accepts the loss"
             )
 
     def _spread(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flatout.config.schema import DataConfig
 from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
-from flatout.data.rows.formats.parser import JUDGED
+from flatout.data.rows.formats.preference import JUDGED
 from flatout.data.sampling import Readers
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError

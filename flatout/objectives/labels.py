@@ -114,9 +114,7 @@ class LabelTokens:
     @cached_property
     def sample_lengths(self) -> Tensor:
         """The number of label tokens of each sample, int64 (S,)."""
-        self._require("sample", "unit")
-        samples = self.batch.label_samples
-        return samples.new_zeros(self.batch.num_samples).index_add(0, samples, torch.ones_like(samples))
+        return self.by_sample(torch.ones_like(self.batch.label_samples))
 
     def by_sample(self, values: Tensor) -> Tensor:
         """Return the sums over each sample (S,) of values at label tokens (L,), reproducible to the bit."""
@@ -132,9 +130,9 @@ class LabelTokens:
         order = self.batch.sample_units.argsort(stable=True)
         return values[order].view(self.batch.num_units, -1)
 
-    def _require(self, *coupled: str) -> None:
-        if self.scope not in coupled:
+    def _require(self, *scopes: str) -> None:
+        if self.scope not in scopes:
             raise UsageError(
-                f"the objective sums over each {coupled[0]}, but its scope is {self.scope!r}, with which ranks may "
-                f"hold a part of one: set scope = {coupled[0]!r}"
+                f"the objective sums over each {scopes[0]}, but its scope is {self.scope!r}, with which ranks may "
+                f"hold a part of one: set scope = {scopes[0]!r}"
             )

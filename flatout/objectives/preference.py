@@ -24,7 +24,7 @@ class Answers(NamedTuple):
 
     logprob: Tensor
     length: Tensor
-    reference: Tensor | None
+    reference: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -73,9 +73,7 @@ class Preference(Objective):
         read = [labels.by_sample(labels.logprobs), labels.sample_lengths]
         read += [labels.column(REFERENCE)] if REFERENCE in self.columns else []
         pairs = [labels.by_unit(column) for column in read]
-        chosen, rejected = (
-            Answers(*(each[:, place] for each in pairs), *[None] * (3 - len(pairs))) for place in (0, 1)
-        )
+        chosen, rejected = (Answers(*(each[:, place] for each in pairs)) for place in (0, 1))
         losses, nll = self.losses(chosen, rejected), -chosen.mean
         first, second = self.rewards(chosen).detach(), self.rewards(rejected).detach()
         return {

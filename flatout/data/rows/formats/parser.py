@@ -35,8 +35,10 @@ from flatout.data.rows.formats.preference import (
     ANSWERS,
     CHOSEN,
     COMPLETIONS,
+    JUDGED,
     LABELS,
     MARGIN,
+    PREFERENCES,
     PROMPTS,
     RANKED_COLUMNS,
     REJECTED,
@@ -66,10 +68,6 @@ _REMARKS = {
     "ranked": "pairs of answers get the chat template; only what follows the messages they share carries loss",
     "kto": "only the answer carries loss, and its label is kept",
 }
-_PREFERENCES = ("preference", "reward", "ranked")
-"""Formats whose rows become pairs of answers."""
-JUDGED = (*_PREFERENCES, "kto")
-"""Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
 
 
@@ -249,7 +247,7 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     name = known or _unknown(source, first, reading, works)
     if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
-    if name in _PREFERENCES and is_ranked(row, reading) and _missing_columns(row, RULES[name], reading):
+    if name in PREFERENCES and is_ranked(row, reading) and _missing_columns(row, RULES[name], reading):
         name = "ranked"
     rule = RULES[name]
     if missing := _missing_columns(row, rule, reading):

@@ -20,6 +20,10 @@ from flatout.data.rows.formats.calls import tools_of
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS, TurnReader, add_history, finished, turns_at
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, text_at
 
+PREFERENCES = ("preference", "reward", "ranked")
+"""Formats whose rows become pairs of answers."""
+JUDGED = (*PREFERENCES, "kto")
+"""Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
 CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
 PROMPTS = ("prompt", "question", "instruction", "input", *CHAT_COLUMNS)
 """Columns of the prompt; the first that has something is read."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
+from flatout.data.rows.formats.preference import JUDGED
 
 MEDIA_MARKS = re.compile(r"<\|?(?:image|video|audio)(?:_pad|_soft_token|_1)?\|?>")
 """What stands for a picture, a video or a sound in the texts of data sets."""
@@ -23,7 +24,7 @@ _PLAIN = ("text", "segments", "tokens")
 
 def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> str | None:
     """Return why a row must not be trained on as it is; `format_name` is None while the format is not known."""
-    is_judged = format_name in ("preference", "reward", "ranked", "kto")
+    is_judged = format_name in JUDGED
     if not is_judged and row.get("rejected") is not None and "chosen" not in reading.columns.values():
         return (
             "has a column 'rejected', so it is preference data: set format: preference, or, to train on the chosen "
