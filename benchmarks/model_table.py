@@ -37,11 +37,11 @@ from flatout.errors import FlatoutError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.blocks import decoder_layers, text_decoder
 from flatout.models.experts.lora import expert_parameters
-from flatout.models.head import packed_loss
 from flatout.models.load.auto_class import auto_class
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.lora.layer import add_lora, freeze_unreached, lora_layers
 from flatout.models.packed import Samples, flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.models.rope import plain_rope
 from flatout.models.selftest import prove_layout
 from flatout.trainer.model_shape import read_shape

@@ -24,10 +24,10 @@ import torch
 from transformers import Qwen3Config
 
 from flatout.config.schema import LoraConfig, ModelConfig
-from flatout.models.head import next_logits
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
+from flatout.models.packed_loss import next_logits
 from flatout.models.selftest import own_attention
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
-from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import trainable_parameters
+from flatout.models.packed_loss import packed_loss
 from flatout.models.probe import random_batch
 
 _LENGTHS = (8, 19, 3, 2)

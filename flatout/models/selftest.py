@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from flatout.errors import NumericError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import TRANSFORMERS_ATTENTION, hidden_states, last_states, model_inputs
-from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel
-from flatout.models.objective import TokenHead
 from flatout.models.packed import PackedBatch
+from flatout.models.packed_loss import packed_loss
 from flatout.models.prefix_check import check_shared_prefixes
 from flatout.models.probe import MODEL_ERRORS, embedded_tokens, has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
+from flatout.models.token_head import TokenHead
 
 # uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
 _LENGTHS = (8, 19, 3, 2)

@@ -58,7 +58,7 @@ class Batch(Protocol):
 
 
 class Head(Protocol):
-    """What is called of an output head (`models.objective.TokenHead`)."""
+    """What is called of an output head (`models.token_head.TokenHead`)."""
 
     def cross_entropy(self, rows: Tensor, ids: Tensor) -> LossSums:
         """Return sums over rows."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flatout.models.attention import choose_attention, register, registered_name
-from flatout.models.head import next_logits
 from flatout.models.packed import PackedBatch
+from flatout.models.packed_loss import next_logits
 
 # mean difference of log-probabilities with a cache to those without: both add the same terms in another order
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}

@@ -24,10 +24,10 @@ from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.frozen.fp8_backward import convert_backward_to_float8
 from flatout.models.frozen.frozen_experts import Fp8Experts
-from flatout.models.head import PackedLoss, prepare_head
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
+from flatout.models.packed_loss import PackedLoss, prepare_head
 from flatout.models.terms import Terms
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer

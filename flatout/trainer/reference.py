@@ -28,8 +28,8 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
-from flatout.models.objective import TokenHead
 from flatout.models.packed import PackedBatch
+from flatout.models.token_head import TokenHead
 from flatout.objectives.labels import LabelTokens
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.constants import HEAD_TILE_ROWS

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
-from flatout.models.head import PackedLoss
 from flatout.models.lora.fused import FusedLayers
+from flatout.models.packed_loss import PackedLoss
 from flatout.models.terms import Terms
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank

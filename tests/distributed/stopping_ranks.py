@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.config.read import load_config
 from flatout.errors import FlatoutError
-from flatout.models.head import PackedLoss
+from flatout.models.packed_loss import PackedLoss
 from flatout.trainer.run import train
 
 passes: list[nn.Module] = []

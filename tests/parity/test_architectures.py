@@ -12,11 +12,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import UsageError
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.models.rope import plain_rope
 from flatout.models.selftest import check_packing
 from flatout.trainer.model_shape import make_shape, read_shape

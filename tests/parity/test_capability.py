@@ -15,10 +15,10 @@ from flatout.kernels.capability import capability, choose_kernels_of
 from flatout.kernels.fp8 import fp8_problem, has_fp8, quantize_rows
 from flatout.kernels.moe import grouped_linear, grouped_linear_fp8, reference, register_ops, route, swiglu
 from flatout.models.attention import choose_attention
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 
 CUDA = torch.device("cuda", 0)
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -30,10 +30,10 @@ from flatout.models.context import attention as context_attention
 from flatout.models.context.attention import attention_over_ranks
 from flatout.models.context.check import check_share
 from flatout.models.context.share import ContextShare
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import KeyPieces, flatten_samples
+from flatout.models.packed_loss import packed_loss
 
 # queries and keys of each piece: a whole document, the middle and the end of one, a single query
 QUERIES, KEYS = (13, 5, 4, 1, 2), (13, 9, 30, 7, 2)

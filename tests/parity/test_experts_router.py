@@ -16,9 +16,9 @@ from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
 from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
-from flatout.models.head import PackedLoss
 from flatout.models.load.model import load_model
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import PackedLoss
 from flatout.models.terms import StepFacts, Terms
 
 SAMPLES = tiny_samples([11, 7, 5, 9])

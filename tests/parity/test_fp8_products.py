@@ -13,11 +13,11 @@ from flatout.errors import ResourceError
 from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear, fuse_frozen
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.planner.layout import ALONE
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize

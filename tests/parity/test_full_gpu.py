@@ -12,9 +12,9 @@ from torch import nn
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.config.schema import FullConfig, ModelConfig, OptimConfig
 from flatout.models.compile.layers import CompileOptions, compile_layers
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.models.packed_loss import packed_loss
 from flatout.models.trained_fp8 import convert_to_float8
 from flatout.optim.build import make_optimizer
 from flatout.optim.update import BackwardUpdate, set_lr

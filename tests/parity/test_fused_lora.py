@@ -8,11 +8,11 @@ from tiny_models import FAMILIES, save_tiny_model, tiny_samples
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 
 CPU = torch.device("cpu")
 

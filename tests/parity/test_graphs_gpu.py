@@ -8,11 +8,11 @@ from tiny_models import VOCAB_SIZE, save_tiny_model
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.compile.layers import CompileOptions, compile_layers
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
+from flatout.models.packed_loss import packed_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 4096}

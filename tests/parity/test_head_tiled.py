@@ -12,10 +12,11 @@ from flatout.config.schema import LoraConfig
 from flatout.kernels.cross_entropy import tiled
 from flatout.kernels.cross_entropy.reference import product_loss
 from flatout.kernels.cross_entropy.tiled import tile_terms
-from flatout.models import head, objective
-from flatout.models.head import packed_loss, prepare_head
+from flatout.models import packed_loss as packed_losses
+from flatout.models import token_head
 from flatout.models.lora.layer import add_lora
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss, prepare_head
 
 
 def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
@@ -352,13 +353,13 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
 
 def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
     model, sizes = tiny_model("llama", attention="flatout_plain"), []
-    real = objective.token_loss
+    real = token_head.token_loss
     monkeypatch.setattr(
-        objective, "token_loss", lambda rows, *rest, **more: sizes.append(len(rows)) or real(rows, *rest, **more)
+        token_head, "token_loss", lambda rows, *rest, **more: sizes.append(len(rows)) or real(rows, *rest, **more)
     )
     prepare_head(model, 512)
     assert not sizes  # in fp64 on a CPU tiles have the sizes they come in
-    monkeypatch.setattr(head, "is_fused", lambda device, dtype: True)
+    monkeypatch.setattr(packed_losses, "is_fused", lambda device, dtype: True)
     prepare_head(model, 512)
     assert sizes == [128, 256, 384, 512]
     assert all(parameter.grad is None for parameter in model.parameters())

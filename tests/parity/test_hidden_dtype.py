@@ -14,10 +14,10 @@ from flatout.config.schema import FullConfig, ModelConfig
 from flatout.errors import UsageError
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.recompute import apply_recompute
-from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.lora.layer import freeze
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import check_packing
 
 

@@ -18,9 +18,9 @@ from flatout.models.arch_quirks import choose_layout, packed_hybrid
 from flatout.models.blocks import replace_module
 from flatout.models.compile.regions import Regions
 from flatout.models.experts.router import Routers
-from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.selftest import check_packing
 from flatout.models.terms import StepFacts, Terms
 

@@ -12,10 +12,10 @@ from flatout.config.schema import ExpertsConfig, LoraConfig, ModelConfig
 from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
-from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.terms import StepFacts, Terms
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train

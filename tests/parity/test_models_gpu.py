@@ -12,10 +12,10 @@ from flatout.kernels.attention.cudnn import cudnn_problem
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.compile.recompute import apply_recompute
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples, padded_num_boundaries
+from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import check_packing
 
 pytestmark = [

@@ -10,8 +10,8 @@ from tiny_models import FAMILIES, tiny_model, tiny_samples, use_rotary_table
 from flatout.errors import UsageError
 from flatout.models.attention import registered_name
 from flatout.models.blocks import document_arguments
-from flatout.models.head import packed_loss
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 
 LENGTHS = [5, 17, 1, 9, 12]
 CASES = [

@@ -9,9 +9,9 @@ from tiny_models import save_tiny_model, tiny_model, tiny_samples
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
-from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.models.rope import plain_rope, scale_by_document
 from flatout.models.selftest import check_packing
 

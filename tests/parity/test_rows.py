@@ -10,9 +10,9 @@ from tiny_models import tiny_config, tiny_samples
 from flatout.config.schema import ModelConfig
 from flatout.errors import PackingError
 from flatout.models.blocks import model_inputs
-from flatout.models.head import packed_loss
 from flatout.models.load.model import LoadedModel, load_model
 from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import prove_layout
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}

@@ -26,13 +26,13 @@ from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
 from flatout.errors import NumericError, UsageError
 from flatout.models.blocks import hidden_states
 from flatout.models.export import merge
-from flatout.models.head import PackedLoss
 from flatout.models.load.auto_class import auto_class
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.models.objective import TokenHead
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import PackedLoss
+from flatout.models.token_head import TokenHead
 from flatout.rollout import slots
 from flatout.rollout.in_process import InProcess
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams

@@ -17,11 +17,11 @@ from flatout.kernels.segmented.reference import Segments
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.frozen.fp8_backward import convert_backward_to_float8
 from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
-from flatout.models.head import packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLayers, FusedLora, fuse_layers
 from flatout.models.lora.layer import LoraLinear, add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 
 CPU = torch.device("cpu")
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER

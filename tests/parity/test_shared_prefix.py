@@ -20,8 +20,8 @@ from flatout.kernels.attention.reference import masked_attention, plain_attentio
 from flatout.kernels.attention.shared_prefix import SharedPrefixes
 from flatout.models.attention import registered_name
 from flatout.models.blocks import replace_module
-from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.packed import PackedBatch, flatten_samples, segment_lengths
+from flatout.models.packed_loss import PackedLoss, packed_loss
 
 # tokens of a prefix, and of what follows in each of its samples; 0: no prefix
 GROUPS = {

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.checkpoint.write import Checkpoints
-from flatout.models.head import packed_loss
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import packed_loss
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.run_plan import make_plan
 from flatout.planner.steps.step_plan import StepPlan

@@ -28,10 +28,10 @@ from flatout.models.compile.layer_calls import (
 from flatout.models.compile.regions import Regions, ends_of_kinds
 from flatout.models.context.share import ContextShare
 from flatout.models.experts.block import computes_experts
-from flatout.models.head import PackedLoss
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
 from flatout.models.packed import PackedBatch
+from flatout.models.packed_loss import PackedLoss
 from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step

@@ -22,10 +22,10 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.compile import layers as compiling
 from flatout.models.compile.layers import CompileOptions
 from flatout.models.compile.regions import ends_of_kinds
-from flatout.models.head import PackedLoss, packed_loss
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora
 from flatout.models.packed import flatten_samples
+from flatout.models.packed_loss import PackedLoss, packed_loss
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers
-from flatout.models.head import sums_of
+from flatout.models.packed_loss import sums_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
@@ -256,7 +256,7 @@ def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monke
             raise torch.OutOfMemoryError("planted")
         return sums_of(objective, labels)
 
-    monkeypatch.setattr("flatout.models.head.sums_of", fail_once)
+    monkeypatch.setattr("flatout.models.packed_loss.sums_of", fail_once)
     result = train(config)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event["kind"] == "out_of_memory"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flatout.errors import PreemptedError
-from flatout.models.head import PackedLoss
+from flatout.models.packed_loss import PackedLoss
 from flatout.track.callback import Callback
 from flatout.track.run_log import read_run
 from flatout.trainer.run import train

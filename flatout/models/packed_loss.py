@@ -1,8 +1,10 @@
-"""Compute a packed batch's summed loss: only label rows reach the head, and logits are computed in tiles."""
+"""A packed batch's summed loss, of any objective: only label rows reach the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,12 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from flatout.config.read import line_of
+from flatout.errors import FlatoutError, UsageError
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
 from flatout.models.blocks import hidden_states
 from flatout.models.compile.cuda_graphs import GraphedDecoder
-from flatout.models.objective import TokenHead, compute_dtype, head_product, sums_of
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.terms import Terms
+from flatout.models.token_head import TokenHead, compute_dtype, head_product
 from flatout.objectives.cross_entropy import CrossEntropy
 from flatout.objectives.labels import LabelTokens, LossSums
 from flatout.objectives.protocol import Objective
@@ -79,6 +83,45 @@ class PackedLoss(nn.Module):
             for term in self.terms.every:
                 loss_sum = term.add(loss_sum, self.model, batch)
         return loss_sum, *others
+
+
+def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ...]:
+    """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
+
+    A micro-batch without labels adds nothing. Raises UsageError for a wrong return, and for errors of a person's file.
+    """
+    names = objective.sum_names
+    if not labels.batch.num_label_tokens:
+        # every weight that the loss reaches stays in its graph
+        loss_sum, _ = labels.cross_entropy()
+        return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
+    labels.scope = objective.scope
+    try:
+        found = objective(labels)
+    except (FlatoutError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        file = getattr(sys.modules.get(type(objective).__module__), "__file__", None)
+        if not (file and objective._source):
+            raise
+        where = f"{file}{line_of(error, Path(file))}"
+        raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
+    if (wrong := _wrong_in(found, names)) is not None:
+        raise UsageError(
+            f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
+            "dimensions, sums over the micro-batch"
+        )
+    return found["loss"], *(found[name].detach() for name in names[1:])
+
+
+def _wrong_in(found: object, names: Sequence[str]) -> str | None:
+    """Return what an objective returned in place of sums with these names, in words; None if it is as expected."""
+    if not isinstance(found, Mapping):
+        return f"a {type(found).__name__}"
+    if set(found) != set(names):
+        return ", ".join(map(str, found)) or "nothing"
+    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
+    return ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or None
 
 
 def next_logits(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,7 @@
-"""What an objective reads of a micro-batch: log-probabilities of label tokens, from the model's output head."""
+"""The model's output head: losses of label tokens in tiles, and the logits of any rows."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -14,14 +11,12 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from flatout.config.read import line_of
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import UsageError
 from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.lora.saved import SavedModule, TrainedRows
-from flatout.objectives.labels import LabelTokens, LossSums, TokenLosses
-from flatout.objectives.protocol import Objective
+from flatout.objectives.labels import LossSums, TokenLosses
 
 
 class TokenHead:
@@ -95,45 +90,6 @@ class TokenHead:
         """Call `tile_loss` on each tile, which is recomputed in the backward pass: its logits are not kept."""
         tiles = zip(rows.split(self._tile_rows), ids.split(self._tile_rows), strict=True)
         return [checkpoint(tile_loss, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles]
-
-
-def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ...]:
-    """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
-
-    A micro-batch without labels adds nothing. Raises UsageError for a wrong return, and for errors of a person's file.
-    """
-    names = objective.sum_names
-    if not labels.batch.num_label_tokens:
-        # every weight that the loss reaches stays in its graph
-        loss_sum, _ = labels.cross_entropy()
-        return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
-    labels.scope = objective.scope
-    try:
-        found = objective(labels)
-    except (FlatoutError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        file = getattr(sys.modules.get(type(objective).__module__), "__file__", None)
-        if not (file and objective._source):
-            raise
-        where = f"{file}{line_of(error, Path(file))}"
-        raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
-    if (wrong := _wrong_in(found, names)) is not None:
-        raise UsageError(
-            f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
-            "dimensions, sums over the micro-batch"
-        )
-    return found["loss"], *(found[name].detach() for name in names[1:])
-
-
-def _wrong_in(found: object, names: Sequence[str]) -> str | None:
-    """Return what an objective returned in place of sums with these names, in words; None if it is as expected."""
-    if not isinstance(found, Mapping):
-        return f"a {type(found).__name__}"
-    if set(found) != set(names):
-        return ", ".join(map(str, found)) or "nothing"
-    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
-    return ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or None
 
 
 def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None:
