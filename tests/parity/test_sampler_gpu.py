@@ -40,6 +40,7 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     options: dict[str, Any] = {"method": "lora", "device": torch.device("cuda"), "seed": 0}
     loaded = load_model(config, base=BaseConfig(storage=storage), **options)
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    torch.manual_seed(0)
     for layer in lora_layers(loaded.model).values():
         for name, parameter in layer.named_parameters(recurse=False):
             if name.startswith("lora_b"):
@@ -70,10 +71,8 @@ def test_recorded_steps_equal_plain_ones_to_the_bit(
     plain, recorded = (sample(own, params, records=records) for records in (False, True))
     assert recorded == plain
     assert not told, "nothing was given up"
-    endings = {one.ending for group in plain for one in group}
-    assert "length" in endings or settings
     if settings:
-        assert "stop" in endings
+        assert "stop" in {one.ending for group in plain for one in group}
         assert len({one.token_ids for one in plain[0]}) == 4
 
 

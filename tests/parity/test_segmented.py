@@ -301,7 +301,7 @@ def test_layers_on_a_hopper_gpu_equal_the_reference(base, device, reads_float8, 
         monkeypatch.setattr(low_rank, "fits", lambda *_: False)
     group = fused_group(base, device)
     assert group.product.one_accumulator
-    assert (group.wide_terms is not None) == (reads_float8 and base != "dense")
+    assert (group.b_terms is not None) == (reads_float8 and base != "dense")
     assert (group.a_terms is not None) == (reads_float8 and base in ("fp8", "nf4"))
     found = results_of(group, device)
     for module in (segmented, low_rank):

@@ -275,18 +275,22 @@ def test_kernels_err_no_more_than_plain(name: Any, heads: int, kv_heads: int, wi
         sinks = tensors[3] if with_sinks else None
         return form(*tensors[:3], *documents, scale=0.09, sinks=sinks, shared=shared)
 
-    true = run(plain_attention, exact, cu_seqlens)
-    outputs = [run(form, rounded, cu_seqlens, 512), run(plain_attention, rounded, cu_seqlens)]
-    incoming = torch.randn_like(true).to(torch.bfloat16)
-    gradients = [torch.autograd.grad(output, rounded, incoming) for output in outputs]
-    true_gradients = torch.autograd.grad(true, exact, incoming.double())
+    def squared_error(mine: Any, truth: Any) -> float:
+        return float((mine.double() - truth).detach().square().sum())
 
-    def error(mine: Any, truth: Any) -> float:
-        return float((mine.double() - truth).norm().detach())
-
-    assert error(outputs[0], true) <= 2 * error(outputs[1], true)
-    for mine, plain, truth in zip(*gradients, true_gradients, strict=True):
-        assert error(mine, truth) <= 3 * error(plain, truth)
+    # over several incoming gradients: that of the sinks has four numbers, whose rounding is chance
+    errors = torch.zeros(2, 1 + len(rounded))
+    for seed in range(8):
+        outputs = [run(form, rounded, cu_seqlens, 512), run(plain_attention, rounded, cu_seqlens)]
+        true = run(plain_attention, exact, cu_seqlens)
+        incoming = torch.randn(true.shape, generator=torch.Generator().manual_seed(seed)).to(rounded[0])
+        truths = [true, *torch.autograd.grad(true, exact, incoming.double())]
+        for row, output in zip(errors, outputs, strict=True):
+            found = [output, *torch.autograd.grad(output, rounded, incoming)]
+            row += torch.tensor([squared_error(*pair) for pair in zip(found, truths, strict=True)])
+    mine, plain = errors.sqrt()
+    assert mine[0] <= 2 * plain[0]
+    assert (mine[1:] <= 3 * plain[1:]).all(), (mine, plain)
 
 
 @pytest.mark.gpu
