@@ -11,6 +11,7 @@ Named settings, one JSON line each, in fresh processes; the last line compares t
     python benchmarks/throughput.py --shape qwen3-8b --rows full-bf16-8bit --budget 16384 recompute=full
     python benchmarks/throughput.py --gpus 2 --shape qwen3-1.7b --rows strategies method=full optim.lr=1e-5
     python benchmarks/throughput.py --shape qwen3.5-4b --rows packed,rows                 # needs flash-linear-attention
+    python benchmarks/throughput.py --shape qwen3-8b --rows cross_entropy,weighted_tokens --budget 24000
     python benchmarks/throughput.py --shape qwen3-1.7b --rows full-fp32,full-fp8_rowwise --lengths chain --steps 200 \\
         optim.lr=3e-4 schedule.warmup_steps=20                                              # 200 losses of both
     python benchmarks/throughput.py --rows memory --steps 3                                 # planned beside measured
@@ -52,6 +53,7 @@ from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.bench.figures import WARMUP_STEPS
 from flatout.bench.inputs import CHAT, LABEL_SHARE, MAX_ID, MIN_ID, Samples, random_samples
+from flatout.data.add_column import add_column
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import StepRecord
@@ -80,6 +82,7 @@ ROWS = {
         for stage in (1, 2, 3)
     },
     **{name: [f"batch.layout={name}"] for name in ("packed", "rows")},
+    **{name: [f"objective={name}"] for name in ("cross_entropy", "weighted_tokens")},
     # planned beside measured memory
     "0.6b-bf16-none": ["--shape=qwen3-0.6b", "--budget=24000", "recompute=none"],
     "0.6b-bf16-none-eager": ["--shape=qwen3-0.6b", "--budget=24000", "recompute=none", "compile=off"],
@@ -334,7 +337,9 @@ def main() -> None:
         return
     if not args.part:
         shape = shape_of(args)
-        prepare(args.out, shape, args.steps, samples=samples_of(args, int(shape["vocab_size"])))
+        store = prepare(args.out, shape, args.steps, samples=samples_of(args, int(shape["vocab_size"])))
+        weights = np.random.default_rng(0).uniform(0.5, 1.5, store.offsets[-1]).astype(np.float32)
+        add_column(store.folder, "weight", weights, per="token", meaning="read by objective=weighted_tokens")
         spread_over(args.gpus)  # with the allocator's settings
     if (figures := measure(args, launched_s)) is not None:
         (args.out / "figures.json").write_text(json.dumps(figures))

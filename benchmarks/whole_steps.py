@@ -17,6 +17,7 @@ from bench.rows import SAMPLES_PER_STEP
 from flatout.bench import run as flatout_bench
 from flatout.bench.inputs import Samples, random_samples, write_store, write_tokenizer
 from flatout.config.read import make_config
+from flatout.data.token_store import TokenStore
 from flatout.environment import allocator_env
 from flatout.parallel.rank import Rank
 from flatout.profile.profiler import Profiler
@@ -26,14 +27,14 @@ from flatout.track.run_folder import RunFolderWriter
 from flatout.trainer.state import Run
 
 
-def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, *, samples: Samples | None = None) -> None:
+def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, *, samples: Samples | None = None) -> TokenStore:
     """The shape's folder without weights, and samples (random ids of chat-like lengths), in a new folder."""
     shutil.rmtree(out, ignore_errors=True)
     (out / "model").mkdir(parents=True)
     (out / "model" / "config.json").write_text(json.dumps(shape))
     write_tokenizer(out / "model")
     vocab_size = int(shape["vocab_size"])
-    write_store(out / "data", str(out / "model"), vocab_size, samples or random_samples(num_steps, vocab_size))
+    return write_store(out / "data", str(out / "model"), vocab_size, samples or random_samples(num_steps, vocab_size))
 
 
 def spread_over(num_gpus: int) -> NoReturn:
