@@ -11,7 +11,13 @@ from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
-from flatout.track.console import ConsoleCallback
+from flatout.io.no_gpu import require_gpu_driver
+from flatout.launch.launch_mode import RunHere, SpawnRanks
+from flatout.parallel.rank import Rank
+from flatout.planner.devices import DEVICES
+from flatout.track.callback import Reporter
+from flatout.track.console import ConsoleCallback, PhaseCallback
+from flatout.track.trackers import require_installed
 
 # any of them makes a folder a run's
 _FILES_OF_A_RUN = ("metrics.jsonl", "train.log", "checkpoints", "final")
@@ -19,12 +25,14 @@ _FILES_OF_A_RUN = ("metrics.jsonl", "train.log", "checkpoints", "final")
 _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def move_aside(config: Config, env: Mapping[str, str], settings_file: Path | None = None) -> None:
+def move_aside(
+    config: Config, env: Mapping[str, str], start: RunHere | SpawnRanks, settings_file: Path | None = None
+) -> None:
     """Move the run's folder to NAME.old-1, or the next number that is free, and print where it is now.
 
-    What the new run reads stays: the `settings_file`, and a model that was written there from memory. Raises
-    ResourceError while a process holds the folder, UsageError where a launcher may start the command again, and for a
-    model, adapter or source in that folder.
+    What the new run reads stays: the `settings_file`, and a model that was written there from memory. Nothing is moved
+    unless `start` would pass every check that needs no GPU. Raises ResourceError while a process holds the folder,
+    UsageError where a launcher may start the command again, and for a model, adapter or source in that folder.
     """
     if found := next((name for name, alone in _LAUNCHERS.items() if env.get(name, alone) not in ("", alone)), None):
         raise UsageError(
@@ -45,6 +53,8 @@ def move_aside(config: Config, env: Mapping[str, str], settings_file: Path | Non
         )
     aside = free_folder(folder, ".old-", 1)
     with RunLock(folder, "restart"):
+        # the folder of the run to come is empty
+        _check(config.model_copy(update={"run_dir": aside}), start)
         durable_io.rename(folder, aside)
     durable_io.make_dir(folder)
     if is_own:
@@ -54,3 +64,32 @@ def move_aside(config: Config, env: Mapping[str, str], settings_file: Path | Non
         shutil.copyfile(aside / file.relative_to(folder), file)
     shown = aside if config.folder.is_symlink() else config.folder.with_name(aside.name)
     ConsoleCallback().on_stage("restart", f"the earlier run is now {shown}")
+
+
+def _check(config: Config, start: RunHere | SpawnRanks) -> None:
+    """Raise what a start raises before it needs a GPU: for packages, the model's files, data, settings and the plan."""
+    require_installed(config.track.to, strategy=config.strategy if isinstance(start, SpawnRanks) else "auto")
+    if config.wanted_device == "cuda":
+        require_gpu_driver("gpus" if config.gpus else "device: cuda")
+    with ConsoleCallback() as console:
+        console.on_phase("checking before anything is moved")
+        import torch
+
+        from flatout.models.load.source import check_source, fingerprint_model
+        from flatout.models.lora.adapter_file import read_adapter
+        from flatout.trainer.decide import plan_run
+        from flatout.trainer.model_shape import check_trained
+
+        num_gpus, num_ranks = torch.cuda.device_count(), 1
+        if isinstance(start, SpawnRanks):
+            num_ranks = start.nodes.num_max * (max(num_gpus, 1) if start.num_procs == "gpu" else start.num_procs)
+        check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
+        fingerprint_model(config.model)
+        check_trained(config)
+        for adapter in filter(None, {config.lora.continue_from, config.objective.reference.adapter}):
+            read_adapter(adapter)
+        # only a plan for a GPU can need one pass for a step
+        device = max(DEVICES.values(), key=lambda one: one.memory_bytes)
+        needs_device = config.full.update == "backward" and num_gpus > 0 and config.wanted_device != "cpu"
+        reporter = Reporter(PhaseCallback(console))
+        plan_run(config, reporter, Rank(0, num_ranks), lambda: device if needs_device else None)

@@ -107,9 +107,9 @@ def train(
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
-    if restart:
-        move_aside(resolved, environment())
     place = _launch_mode(resolved)
+    if restart:
+        move_aside(resolved, environment(), place)
     if not isinstance(place, SpawnRanks):
         prepare_torch(place.environment)
         from flatout.trainer.run import train as train_here

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from flatout.cli.screen import import_without_gc, with_columns
+from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, with_columns
 from flatout.config.data import Format
 from flatout.config.read import describe_error
 from flatout.config.schema import DataConfig, SourceConfig
@@ -94,23 +94,13 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> DataConfig:
     if args.weight and len(args.weight) != len(args.paths):
         raise UsageError(f"{len(args.weight)} --weight for {len(args.paths)} sources; give one for each, or none")
-    pairs: dict[str, dict[str, str]] = {"column": {}, "key": {}, "template_arg": {}}
-    for option, found in pairs.items():
-        for given in getattr(args, option):
-            key, equals, value = given.partition("=")
-            if not equals:
-                forms = {
-                    "column": "OURS=YOURS, such as instruction=question",
-                    "key": "NAME=MEANING, such as bad=masked",
-                }
-                form = forms.get(option, "NAME=VALUE")
-                raise UsageError(f"--{option.replace('_', '-')} {given!r} is not {form}")
-            found[key] = value
+    given = pairs_of("--template-arg", args.template_arg)
     # true and false become booleans, everything else stays text: enable_thinking=false
-    variables = {key: {"true": True, "false": False}.get(value, value) for key, value in pairs["template_arg"].items()}
+    variables = {key: {"true": True, "false": False}.get(value, value) for key, value in given.items()}
     options = {name: value for name, value in vars(args).items() if value is not None}
     source = {name: options[name] for name in SourceConfig.model_fields if name in options}
-    source |= {"columns": pairs["column"], "keys": pairs["key"]}
+    source["columns"] = pairs_of("--column", args.column, COLUMN_FORM)
+    source["keys"] = pairs_of("--key", args.key, "NAME=MEANING, such as bad=masked")
     weights = args.weight or [1.0] * len(args.paths)
     settings = {name: options[name] for name in DataConfig.model_fields if name in options}
     settings["sources"] = [{**source, "path": path, "weight": w} for path, w in zip(args.paths, weights, strict=True)]

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flatout.cli.screen import COLUMN_FORM, pairs_of, with_columns
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("path", nargs="?", type=Path, help=f"file to write ({DEFAULT_PATH}); never overwritten")
     data_help = "name of a built data set, or a file, folder, glob or hub id (the demo's data)"
     add("--data", metavar="NAME", help=data_help)
+    add("--column", action="append", default=[], metavar="OURS=YOURS", help="rename a column of --data; repeatable")
     add("--model", metavar="M", help="hub id or folder of the model (the demo's tiny one)")
     add("--all", action="store_true", help="write all settings with their help, but the advanced ones")
     add("--advanced", action="store_true", help="write those as well, each with the reason why it exists")
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             )
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
+    config = config.model_copy(update={"data": _with_columns(config.data, args)})
     intro = [
         "Written by `flatout init`; `--all` writes more settings. [] shows the allowed values.",
         "Where a comment names no default, the value is the default and you can delete the line.",
@@ -97,6 +100,36 @@ def starting_config(name: str, *, data: str | None, model: str | None) -> Config
     if model is None:
         return demo.model_copy(update=values | {"run_dir": None})
     return Config(model=ModelConfig(name=model), **values)
+
+
+def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
+    """Return data with the columns that were named, and those that are near where the first row needs them.
+
+    Only a local file is opened. Raises DataError if no format has its columns.
+    """
+    columns = pairs_of("--column", args.column, COLUMN_FORM)
+    if args.data is None or not data.sources:
+        if columns:
+            raise UsageError("--column renames columns of a file, folder or hub id, which --data names; give one there")
+        return data
+    from flatout.data.rows.archives import read_file
+    from flatout.data.rows.formats.parser import make_parser
+    from flatout.data.rows.read import raise_error, row_type
+    from flatout.data.rows.sources import Unread
+
+    def read(data: DataConfig) -> DataConfig:
+        for source in data.sources:
+            path = Path(source.path)
+            if (
+                path.is_file()
+                and row_type(path)
+                and (row := next(read_file(path, raise_error, Unread("", "skip")), None))
+            ):
+                make_parser(source, row)
+        return data
+
+    named = [source.model_copy(update={"columns": columns}) if columns else source for source in data.sources]
+    return with_columns(read, data.model_copy(update={"sources": named}), takes=True)
 
 
 def write_new(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import require_docstrings
+from flatout.errors import UsageError
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WIDTH = 80
+COLUMN_FORM = "OURS=YOURS, such as instruction=question"
 _NAME_WIDTH = 18
 
 
@@ -97,3 +99,11 @@ def model_target(name: str) -> str:
     from flatout.view.open_runs import find_model  # lazy, as above
 
     return find_model(name)
+
+
+def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dict[str, str]:
+    """Return what a repeatable option maps, such as `--column OURS=YOURS`. Raises UsageError for other words."""
+    pairs = [word.partition("=") for word in given]
+    if odd := next(("".join(pair) for pair in pairs if not pair[1]), None):
+        raise UsageError(f"{option} {odd!r} is not {form}")
+    return {name: value for name, _, value in pairs}

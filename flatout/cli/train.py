@@ -16,7 +16,7 @@ from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
 from flatout.config.read import load_config
-from flatout.config.schema import Config
+from flatout.config.schema import Config, DataConfig
 from flatout.environment import (
     LAUNCHED,
     LOGS,
@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         words += ["--restart"] if args.restart else []
         _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
         return 0
-    started_at = time.time()
     if args.restart and (nodes is None or nodes.index == 0):
-        move_aside(config, environment(), args.config)
+        config = _moved_aside(config, place, args, words)
+    started_at = time.time()
     try:
         if isinstance(place, SpawnRanks):
             return start_ranks(config, place, words, launched_at=own_launch, shows_all=args.verbose)
@@ -115,6 +115,21 @@ def run(args: argparse.Namespace) -> int:
         # whoever started the ranks prints it once, after the last restart
         if PARENT not in environment() and Rank.from_env().is_first and (nodes is None or nodes.index == 0):
             _print_summary(config.folder, started_at)
+
+
+def _moved_aside(config: Config, place: RunHere | SpawnRanks, args: argparse.Namespace, words: list[str]) -> Config:
+    """Move the earlier run aside; return the settings with columns that were agreed to, which `words` tell ranks."""
+    if isinstance(place, RunHere):
+        prepare_torch(place.environment)  # the checks import torch
+
+    def move(data: DataConfig) -> Config:
+        with_data = config.model_copy(update={"data": data})
+        move_aside(with_data, environment(), place, args.config)
+        return with_data
+
+    found = with_columns(move, config.data, takes=args.yes)
+    words += ["--yes"] if found.data is not config.data and not args.yes else []
+    return found
 
 
 def _open_device(config: Config) -> None:

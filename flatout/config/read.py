@@ -23,6 +23,7 @@ from flatout.config.schema import NAME_PATTERN, Config
 from flatout.config.shortcuts import LONG_FORMS
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
+from flatout.io.near_path import did_you_mean
 
 _log = logging.getLogger(__name__)
 
@@ -198,11 +199,13 @@ def _instead_of(path: Path) -> str:
     for file in (path / "config.yaml", path / "run.yaml", Path("runs") / path / "config.yaml"):
         if file.is_file():
             return f"; its settings are {file}{next_steps((f'{file} instead of {path}', ''))}"
+    if (path / "config.json").is_file():
+        return f"; it is a model, which is a setting{next_steps((f'model={path} data=DATA instead of {path}', ''))}"
     if path.exists():
         return ""
+    if near := did_you_mean(path):
+        return near
     there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    if near := difflib.get_close_matches(str(path), there, n=1):
-        return f"; did you mean {near[0]}?{next_steps((f'{near[0]} instead of {path}', ''))}"
     found = f"; here are {', '.join(sorted(there)[:4])}" if there else ""
     return f"{found}; `flatout init {path}` writes one, and without a file all settings can stand on the command line"
 

@@ -5,6 +5,8 @@ Errors are written once: a setting as `batch.layout: rows`, a next step by `flat
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -89,7 +91,7 @@ class Caller:
         if self.kind == "python":
             named = ", ".join(f'"{ours}": "{theirs}"' for ours, theirs in pairs)
             return f'data={{"sources": [{{"path": ..., "columns": {{{named}}}}}]}}'
-        if self.words[:1] != ["data"]:
+        if self.words[:1] not in (["data"], ["init"]):
             return shlex.join(["flatout", *self.words, "--yes"])
         return shlex.join(["flatout", *self.words, *(f"--column={ours}={theirs}" for ours, theirs in pairs)])
 
@@ -139,11 +141,24 @@ def _parts(word: str) -> tuple[str, str]:
 
 
 def _literal(value: str) -> str:
-    found: Any = yaml.safe_load(value)
+    """Return YAML as a Python literal; as text, what is not YAML: an error quotes what a person wrote."""
+    try:
+        return _python(yaml.safe_load(value))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError):
+        return _python(value)
+
+
+def _python(found: Any) -> str:
     if isinstance(found, str):
         try:
             float(found)  # YAML takes 1e-4 for text
         except ValueError:
-            return repr(found).replace("'", '"')
-        return found
-    return repr(found).replace("'", '"')
+            return json.dumps(found, ensure_ascii=False)
+        return found if found == found.strip() and math.isfinite(float(found)) else json.dumps(found)
+    if isinstance(found, list):
+        return f"[{', '.join(map(_python, found))}]"
+    if isinstance(found, dict):
+        return f"{{{', '.join(f'{_python(key)}: {_python(inner)}' for key, inner in found.items())}}}"
+    if found is None or isinstance(found, int) or (isinstance(found, float) and math.isfinite(found)):
+        return repr(found)
+    raise TypeError(f"{found!r} has no literal")

@@ -15,6 +15,7 @@ from flatout.errors import DataError, SecurityError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
 from flatout.io.json_file import read_json, validated
+from flatout.io.near_path import did_you_mean
 
 FILE_NAME = "data_config.json"
 
@@ -85,6 +86,8 @@ def find(root: Path, name: str) -> Entry:
     entries = load(root)
     if name in entries:
         return entries[name]
+    if Path(name).suffix and (found := did_you_mean(name)):
+        raise DataError(f"{name}: no such file, and no data set of that name{found}")
     if not entries:
         raise DataError(f"no data set {name!r}: {root / FILE_NAME} has none; run `flatout data build`")
     near = difflib.get_close_matches(name, entries, n=1)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError, first_line
+from flatout.io.near_path import did_you_mean
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
 is_folder = os.path.isdir
@@ -34,6 +35,7 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
     if name.endswith(_FILE_ENDINGS) or name.startswith((".", "/", "~")):
         raise UsageError(
             f"there is no folder {name}; a model is a folder with config.json, or a hub id such as org/model"
+            f"{did_you_mean(name, is_folder=True)}"
         )
     from huggingface_hub import constants, snapshot_download
 
@@ -84,20 +86,23 @@ def hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
 
+    hint = "" if is_folder(name) else did_you_mean(name, is_folder=True)
     try:
         yield
     except HFValidationError as error:
-        raise UsageError(f"there is no folder {name}, and it is not a hub id such as org/model") from error
+        raise UsageError(f"there is no folder {name}, and it is not a hub id such as org/model{hint}") from error
     except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError) as error:
         # a file that is not in the cache is only what follows from the hub's answer
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
         response, reason = getattr(cause, "response", None), first_line(cause)
         if response is not None and response.status_code < 500 and response.status_code != 429:
             reason = str(cause).strip().splitlines()[-1]
-            raise UsageError(f"there is no folder {name}, and the hub rejects it: {reason}") from error
+            raise UsageError(f"there is no folder {name}, and the hub rejects it: {reason}{hint}") from error
         if constants.HF_HUB_OFFLINE:
             problem = "HF_HUB_OFFLINE is set and it is not in the hub cache"
-            raise UsageError(f"there is no folder {name}, and {problem}; correct the path, or go online") from error
+            raise UsageError(
+                f"there is no folder {name}, and {problem}; correct the path, or go online{hint}"
+            ) from error
         if response is not None:
             problem = f"{constants.ENDPOINT} answers with an error ({response.status_code})"
             raise ResourceError(f"there is no folder {name}, and {problem}; try again in a few minutes") from error
@@ -105,4 +110,6 @@ def hub_errors(name: str) -> Iterator[None]:
             problem = f"{constants.ENDPOINT} does not answer as a hub does: {reason}"
             raise ResourceError(f"there is no folder {name}, and {problem}; check HF_ENDPOINT") from error
         problem = f"{constants.ENDPOINT} does not answer within {constants.HF_HUB_ETAG_TIMEOUT} s (HF_HUB_ETAG_TIMEOUT)"
-        raise ResourceError(f"there is no folder {name}, and {problem}; correct the path, or try again") from error
+        raise ResourceError(
+            f"there is no folder {name}, and {problem}; correct the path, or try again{hint}"
+        ) from error

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from flatout.config.schema import Config
 from flatout.errors import UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
@@ -19,6 +20,7 @@ from flatout.models.experts.lora import expert_parameters
 from flatout.models.frozen.frozen_linear import is_plain_linear
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
+from flatout.models.lora.layer import choose_targets, freeze
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 # layer kinds with a window
@@ -50,6 +52,16 @@ def read_text_config(name: str, revision: str | None) -> Any:
     """Return transformers' configuration of the text part of a model whose shape was read."""
     values = read_model_config(name, revision)
     return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)).get_text_config()
+
+
+def check_trained(config: Config) -> None:
+    """Raise UsageError as a start does for lora.targets, lora.layers, lora.rank and freeze, without any weights."""
+    values = read_model_config(config.model.name, config.model.revision)
+    model = empty_model(CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)), {})
+    if config.method == "lora":
+        choose_targets(model, config.lora)
+    elif config.freeze:
+        freeze(model, config.freeze)
 
 
 def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:

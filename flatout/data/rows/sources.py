@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -24,14 +22,17 @@ from flatout.data.rows.read import (
     table_rows,
     total_rows,
 )
-from flatout.errors import DataError, next_steps
+from flatout.errors import DataError
 from flatout.io.durable_io import digest
+from flatout.io.near_path import did_you_mean
 from flatout.io.redact import redacted
 
 if TYPE_CHECKING:
     from flatout.data.rows.remote import RemoteFile
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# a name without an owner that ends as files do
+_FILE_NAME = re.compile(r"^[^/]+\.[a-z]{2,8}$")
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 # split -> the words that stand for it in names of files and folders, as `datasets` reads them
 _SPLITS = {
@@ -138,7 +139,8 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
                     f"{source.path}: {setting}: {value!r} is for hub ids, but these are local files; remove it"
                 )
         return _source_of(source, found)
-    looks_local = _HUB_ID.fullmatch(source.path) is None or row_type(Path(source.path)) is not None
+    looks_local = _HUB_ID.fullmatch(source.path) is None or _FILE_NAME.search(source.path) is not None
+    looks_local = looks_local or row_type(Path(source.path)) is not None
     if source.hub is False or (source.hub is None and looks_local):
         raise DataError(_nothing_found(source.path))
     return _open_hub(source, log)
@@ -274,13 +276,11 @@ def _nothing_found(pattern: str) -> str:
         return f"{pattern}: no data file matches; known types: {_TYPES}"
     if path.is_symlink():
         return f"{pattern}: a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
-    beside = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    if near:
-        found = path.parent / near[0]
-        step = next_steps((shlex.join([str(found), "instead", "of", pattern]), ""))
-        return f"{pattern}: no such file or folder; did you mean {found}?{step}"
-    return f"{pattern}: no such file or folder; give a file, a folder, a glob or a hub id (org/set)"
+    if near := did_you_mean(pattern):
+        return f"{pattern}: no such file or folder{near}"
+    there = [child.name for child in path.parent.iterdir() if row_type(child)] if path.parent.is_dir() else []
+    beside = f"; {path.parent} has {', '.join(sorted(there)[:4])}" if there else ""
+    return f"{pattern}: no such file or folder{beside}; give a file, a folder, a glob or a hub id (org/set)"
 
 
 def _digest(path: Path) -> str:

@@ -19,6 +19,7 @@ from flatout.io.durable_io import FileFacts, digest
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import read_own, write_own
+from flatout.io.near_path import did_you_mean
 
 # smaller files hash quickly enough
 REMEMBERED_BYTES = 64 * 2**20
@@ -53,7 +54,8 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     """
     folder = Path(name)
     if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise UsageError(f"model.name: there is no folder {name}; give a folder or a hub id such as org/model")
+        near = did_you_mean(name, is_folder=True)
+        raise UsageError(f"model.name: there is no folder {name}; give a folder or a hub id such as org/model{near}")
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
     file = hub_file(name, "config.json", revision)

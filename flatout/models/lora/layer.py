@@ -136,14 +136,9 @@ def add_lora(
     """
     if lora_layers(model):
         raise UsageError("this model already has LoRA layers; merge or reload it first")
-    targets = _targets(model, config)
+    targets, ranks = choose_targets(model, config)
     linears = {name: target for name, target in targets.items() if isinstance(target, nn.Module)}
     experts = {name: target for name, target in targets.items() if isinstance(target, tuple)}
-    ranks = {name: config.of_layer(name).rank for name in targets}
-    limits = [min(linear.in_features, linear.out_features) for linear in linears.values()]
-    largest = max(limits + [min(matrix.shape[1:]) for _, _, matrix in experts.values()])
-    if (rank := max(ranks.values())) > largest:
-        raise UsageError(f"lora.rank is {rank:,}, but no layer in lora.targets has a rank above {largest:,}")
     model.requires_grad_(False)
     for name, linear in linears.items():
         layer = LoraLinear(linear, config.of_layer(name), _generator(seed, name))
@@ -270,7 +265,13 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     return f"{len(unreached)} parameters of {', '.join(owners)} stay frozen: text does not pass through them"
 
 
-def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear | ExpertMatrix]:
+def choose_targets(
+    model: PreTrainedModel, config: LoraConfig
+) -> tuple[dict[str, FrozenLinear | ExpertMatrix], dict[str, int]]:
+    """Return what gets an adapter, by name, and the rank of each. Raises UsageError as `add_lora` does.
+
+    The model may be on the meta device.
+    """
     wanted, chosen = config.targets, _named_targets(model, config)
     saved = tuple(f"{name}." for name in saved_names(model, config))
     chosen = {name: linear for name, linear in chosen.items() if not f"{name}.".startswith(saved)} if saved else chosen
@@ -294,7 +295,14 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLine
                 f"{setting}: adapters of fused experts ({experts[0]}) do not have it, as in PEFT; turn it off, or "
                 "leave experts out of lora.targets"
             )
-    return chosen
+    ranks = {name: config.of_layer(name).rank for name in chosen}
+    largest = max(
+        min(target[2].shape[1:] if isinstance(target, tuple) else (target.in_features, target.out_features))
+        for target in chosen.values()
+    )
+    if (rank := max(ranks.values())) > largest:
+        raise UsageError(f"lora.rank is {rank:,}, but no layer in lora.targets has a rank above {largest:,}")
+    return chosen, ranks
 
 
 def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear | ExpertMatrix]:

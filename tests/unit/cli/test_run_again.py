@@ -91,6 +91,51 @@ def test_a_restart_takes_nothing_out_of_the_run_it_moves(here: Path, capsys: pyt
     assert (here / "runs" / "run.old-1" / "final").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["model.name=./modle"], 2, "there is no folder ./modle"),
+        (["model.name=theirs"], 2, "theirs"),
+        (["data.name=new", "data.sources=[{path: chts.jsonl}]"], 3, "chts.jsonl: no such file"),
+        (["data.name=new", "data.sources=[{path: odd.csv}]"], 3, "odd.csv:1: no known format"),
+        (["lora.targets=q_porj"], 2, "'q_porj' matches no linear layer"),
+        (["lora.rank=4096"], 2, "lora.rank is 4,096"),
+        (["lora.continue_from=nix"], 4, "nix"),
+        (["objective=nix.py:Loss"], 2, "nix.py"),
+        (["eval.prompts=nix.jsonl"], 3, "nix.jsonl"),
+        (["track=comet"], 2, "comet"),
+        (["gpus=[0,1]", "lora.targets=q_porj"], 2, "matches no linear layer"),
+    ],
+)
+def test_what_a_start_would_refuse_leaves_the_earlier_run_where_it_is(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    (here / "odd.csv").write_text("alpha,beta\n1,2\n")
+    (here / "theirs").mkdir()
+    before = contents(here / "runs" / "run")
+    assert main(["train", "run.yaml", *words, "--restart"]) == code
+    assert said in capsys.readouterr().err
+    after = contents(here / "runs" / "run")
+    assert {name: text for name, text in after.items() if name != ".lock"} == {
+        name: text for name, text in before.items() if name != ".lock"
+    }
+    assert not (here / "runs" / "run.old-1").exists()
+
+
+def test_a_restart_with_other_rows_and_columns_that_are_taken_moves_the_run_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "qa.csv").write_text("Question,Response\n" + "".join(f"q {n},a {n}\n" for n in range(40)))
+    words = ["train", "run.yaml", "data.name=qa", "data.sources=[{path: qa.csv}]", "--restart"]
+    assert main(words) == 3
+    assert commands(capsys.readouterr().err) == [[*words, "--yes"]]
+    assert not (here / "runs" / "run.old-1").exists()
+    assert main([*words, "--yes"]) == 0
+    assert capsys.readouterr().out.count("columns    ") == 1
+    assert (here / "runs" / "run.old-1" / "final").is_dir()
+    assert flatout.load("run").log.state == "complete"
+
+
 def test_a_launcher_that_starts_the_command_again_must_not_start_over(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

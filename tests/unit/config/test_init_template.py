@@ -10,8 +10,9 @@ from flatout.cli.main import main
 from flatout.config.advanced import ADVANCED
 from flatout.config.names import dotted_names
 from flatout.config.read import load_config, make_config
-from flatout.config.schema import Config, SourceConfig
+from flatout.config.schema import Config, DataConfig, SourceConfig
 from flatout.config.template import changed_settings, render_template
+from flatout.data.build import open_or_build
 from tests.conftest import Tiny
 
 CHANGED = {
@@ -197,3 +198,37 @@ def test_the_way_back_to_the_defaults_is_complete() -> None:
     back = [f"{name}={default}" for name, default in changed_settings(config)]
     assert make_config(config.model_dump(mode="json"), back) == make_config({"model": {"name": "org/model"}})
     assert len(back) == 13
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "options"),
+    [
+        ("question,answer", {"instruction": "question", "output": "answer"}, []),
+        ("Question,Response", {"instruction": "Question", "output": "Response"}, []),
+        ("query,context,answer", {"instruction": "query", "input": "context", "output": "answer"}, []),
+        ("frage,antwort", {"instruction": "frage", "output": "antwort"},
+         ["--column", "instruction=frage", "--column", "output=antwort"]),
+        ("instruction,output", {}, []),
+    ],
+)  # fmt: skip
+def test_a_csv_of_questions_and_answers_needs_two_commands(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny: Tiny,
+    header: str,
+    columns: dict[str, str],
+    options: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = header.split(",")
+    rows = "".join(",".join(f"{cell} {number}" for cell in cells) + "\n" for number in range(40))
+    (tmp_path / "qa.csv").write_text(f"{header}\n{rows}")
+    assert main(["init", "run.yaml", "--model", str(tiny.model_dir), "--data", "qa.csv", *options]) == 0
+    config = load_config(tmp_path / "run.yaml")
+    assert config.data.sources[0].columns == columns
+    assert ("columns    qa.csv: " in capsys.readouterr().out) == (bool(columns) and not options)
+    assert main(["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "by-hand", *(
+        f"--column={ours}={theirs}" for ours, theirs in columns.items())]) == 0  # fmt: skip
+    by_hand = open_or_build(DataConfig(name="by-hand"), str(tiny.model_dir))
+    assert open_or_build(config.data, str(tiny.model_dir)).num_labels.tolist() == by_hand.num_labels.tolist()

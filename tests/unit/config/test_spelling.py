@@ -1,5 +1,7 @@
 """An error is written once, and spelled for who reads it."""
 
+import ast
+
 import pytest
 
 from flatout.config.read import make_config
@@ -59,3 +61,32 @@ def test_gpus_may_be_a_number_or_a_list(given: object, gpus: list[int] | None) -
     assert make_config({"model": "m", "gpus": given}).gpus == gpus
     if given is not None:
         assert make_config({"model": "m"}, [f"gpus={given}"]).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a: b: c",
+        "[1, 2",
+        "{",
+        "it's",
+        'say "hi"',
+        "*x",
+        "@home",
+        "%",
+        "\t",
+        "2026-11-26",
+        ".inf",
+        "nan",
+        "- ",
+        "",
+        "!!x y",
+    ],
+)
+def test_a_value_that_is_no_yaml_is_spelled_as_text(value: str) -> None:
+    text = "refused" + next_steps((f"name={value}", ""))
+    for caller in (COMMAND, PYTHON, STUDIO):
+        assert spelled(text, caller).startswith("refused")
+    call = ast.parse(PYTHON.setting("name", value), mode="exec")
+    assert isinstance(call.body[0], ast.Assign)
+    ast.literal_eval(call.body[0].value)

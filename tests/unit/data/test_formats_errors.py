@@ -214,8 +214,9 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "train.jsonl:1: no known format has these columns; set columns: {instruction: question, output: answer}; "
      "columns found: question, answer"),
     ("C10", {"q": "q", "a": "a"}, {},
-     "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: question, output: "
-     "answer}; known formats: tokens: input_ids; oasst: message_id, parent_id, text, role; oasst_trees: prompt; "
+     "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: q, output: a} or "
+     "--column instruction=q --column output=a; known formats: "
+     "tokens: input_ids; oasst: message_id, parent_id, text, role; oasst_trees: prompt; "
      "segments: segments; preference: chosen, rejected; ranked: answers; kto: label; "
      "messages: messages; sharegpt: conversations; gemini: contents; glaive: chat; "
      "xlam: query, tools, answers; prompt_completion: prompt, completion; alpaca: instruction, output; text: text; "

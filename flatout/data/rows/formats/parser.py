@@ -286,17 +286,23 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
         if ours not in known:
             near = difflib.get_close_matches(ours, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            if theirs in known and ours in first.columns:
-                swapped = next_steps((f"{theirs}={ours} instead of {ours}={theirs}", ""))
-                hint = f"it is one of yours: write columns: {{{theirs}: {ours}}}, ours first{swapped}"
+            hint = _ours_first(ours, theirs) if theirs in known and ours in first.columns else hint
             raise DataError(f"{source.path}: columns: {ours!r} is not a column of format {source.format}; {hint}")
         if theirs not in first.columns and ours not in _NO_COLUMN:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
+            if theirs in known and ours in first.columns:
+                said = f"columns: {ours!r} is a column of the rows and {theirs!r} is not"
+                raise DataError(f"{source.path}: {said}; {_ours_first(ours, theirs)}")
             raise DataError(
                 f"{first.origin}: no column {theirs!r}{hint}, set by columns: {{{ours}: {theirs}}}; "
                 f"{_columns_found(first.columns)}"
             )
+
+
+def _ours_first(ours: str, theirs: str) -> str:
+    swapped = next_steps((f"{theirs}={ours} instead of {ours}={theirs}", ""))
+    return f"it is one of yours: write columns: {{{theirs}: {ours}}}, ours first{swapped}"
 
 
 def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
@@ -321,9 +327,14 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
         told = [(name, [group[0] for group in rule.required]) for name, rule in RULES.items() if name != "reward"]
         known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in told)
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
+        texts = [name for name, value in row.items() if isinstance(value, str)]
+        example = dict(
+            zip(("instruction", "output"), texts if len(texts) > 1 else ("question", "answer"), strict=False)
+        )
+        options = " ".join(f"--column {ours}={theirs}" for ours, theirs in example.items())
         advice = near_miss(missing, _all_columns(), row, works) or Advice(
-            "no known format has these columns; map yours, such as columns: {instruction: question, output: answer}; "
-            f"known formats: {known}"
+            f"no known format has these columns; map yours, such as columns: {written(example)} or "
+            f"{options}; known formats: {known}"
         )
     raise _refusal(source, first, advice)
 

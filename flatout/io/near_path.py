@@ -1,0 +1,52 @@
+"""What a path that does not exist was meant to be, by the names that are there."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from pathlib import Path
+
+from flatout.errors import next_steps
+
+# the least share of letters that two names without their endings have in common; short names have few to share
+_CUTOFF, _SHORT, _SHORT_CUTOFF, _ENDING_CUTOFF = 0.6, 3, 0.5, 0.5
+
+
+def near_path(given: str | Path) -> Path | None:
+    """Return the path that exists and has nearly these names, each in its place; None if one name is like no other."""
+    path = Path(given).expanduser()
+    found = Path(path.anchor)
+    try:
+        for part in path.parts[len(found.parts) :]:
+            name: str | None = part
+            if not os.path.lexists(found / part):
+                name = _nearest(part, [child.name for child in found.iterdir()])
+            if name is None:
+                return None
+            found /= name
+    except (OSError, ValueError):  # a file where a folder is named, a name too long, or one with a null byte
+        return None
+    return found if found != path else None
+
+
+def _nearest(name: str, there: list[str]) -> str | None:
+    """Return the name with the likest stem; of equal ones, that with the likest ending."""
+
+    def likeness(other: str) -> tuple[float, float]:
+        pairs = ((Path(name).stem, Path(other).stem), (Path(name).suffix, Path(other).suffix))
+        stem, ending = (difflib.SequenceMatcher(None, mine, theirs).ratio() for mine, theirs in pairs)
+        return stem, ending
+
+    least = _SHORT_CUTOFF if len(Path(name).stem) <= _SHORT else _CUTOFF
+    found = {other: likeness(other) for other in there}
+    near = [other for other, (stem, ending) in found.items() if stem >= least and ending >= _ENDING_CUTOFF]
+    return max(near, key=found.__getitem__, default=None)
+
+
+def did_you_mean(given: str | Path, *, is_folder: bool = False) -> str:
+    """Return the end of an error on a path that does not exist: what is near, and the step that names it; else ""."""
+    near = near_path(given)
+    if near is None or (is_folder and not near.is_dir()):
+        return ""
+    return f"; did you mean {near}?{next_steps((shlex.join([str(near), 'instead', 'of', str(given)]), ''))}"
