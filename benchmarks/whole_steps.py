@@ -27,14 +27,17 @@ from flatout.track.run_folder import RunFolderWriter
 from flatout.trainer.state import Run
 
 
-def prepare(out: Path, shape: Mapping[str, Any], num_steps: int, *, samples: Samples | None = None) -> TokenStore:
+def prepare(
+    out: Path, shape: Mapping[str, Any], num_steps: int, *, samples: Samples | None = None, unit_size: int = 1
+) -> TokenStore:
     """The shape's folder without weights, and samples (random ids of chat-like lengths), in a new folder."""
     shutil.rmtree(out, ignore_errors=True)
     (out / "model").mkdir(parents=True)
     (out / "model" / "config.json").write_text(json.dumps(shape))
     write_tokenizer(out / "model")
     vocab_size = int(shape["vocab_size"])
-    return write_store(out / "data", str(out / "model"), vocab_size, samples or random_samples(num_steps, vocab_size))
+    samples = samples or random_samples(num_steps, vocab_size)
+    return write_store(out / "data", str(out / "model"), vocab_size, samples, unit_size)
 
 
 def spread_over(num_gpus: int) -> NoReturn:

@@ -54,10 +54,10 @@ def random_samples(num_groups: int, vocab_size: int, lengths: Lengths = CHAT, ma
     """Return random ids of these lengths, at most `max_tokens` each; the last 60 % of each sample carry loss."""
     longest = max_tokens or lengths.max_tokens
     num_tokens = np.array([min(n, longest) for group in range(num_groups) for n in lengths.group(group)], np.int64)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(MIN_ID, min(MAX_ID, vocab_size), (int(num_tokens.sum()),), generator=generator)
-    loss_mask = np.concatenate([np.arange(n) >= int(n * (1 - LABEL_SHARE)) for n in num_tokens])
-    return ids.numpy().astype(np.int32), loss_mask, num_tokens
+    size, generator = (int(num_tokens.sum()),), torch.Generator().manual_seed(0)
+    ids = torch.randint(MIN_ID, min(MAX_ID, vocab_size), size, generator=generator)
+    masks = [np.arange(n) >= int(n * (1 - LABEL_SHARE)) for n in num_tokens]
+    return ids.numpy().astype(np.int32), np.concatenate(masks), num_tokens
 
 
 def digest(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> str:
@@ -67,10 +67,10 @@ def digest(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> str:
     )
 
 
-def write_store(root: Path, tokenizer: str, vocab_size: int, samples: Samples) -> TokenStore:
-    """Write the samples as the data set NAME of this root, as `flatout data build` would."""
+def write_store(root: Path, tokenizer: str, vocab_size: int, samples: Samples, unit_size: int = 1) -> TokenStore:
+    """Write the samples as the data set NAME of this root, as `flatout data build` would; so many make a unit."""
     token_ids, loss_mask, lengths = samples
-    num_samples, folder = len(lengths), registry.built_dir(root, NAME)
+    count, units = len(lengths), np.full(len(lengths) // unit_size, unit_size)
     meta = StoreMeta(
         name=NAME,
         fingerprint=digest(token_ids, loss_mask).ljust(32, "0"),
@@ -81,17 +81,17 @@ def write_store(root: Path, tokenizer: str, vocab_size: int, samples: Samples) -
         settings={"loss_type": "response_only", "max_tokens": int(lengths.max())},
         vocabulary_size=vocab_size,
         files=(NAME,),
-        counts={"rows": num_samples},
+        counts={"rows": count},
         max_token_id=int(token_ids.max()),
     )
-    with new_store(folder, vocab_size) as writer:
-        writer.append(token_ids, loss_mask, lengths, np.zeros(num_samples, np.int32), np.arange(1, num_samples + 1))
-        writer.finish(meta, {"counts": {"rows": num_samples}})
+    with new_store(folder := registry.built_dir(root, NAME), vocab_size) as writer:
+        writer.append(token_ids, loss_mask, lengths, np.zeros(count, np.int32), np.arange(1, count + 1), units)
+        writer.finish(meta, {"counts": meta.counts})
     entry = registry.Entry(
         name=NAME,
         path=str(folder.relative_to(root)),
         sources=(NAME,),
-        num_samples=num_samples,
+        num_samples=count,
         tokenizer=tokenizer,
         template=None,
         loss_type="response_only",

@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import preference
 import pytest
 import throughput
 
@@ -42,6 +45,27 @@ def test_rows_are_measured_in_processes_of_their_own_and_compared_with_the_first
             ),
         }
     }
+
+
+@pytest.mark.slow
+def test_pairs_are_measured_with_their_reference_and_another_rate_computes_none(tmp_path):
+    words = ["--rows", "bf16,again", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--out", str(tmp_path)]
+    told = run("preference.py", *words, "device=cpu", "compile=off")
+    results = json.loads((tmp_path / "preference.json").read_text())
+    first, again = results["bf16"], results["again"]
+    assert first["losses"][0] == again["losses"][0] == pytest.approx(math.log(2), abs=1e-12)
+    assert "kept for other runs" in first["told"][0]
+    assert "are known from an earlier run" in again["told"][0]
+    lengths = preference.parse(words).timed
+    shared = lengths[lengths[:, 0] >= 64, 0].sum()  # a shorter prompt is not worth sharing
+    assert first["computed_tokens"] == pytest.approx(lengths.sum() + lengths[:, 0].sum() - shared, rel=0.01)
+    assert "| flatout bf16 |" in told
+
+
+def test_padded_tokens_are_those_of_the_longest_answer_of_a_micro_batch():
+    lengths = np.array([[10, 5, 7], [20, 1, 2], [3, 3, 3], [1, 30, 2]])
+    assert preference.padded_tokens(lengths, 1) == 2 * (17 + 22 + 6 + 31)
+    assert preference.padded_tokens(lengths, 2) == 4 * (22 + 31)
 
 
 def test_a_row_is_words_of_the_command_and_the_given_ones_win():
