@@ -36,6 +36,7 @@ OBJECTIVES: Mapping[str, str] = MappingProxyType(
         "orpo": "orpo.ORPO",
         "simpo": "simpo.SimPO",
         "cpo": "cpo.CPO",
+        "reward": "reward.Reward",
     }
 )
 
@@ -67,6 +68,23 @@ def class_of_kind(kind: str) -> Any:
     return getattr(import_module(f"flatout.objectives.{module}"), name)
 
 
+def reads_scores(kind: str) -> bool:
+    """Whether an objective of this kind trains the scores of texts, instead of tokens."""
+    return kind in OBJECTIVES and class_of_kind(kind).reads == "scores"
+
+
+def with_trained_score(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a run's settings in which LoRA also trains the new `score` of an objective that reads scores, in full."""
+    if values.get("method", "lora") != "lora" or not reads_scores(kind_of(values.get("objective"))):
+        return values
+    lora = values.get("lora") or {}
+    given = dict(lora.model_dump(exclude_unset=True) if isinstance(lora, Section) else lora)
+    saved = given.get("modules_to_save") or []
+    if not isinstance(saved, list) or "score" in saved:
+        return values
+    return {**values, "lora": {**given, "modules_to_save": [*saved, "score"]}}
+
+
 class ReferenceConfig(Section):
     """What answers are compared with. It does not move during a run."""
 
@@ -89,7 +107,8 @@ class ObjectiveConfig(Section):
 
     kind: str = "cross_entropy"
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
-    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo, with fields of their own, such as `beta` (docs/preference.md)."""
+    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo, with fields of their own, such as `beta` (docs/preference.md);
+    reward: a model that scores answers."""
     path: str | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()

@@ -22,6 +22,7 @@ from flatout.export.ollama import modelfile
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.models.export import publish_model, save_model
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
 from flatout.models.merge import load_merged, require_empty
 from flatout.models.stops import GENERATION_CONFIG, stop_token_ids
@@ -73,6 +74,12 @@ def export(
         return _write_adapter(trained, out, name)
     DurableIO().make_dir(out)
     model, tokenizer, num_merged = load_merged(trained)
+    scores = is_scoring(model.config)
+    if scores and to != "vllm":
+        raise UsageError(
+            f"--to {to}: {target} scores texts, and {to} has no place for the scores of a {type(model).__name__}; use "
+            "--to vllm or flatout merge, which write transformers' folder"
+        )
     note, place = f"{num_merged} layers merged" if num_merged else "no adapter to merge", shlex.quote(str(out))
     if is_gguf:
         converter = _find_tool("convert_hf_to_gguf.py", llama_cpp) if llama_cpp or why_not(model) else None
@@ -80,7 +87,8 @@ def export(
         return replace(written, note=f"{note}; {written.note}")
     _write_folder(model, tokenizer, out)
     if to == "vllm":
-        return Exported(out, f"vllm serve {place} --served-model-name {shlex.quote(name)}", note)
+        runner = " --runner pooling" if scores else ""
+        return Exported(out, f"vllm serve {place} --served-model-name {shlex.quote(name)}{runner}", note)
     note += f"; mlx-lm reads this folder as it is; mlx_lm.convert --hf-path {place} -q quantizes it"
     return Exported(out, f"mlx_lm.chat --model {place}", note)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from flatout.errors import ResourceError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
 from flatout.models.export import merge, publish_model
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import ModelPaths, load_trained, resolve_model_paths
 from flatout.models.stops import set_stops, stop_token_ids
 
@@ -46,7 +47,9 @@ def load_merged(trained: ModelPaths, *, device: str = "cpu") -> tuple[PreTrained
 
     Its generation_config stops where the chat template ends an answer. Raises as `load_trained`.
     """
-    model, tokenizer = load_trained(trained, device=torch.device(device))
+    model, tokenizer = load_trained(trained, device=torch.device(device), writes=False)
+    if is_scoring(model.config):
+        return model, tokenizer, merge(model)
     try:
         set_stops(model, stop_token_ids(model, tokenizer))
     except Exception:  # noqa: BLE001  (a template is a program: one that refuses this chat names no end)

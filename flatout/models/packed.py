@@ -87,13 +87,15 @@ class KeyPieces(NamedTuple):
 class BatchColumns:
     """What an objective asked for, of a micro-batch with S samples in U units; a filler has none of them, and no label.
 
-    `label_samples` int64 (L,) is the sample of each label token, `sample_units` int64 (S,) the unit of each sample.
-    Columns by name: `per_label` (L,) has the values per token at the label tokens, `per_sample` (S,), `per_unit` (U,).
+    `label_samples` int64 (L,) is the sample of each label token, `sample_units` int64 (S,) the unit of each sample,
+    `last_rows` int64 (S,) the row of the token at which each is scored, empty where nobody scores. Columns by name:
+    `per_label` (L,) has the values per token at the label tokens, `per_sample` (S,), `per_unit` (U,).
     """
 
     label_samples: torch.Tensor
     sample_units: torch.Tensor
     num_units: int
+    last_rows: torch.Tensor
     per_label: Mapping[str, torch.Tensor] = field(default_factory=dict)
     per_sample: Mapping[str, torch.Tensor] = field(default_factory=dict)
     per_unit: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -103,8 +105,8 @@ class BatchColumns:
         samples, units = (
             {name: change(values) for name, values in columns.items()} for columns in (self.per_sample, self.per_unit)
         )
-        units_of = change(self.sample_units)
-        return replace(self.of_labels(change), sample_units=units_of, per_sample=samples, per_unit=units)
+        own = replace(self.of_labels(change), per_sample=samples, per_unit=units)
+        return replace(own, sample_units=change(self.sample_units), last_rows=change(self.last_rows))
 
     def of_labels(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchColumns:
         """Return the same with what belongs to label tokens changed, such as to those of one rank."""
@@ -113,7 +115,7 @@ class BatchColumns:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors."""
-        yield from (self.label_samples, self.sample_units)
+        yield from (self.label_samples, self.sample_units, self.last_rows)
         for columns in (self.per_label, self.per_sample, self.per_unit):
             yield from columns.values()
 
@@ -130,8 +132,8 @@ class PackedBatch:
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
     the batch is one rank's share of the tokens, and D counts pieces of documents. `asked` is what the objective asked
-    for; its own names are read as `label_samples`, `sample_units`, `num_samples`, `num_units` and `columns`. With a
-    `cache` of transformers', documents go on after the tokens that it has seen.
+    for; its own names are read as properties of the batch. With a `cache` of transformers', documents go on after the
+    tokens that it has seen.
     """
 
     token_ids: torch.Tensor
@@ -157,6 +159,11 @@ class PackedBatch:
     def sample_units(self) -> torch.Tensor:
         """The unit of each sample, int64 (S,)."""
         return self._asked.sample_units
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """The row of the token at which each sample is scored, int64 (S,)."""
+        return self._asked.last_rows
 
     @property
     def num_samples(self) -> int:
@@ -260,6 +267,19 @@ def segment_lengths(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -
     cut = [num_tokens for num_tokens, count in shared for _ in range(count)]
     rest = [length - num_tokens for length, num_tokens in zip(lengths, cut, strict=False)]
     return [*(num_tokens for num_tokens, _ in shared), *rest, *lengths[len(cut) :]]
+
+
+def rows_of_positions(
+    batch: PackedBatch, positions: Sequence[int], shared: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.int64]:
+    """Return the row in a stream of each sample's token at these positions; `shared` is as in `flatten_samples`."""
+    starts = batch.cu_seqlens.numpy().astype(np.int64)
+    cut = [(start, size) for start, (size, count) in zip(starts, shared, strict=False) for _ in range(count)]
+    rows = []
+    for sample, position in enumerate(positions):
+        prefix, size = cut[sample] if sample < len(cut) else (0, 0)
+        rows.append(prefix + position if position < size else starts[len(shared) + sample] + position - size)
+    return np.array(rows, np.int64)
 
 
 def flatten_samples(

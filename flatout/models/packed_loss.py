@@ -17,11 +17,13 @@ from flatout.errors import FlatoutError, UsageError
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
 from flatout.models.blocks import hidden_states
 from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.scoring import ScoreHead
 from flatout.models.terms import Terms
 from flatout.models.token_head import TokenHead, compute_dtype, head_product
 from flatout.objectives.cross_entropy import CrossEntropy
-from flatout.objectives.labels import LabelTokens, LossSums
+from flatout.objectives.labels import LabelTokens, LossSums, Readings, SampleScores
 from flatout.objectives.protocol import Objective
 
 
@@ -32,23 +34,16 @@ def packed_loss(
     decoder: Callable[[PackedBatch], torch.Tensor] | None = None,
     tile_rows: int = DEFAULT_TILE_ROWS,
 ) -> LossSums:
-    """Compute the summed cross-entropy of a packed batch, whatever a run trains.
+    """Compute the summed cross-entropy of a packed batch, whatever a run trains; of a model that scores, its scores.
 
-    `decoder` computes the last hidden states instead of `hidden_states`. Raises UsageError for a model without an
-    output head.
+    These are the squared scores of all label rows: like cross-entropy, a loss that reaches every weight. `decoder`
+    computes the last hidden states instead of `hidden_states`. Raises UsageError for a model without an output head.
     """
-    return read_labels(model, batch, decoder, tile_rows).cross_entropy()
-
-
-def read_labels(
-    model: PreTrainedModel,
-    batch: PackedBatch,
-    decoder: Callable[[PackedBatch], torch.Tensor] | None = None,
-    tile_rows: int = DEFAULT_TILE_ROWS,
-) -> LabelTokens:
-    """Return what an objective reads of a batch; arguments and errors as of `packed_loss`."""
     states = hidden_states(model, batch) if decoder is None else decoder(batch)
-    return LabelTokens(states, batch, TokenHead(model, tile_rows))
+    if is_scoring(model.config):
+        scores = ScoreHead(model)(states.index_select(0, batch.label_rows))
+        return LossSums(scores.square().sum(), torch.zeros_like(batch.label_rows).sum())
+    return LabelTokens(states, batch, TokenHead(model, tile_rows)).cross_entropy()
 
 
 class PackedLoss(nn.Module):
@@ -77,7 +72,12 @@ class PackedLoss(nn.Module):
             for term in self.terms.observing:
                 term.observe(self.model, batch, states)
             return (states.new_zeros(()),)
-        labels = read_labels(self.model, batch, self.decoder, self.tile_rows)
+        if batch.asked is None and self.objective.asked_columns is not None:
+            # documents that check or warm up layers; they are no samples
+            return packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
+        states = hidden_states(self.model, batch) if self.decoder is None else self.decoder(batch)
+        read = SampleScores(states, batch, ScoreHead(self.model)) if self.objective.reads == "scores" else None
+        labels = read or LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
         loss_sum, *others = sums_of(self.objective, labels)
         if torch.is_grad_enabled():
             for term in self.terms.every:
@@ -85,7 +85,7 @@ class PackedLoss(nn.Module):
         return loss_sum, *others
 
 
-def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ...]:
+def sums_of(objective: Objective, labels: Readings) -> tuple[torch.Tensor, ...]:
     """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
 
     A micro-batch without labels adds nothing. Raises UsageError for a wrong return, and for errors of a person's file.
@@ -93,7 +93,7 @@ def sums_of(objective: Objective, labels: LabelTokens) -> tuple[torch.Tensor, ..
     names = objective.sum_names
     if not labels.batch.num_label_tokens:
         # every weight that the loss reaches stays in its graph
-        loss_sum, _ = labels.cross_entropy()
+        loss_sum = labels.nothing()
         return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
     labels.scope = objective.scope
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
@@ -13,12 +15,14 @@ from transformers import PreTrainedModel
 from flatout.errors import NumericError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import TRANSFORMERS_ATTENTION, hidden_states, last_states, model_inputs
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.model import LoadedModel
-from flatout.models.packed import PackedBatch
+from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.packed_loss import packed_loss
 from flatout.models.prefix_check import check_shared_prefixes
 from flatout.models.probe import MODEL_ERRORS, embedded_tokens, has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
+from flatout.models.scoring import ScoreHead, last_position
 from flatout.models.token_head import TokenHead
 
 # uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
@@ -77,7 +81,8 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
             error, tolerance = _check(loaded)
             if packed_hybrid(model.config)[1]:
                 _check_backward(loaded)
-            line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, head loss = cross-entropy"
+            line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, "
+            line += "scores = transformers'" if is_scoring(model.config) else "head loss = cross-entropy"
             windows = (getattr(model.config.get_text_config(), name, None) for name in WINDOW_FIELDS)
             known = {window for window in windows if isinstance(window, int)} | length_limits(model)
             limits = sorted(limit for limit in known if 0 < limit < min(longest, _MAX_LONG_TOKENS))
@@ -140,6 +145,8 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
     from a head whose output is amplified.
     """
     model, kind = loaded.model, loaded.model.config.model_type
+    if is_scoring(model.config):
+        return _check_scores(loaded, batch, is_real)
     # some models return float32 logits in every dtype
     exact = logits.dtype if loaded.dtype.itemsize > 2 else loaded.dtype
     limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(exact, 4 * torch.finfo(loaded.dtype).eps)
@@ -162,6 +169,27 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
         raise UsageError(
             f"model type {kind}: the head's loss is {loss:.6f}, but cross-entropy over its logits is {truth:.6f}; "
             f"{unknown}"
+        )
+
+
+def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor) -> None:
+    """Compare scores with those of transformers' own forward pass of each document."""
+    model, head = loaded.model, ScoreHead(loaded.model)
+    ends = torch.tensor(_LENGTHS).cumsum(0)
+    documents, states = batch.token_ids[is_real].split(_LENGTHS), hidden_states(model, batch)[is_real]
+    ours, truth = [], []
+    for ids, end in zip(documents, ends.tolist(), strict=True):
+        last = last_position(ids.cpu().numpy(), model.config.get_text_config().pad_token_id)
+        ours.append(head(states[end - len(ids) + last][None]))
+        one = flatten_samples([(ids.cpu().numpy(), np.ones(len(ids), bool))]).to(model.device)
+        truth.append(widened(model(use_cache=False, **model_inputs(model, one)[0]).logits))
+    limit = {torch.float64: 1e-5, torch.float32: 1e-4}.get(loaded.dtype, 0.05)
+    found, wanted = torch.cat(ours).double(), torch.cat(truth).double()
+    error = float((found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny))
+    if not error <= limit and not has_experts(model):
+        raise UsageError(
+            f"model type {model.config.model_type} has scores that differ from transformers' own by {error:.1e} (limit "
+            f"{limit:.0e}): its `score` is not all of its head; choose a different model"
         )
 
 
@@ -207,8 +235,16 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
 
 def _logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     inputs, rows = model_inputs(model, batch)
-    logits = widened(model(use_cache=False, **inputs).logits.flatten(0, 1))
+    logits = widened(_outputs(model, inputs).flatten(0, 1))
     return logits if rows is None else logits[rows]
+
+
+def _outputs(model: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return logits (B, S, V); of a model that scores, what its head reads, as its own outputs are of last tokens."""
+    if is_scoring(model.config):
+        return last_states(model, dict(inputs))
+    logits: torch.Tensor = model(use_cache=False, **inputs).logits
+    return logits
 
 
 def _real(batch: PackedBatch, lengths: Sequence[int]) -> torch.Tensor:
@@ -233,10 +269,10 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
     for name in TRANSFORMERS_ATTENTION:
         with transformers_attention(model, name) as usable:
             if usable:
-                logits = model(input_ids=rows, use_cache=False).logits
+                logits = _outputs(model, {"input_ids": rows})
                 results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
                 if loaded.is_padded:
-                    each = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
+                    each = [_outputs(model, {"input_ids": ids[None]})[0] for ids in documents]
                     results[name] = widened(torch.cat(each))
     if not results:
         raise ValueError("its attention does not go through transformers' attention interface")

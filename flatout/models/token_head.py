@@ -15,6 +15,7 @@ from flatout.errors import UsageError
 from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.objectives.labels import LossSums, TokenLosses
 
@@ -30,7 +31,10 @@ class TokenHead:
     def __init__(self, model: PreTrainedModel, tile_rows: int) -> None:
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Module):
-            raise UsageError(f"model type {model.config.model_type} has no output head; flatout trains causal LMs only")
+            scores = is_scoring(model.config)
+            does = "scores texts and does not write: it has no logits of tokens" if scores else "has no output head"
+            use = "use objective reward or classify" if scores else "flatout trains causal LMs only"
+            raise UsageError(f"this model ({type(model).__name__}) {does}; {use}")
         config = model.config.get_text_config()
         self._head, self._tile_rows = head, tile_rows
         self._scale = 1.0 if model.config.model_type in UNSCALED_LOGITS else logits_scale(config)

@@ -1,8 +1,8 @@
-"""What an objective reads of a micro-batch: log-probabilities of label tokens, and the samples they are of."""
+"""What an objective reads of a micro-batch: log-probabilities of label tokens by sample, or scores of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -54,6 +54,9 @@ class Batch(Protocol):
     def num_label_tokens(self) -> int: ...
 
     @property
+    def last_rows(self) -> Tensor: ...
+
+    @property
     def columns(self) -> Mapping[str, Tensor]: ...
 
 
@@ -67,17 +70,69 @@ class Head(Protocol):
         """Return the losses of rows."""
 
 
-class LabelTokens:
-    """The L label tokens of a micro-batch with S samples of U units, as an objective reads them.
+class Readings:
+    """What every objective can read of a micro-batch with S samples of U units: their columns, and values by unit.
 
-    Everything is computed on first use. `states` (T, D), `batch` and `head` are the lower door, for losses that need
-    more than log-probabilities of labels. `scope` is that of the objective, which may not sum over more.
+    `scope` is that of the objective, which may not sum over more.
     """
 
     scope: str = "unit"
 
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def column(self, name: str) -> Tensor:
+        """Return a column that the objective needs: at label tokens (L,), of samples (S,) or of units (U,)."""
+        return self.batch.columns[name]
+
+    def by_unit(self, values: Tensor) -> Tensor:
+        """Return values of samples (S,) as (U, n), n = `Objective.unit_size`, in the order of the data set."""
+        self._require("unit")
+        order = self.batch.sample_units.argsort(stable=True)
+        return values[order].view(self.batch.num_units, -1)
+
+    def nothing(self) -> Tensor:
+        """Return 0, attached to every weight that a loss reaches: the loss of a batch without labels."""
+        raise NotImplementedError
+
+    def _require(self, *scopes: str) -> None:
+        if self.scope not in scopes:
+            raise UsageError(
+                f"the objective sums over each {scopes[0]}, but its scope is {self.scope!r}, with which ranks may "
+                f"hold a part of one: set scope = {scopes[0]!r}"
+            )
+
+
+class SampleScores(Readings):
+    """The scores of a micro-batch's S samples, as an objective reads them that `reads` scores.
+
+    `states` (T, D) are hidden states; `head` maps rows of them to K scores, in fp32 (fp64 in fp64).
+    """
+
+    def __init__(self, states: Tensor, batch: Batch, head: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(batch)
+        self.states, self.head = states, head
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """The scores (S, K) of each sample's last token, with their graph."""
+        return self.head(self.states.index_select(0, self.batch.last_rows))
+
+    def nothing(self) -> Tensor:
+        """See Readings."""
+        return self.head(self.states[:0]).sum()
+
+
+class LabelTokens(Readings):
+    """The L label tokens of a micro-batch with S samples of U units, as an objective reads them.
+
+    Everything is computed on first use. `states` (T, D), `batch` and `head` are the lower door, for losses that need
+    more than log-probabilities of labels.
+    """
+
     def __init__(self, states: Tensor, batch: Batch, head: Head) -> None:
-        self.states, self.batch, self.head = states, batch, head
+        super().__init__(batch)
+        self.states, self.head = states, head
 
     @cached_property
     def rows(self) -> Tensor:
@@ -107,9 +162,9 @@ class LabelTokens:
         """Return the sum of -logprobs and that of is_correct; also a trained head takes one pass for it."""
         return self.head.cross_entropy(self.rows, self.token_ids)
 
-    def column(self, name: str) -> Tensor:
-        """Return a column that the objective needs: at label tokens (L,), of samples (S,) or of units (U,)."""
-        return self.batch.columns[name]
+    def nothing(self) -> Tensor:
+        """See Readings."""
+        return self.cross_entropy().loss_sum
 
     @cached_property
     def sample_lengths(self) -> Tensor:
@@ -123,16 +178,3 @@ class LabelTokens:
             return values.new_zeros(self.batch.num_samples).index_add(0, self.batch.label_samples, values)
         # label tokens are in the order of their samples; index_add would add them in any order on a GPU
         return torch.segment_reduce(values, "sum", lengths=self.sample_lengths, unsafe=True, initial=0)
-
-    def by_unit(self, values: Tensor) -> Tensor:
-        """Return values of samples (S,) as (U, n), n = `Objective.unit_size`, in the order of the data set."""
-        self._require("unit")
-        order = self.batch.sample_units.argsort(stable=True)
-        return values[order].view(self.batch.num_units, -1)
-
-    def _require(self, *scopes: str) -> None:
-        if self.scope not in scopes:
-            raise UsageError(
-                f"the objective sums over each {scopes[0]}, but its scope is {self.scope!r}, with which ranks may "
-                f"hold a part of one: set scope = {scopes[0]!r}"
-            )

@@ -14,8 +14,6 @@ from flatout.config.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatout.objectives.labels import LabelTokens
-
 # normalizers that every plan knows; another is a column that the objective needs
 COUNTED = ("labels", "samples", "units")
 
@@ -32,7 +30,7 @@ class Metric(NamedTuple):
 
 
 class Objective(Section):
-    """A loss over log-probabilities of label tokens. Its fields are settings: typed, frozen, unknown ones refused.
+    """A loss over log-probabilities or scores. Its fields are settings: typed, frozen, unknown ones refused.
 
     Subclass it, declare the class variables below, and return sums from `__call__`. A step's gradient is that of
     sum(loss) / sum(normalizer) over all micro-batches and ranks: it does not depend on how the step is split.
@@ -40,6 +38,9 @@ class Objective(Section):
 
     name: ClassVar[str] = ""
     """What records, messages and checkpoints call it; by default, the name of the class."""
+    reads: ClassVar[Literal["labels", "scores"]] = "labels"
+    """labels: log-probabilities of label tokens; scores: those that a trained `score` gives each sample's last token,
+    as transformers' sequence classification does. No logits over the vocabulary are computed for scores."""
     scope: ClassVar[Literal["token", "sample", "unit"]] = "token"
     """The most that one term of the sum reads: a token, all label tokens of a sample, or all samples of a unit."""
     unit_size: ClassVar[int | None] = None
@@ -87,9 +88,14 @@ class Objective(Section):
         return ("loss", *self.metrics)
 
     @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """The columns that it reads with its settings: `columns`, unless a setting asks for more."""
+        return self.columns
+
+    @property
     def asked_columns(self) -> tuple[str, ...] | None:
         """The columns that batches carry, beside the sample and unit of each label token; None: neither."""
-        return self.columns if self.columns or self.scope != "token" else None
+        return self.needed_columns if self.needed_columns or self.scope != "token" else None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -103,6 +109,9 @@ class Objective(Section):
         per = {"labels": "label token", "samples": "sample", "units": "unit"}.get(self.normalizer, self.normalizer)
         return f"{self.name}{f' ({fields})' if fields else ''}, per {per}"
 
-    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
-        """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph."""
+    def __call__(self, labels: Any) -> Mapping[str, Tensor]:
+        """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph.
+
+        `labels` is a LabelTokens, or SampleScores for an objective that `reads` scores.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no __call__")

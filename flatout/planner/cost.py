@@ -72,6 +72,6 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
         per_pair=pair * sum(layer.pair_width for layer in shape.layers if not layer.has_window),
         per_window_pair=pair * sum(layer.pair_width for layer in shape.layers if layer.has_window),
         window=shape.sliding_window or 0,
-        per_label=float((6 if shape.trains_head(config.lora) else trained) * shape.vocab_size * shape.hidden_size),
+        per_label=float((6 if shape.trains_head(config.lora) else trained) * shape.num_head_rows * shape.hidden_size),
         useful=make_cost(config, shape) if again else None,
     )

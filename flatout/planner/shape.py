@@ -62,7 +62,8 @@ class ModelShape:
     logits; None: all. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
     that it has no positions beyond that. `embedding` and `head` are full names; `modules` are all modules by full name
     with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
-    through outside layers and head. `groups_experts`: flatout's grouped products can compute the experts.
+    through outside layers and head. `scores`: the model has a few scores of a text in place of logits over the
+    vocabulary. `groups_experts`: flatout's grouped products can compute the experts.
     """
 
     model_type: str
@@ -85,10 +86,16 @@ class ModelShape:
     modules: tuple[tuple[str, int], ...] = ()
     outer_linears: tuple[Linear, ...] = ()
     num_logits: int | None = None
+    scores: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_head_rows(self) -> int:
+        """The rows of the matrix that label tokens are multiplied by."""
+        return 0 if self.scores else self.vocab_size
 
     def targeted(self, lora: LoraConfig, *, of_experts: bool = False) -> dict[str, Linear]:
         """Return the linear layers that LoRA targets, or the experts' matrices, by full name."""
@@ -167,6 +174,12 @@ class ModelShape:
         """The shape without fused experts, for sizes of weights alone."""
         layers = tuple(replace(layer, experts=()) for layer in self.layers)
         return replace(self, num_params=self.num_params - self.num_expert_weights, layers=layers)
+
+    def with_scores(self, num_scores: int) -> ModelShape:
+        """Return the shape of a model that scores with so many scores of a text."""
+        scored = dict(self.modules)
+        before, scored["score"] = scored["score"], num_scores * self.hidden_size
+        return replace(self, num_params=self.num_params + scored["score"] - before, modules=tuple(scored.items()))
 
     def with_rows(self, num_rows: int) -> ModelShape:
         """Return the shape with at least so many rows in embedding and head."""

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from flatout.data.token_store import TokenSample, TokenStore
 from flatout.errors import DataError
 from flatout.models.context.share import ContextShare
-from flatout.models.packed import BatchColumns, PackedBatch, flatten_samples, padded_num_boundaries
+from flatout.models.packed import (
+    BatchColumns,
+    PackedBatch,
+    flatten_samples,
+    padded_num_boundaries,
+    rows_of_positions,
+)
+from flatout.models.scoring import last_position
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 
 # how many micro-batches are prefetched, and how many steps ahead they may lie
@@ -61,6 +68,8 @@ class BatchLoader:
         self.wait_s = 0.0
         self.size_buckets = size_buckets
         self._columns = columns
+        self.padding_id: int | None = None
+        """Set it to have each sample scored at its last token that is another."""
         self._token_columns = [name for name in columns or () if store.columns[name].per == "token"]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-loader")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -131,7 +140,7 @@ class BatchLoader:
                 f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
         if self._columns is not None:
-            batch = replace(batch, asked=self._gather(micro_batch, read))
+            batch = replace(batch, asked=self._gather(micro_batch, read, batch))
         if self.share is not None:
             batch = self.share.of(batch, self.num_boundaries)
         if self._copies is None:
@@ -140,7 +149,7 @@ class BatchLoader:
             batch = batch.to(self._device)
             return batch, self._copies.record_event()
 
-    def _gather(self, micro_batch: MicroBatch, read: Sequence[TokenSample]) -> BatchColumns:
+    def _gather(self, micro_batch: MicroBatch, read: Sequence[TokenSample], batch: PackedBatch) -> BatchColumns:
         """Return the samples and units of a micro-batch and the columns that are needed; none of a filler's."""
         if micro_batch.is_filler:  # its samples are counted in another micro-batch
             read = []
@@ -158,4 +167,7 @@ class BatchLoader:
             per[column.per][name] = torch.from_numpy(found)
         label_samples = torch.from_numpy(np.repeat(np.arange(len(read)), counts))
         of_samples = torch.from_numpy(sample_units.astype(np.int64))
-        return BatchColumns(label_samples, of_samples, len(units), per["token"], per["sample"], per["unit"])
+        scored = read if self.padding_id is not None else []
+        last = [last_position(sample.token_ids, self.padding_id) for sample in scored]
+        last_rows = torch.from_numpy(rows_of_positions(batch, last, micro_batch.shared))
+        return BatchColumns(label_samples, of_samples, len(units), last_rows, per["token"], per["sample"], per["unit"])

@@ -172,14 +172,17 @@ def make_loaders(
 ) -> tuple[BatchLoader, tuple[BatchLoader, ...]]:
     """Return the loader of training, and one for each evaluation data set."""
     share = share_of(planned.parallel_layout, rank)
-    columns = planned.objective.asked_columns
+    columns, scoring = planned.objective.asked_columns, planned.scoring
     loader = BatchLoader(
         planned.store, device, share, size_buckets=size_buckets, columns=columns, **planned.plan.batch_bounds
     )
-    return loader, tuple(
+    eval_loaders = tuple(
         BatchLoader(each.store, device, share, max_documents=each.max_documents, columns=columns)
         for each in planned.eval_sets
     )
+    for one in (loader, *eval_loaders):
+        one.padding_id = scoring.padding_id if scoring else None
+    return loader, eval_loaders
 
 
 def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> PackedLoss:

@@ -23,6 +23,7 @@ from flatout.errors import DataError, UsageError
 from flatout.io.kept_facts import hashes_of
 from flatout.models.load.model import gpu_features
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from flatout.models.scoring import Scoring
 from flatout.objectives.load import load_objective
 from flatout.objectives.protocol import Objective
 from flatout.optim.lr_schedule import warmup_note
@@ -31,9 +32,7 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import CONTEXT_BYTES, Device, weakest
 from flatout.planner.layout import ParallelLayout
-from flatout.planner.memory.budget import (
-    MemoryDecision,
-)
+from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
@@ -45,6 +44,7 @@ from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
+from flatout.trainer.scoring import check_scoring, scoring_of
 
 # a learning rate above so many times that of the loss's papers is told
 UNUSUAL_LR = 5.0
@@ -91,6 +91,7 @@ class PlannedRun:
     fingerprints: Mapping[str, Any]
     objective: Objective
     normalizers: Normalizers
+    scoring: Scoring | None = None
     device: Device | None = None
     sharing: str = ""
     recalls: bool = False
@@ -127,10 +128,12 @@ def plan_run(
     """
     objective = checked_objective(config, reporter)
     reporter.phase("reading the model's configuration")
-    shape = read_shape(config.model.name, config.model.revision)
+    shape = read_shape(config.model.name, config.model.revision, scores=objective.reads == "scores")
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
-    store, columns = open_tokens(config.data, config, reporter, objective), objective.columns
+    store, columns = open_tokens(config.data, config, reporter, objective), objective.needed_columns
+    scoring = scoring_of(config, objective, store)
+    shape = shape.with_scores(len(scoring.labels)) if scoring else shape
     num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
@@ -140,14 +143,7 @@ def plan_run(
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    train_ids = eval_ids = None
-    if fraction := config.eval.fraction:
-        whole = store.hashes, store.unit_offsets
-        train_ids, eval_ids = split_held_out(store.row_keys, fraction, config.seed, *whole)
-        if num_copies := store.num_samples - len(np.unique(store.hashes)):
-            told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
-            reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
-    data, device = SplitStore(store, train_ids, eval_ids), device_of()
+    data, device = _split(store, config, reporter), device_of()
     plan, parallel_layout, memory, sharing = plan_layout(
         config, shape, data, rank, device, reporter, (unpackable, unsharable)
     )
@@ -161,7 +157,9 @@ def plan_run(
     report_reference(config, plan, reporter, objective)
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
-    prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
+    longest = memory.longest_pass_tokens
+    # a model that scores answers nothing
+    prompts = None if scoring else read_eval_prompts(config, store, evaluated, shape.max_positions, longest, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store, columns) for each in eval_sets]
@@ -169,13 +167,26 @@ def plan_run(
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
     counted = make_normalizers(objective, store)
-    facts = (fingerprints, objective, counted, device, sharing, False, (unpackable, unsharable))
+    facts = (fingerprints, objective, counted, scoring, device, sharing, False, (unpackable, unsharable))
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
+
+
+def _split(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
+    """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
+    if not config.eval.fraction:
+        return SplitStore(store, None, None)
+    whole = store.hashes, store.unit_offsets
+    train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed, *whole)
+    if num_copies := store.num_samples - len(np.unique(store.hashes)):
+        told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
+        reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
+    return SplitStore(store, train_ids, eval_ids)
 
 
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
     """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no metric of it."""
     objective = load_objective(config.objective)
+    check_scoring(config, objective)
     if config.eval.best not in objective.sum_names:
         raise UsageError(
             f"eval.best: {config.eval.best!r} is no metric of objective {objective.name}; it has "
@@ -239,7 +250,7 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
         log=lambda text: reporter.stage("tokens", text),
     )
     store = with_reference(store) if REFERENCE in objective.columns else store
-    store.require_columns(objective.columns, f"objective {objective.name}")
+    store.require_columns(objective.needed_columns, f"objective {objective.name}")
     return store
 
 

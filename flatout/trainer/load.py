@@ -33,12 +33,7 @@ def load_trainable(
     If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
     `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
     """
-    if is_deterministic := config.deterministic and device.type == "cuda":
-        ask_for_deterministic_cublas()
-    torch.use_deterministic_algorithms(is_deterministic)
-    if device.type == "cuda":
-        # the thread of the backward pass gets its CUDA context from its first kernel; torch warns if that is a product
-        torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
+    _prepare_device(config, device)
     importing = None
     if device.type == "cuda" and config.compile != "off":
         reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
@@ -60,6 +55,7 @@ def load_trainable(
         num_rows=num_rows,
         keep_dense=config.lora.modules_to_save,
         context_ranks=planned.parallel_layout.context_ranks,
+        scoring=planned.scoring,
     )
     proofs.identify(loaded, device)
     for line in loaded.report:
@@ -85,6 +81,15 @@ def load_trainable(
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
     return loaded
+
+
+def _prepare_device(config: Config, device: torch.device) -> None:
+    if is_deterministic := config.deterministic and device.type == "cuda":
+        ask_for_deterministic_cublas()
+    torch.use_deterministic_algorithms(is_deterministic)
+    if device.type == "cuda":
+        # the thread of the backward pass gets its CUDA context from its first kernel; torch warns if that is a product
+        torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
 
 
 def _freeze_unreached(loaded: LoadedModel, proofs: Proofs, reporter: Reporter) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from flatout.config.objective import reads_scores
 from flatout.config.schema import Config
 from flatout.errors import UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
@@ -18,9 +19,11 @@ from flatout.models.blocks import expert_tensors, layer_configs, layer_list, tow
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import expert_parameters
 from flatout.models.frozen.frozen_linear import is_plain_linear
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.models.lora.layer import choose_targets, freeze
+from flatout.models.scoring import score_module, use_scoring
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 # layer kinds with a window
@@ -43,9 +46,9 @@ _REFUSALS = (
 )  # fmt: skip
 
 
-def read_shape(name: str, revision: str | None) -> ModelShape:
+def read_shape(name: str, revision: str | None, *, scores: bool = False) -> ModelShape:
     """Read the shape of a model folder or hub id. Raises like `read_model_config` and `make_shape`."""
-    return make_shape(read_model_config(name, revision), origin=f"{name}/config.json")
+    return make_shape(read_model_config(name, revision), origin=f"{name}/config.json", scores=scores)
 
 
 def read_text_config(name: str, revision: str | None) -> Any:
@@ -57,15 +60,16 @@ def read_text_config(name: str, revision: str | None) -> Any:
 def check_trained(config: Config) -> None:
     """Raise UsageError as a start does for lora.targets, lora.layers, lora.rank and freeze, without any weights."""
     values = read_model_config(config.model.name, config.model.revision)
-    model = empty_model(CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)), {})
+    model = _empty(values, f"{config.model.name}/config.json", scores=reads_scores(config.objective.kind))
     if config.method == "lora":
         choose_targets(model, config.lora)
     elif config.freeze:
         freeze(model, config.freeze)
 
 
-def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
-    """Return the shape of the model that a config.json describes, measured on its modules.
+def make_shape(values: Mapping[str, Any], *, origin: str = "config.json", scores: bool = False) -> ModelShape:
+    """Return the shape of the model that a config.json describes, measured on its modules; with `scores`, of one that
+    scores texts instead of writing.
 
     Raises UsageError for a model type that transformers does not have, values that it rejects, and encoder-decoders.
     """
@@ -73,11 +77,21 @@ def make_shape(values: Mapping[str, Any], *, origin: str = "config.json") -> Mod
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UsageError(f"{origin}: model_type is {model_type!r}, which the installed transformers does not know")
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(dict(values))
-        model = empty_model(config, {})
-        return _shape_of(model, config.get_text_config())
+        model = _empty(values, origin, scores=scores)
+        return _shape_of(model, model.config.get_text_config())
     except _REFUSALS as error:
         raise UsageError(f"{origin}: transformers rejects it: {reason_of(error)}") from error
+
+
+def _empty(values: Mapping[str, Any], origin: str, *, scores: bool) -> PreTrainedModel:
+    """Build the model of a config.json without weights. Raises UsageError for one that cannot score, with `scores`."""
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+    if scores:
+        use_scoring(config, None, origin)
+    model = empty_model(config, {})
+    if scores:
+        score_module(model)
+    return model
 
 
 def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
@@ -111,6 +125,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         hidden_size=hidden_size,
         vocab_size=getattr(text, "vocab_size", None) or embedding.weight.shape[0],
         num_logits=num_logits(text),
+        scores=is_scoring(model.config),
         num_heads=max(number for number, _ in heads),
         head_dim=max(size for _, size in heads),
         tied=head is None or head.weight is embedding.weight,

@@ -296,13 +296,21 @@ def export(run: Run, folder: Path) -> None:
         if meta.template_text:
             # export the template that was trained with, even if the tokenizer has another
             give_template(tokenizer, meta.template_text, meta.stop_tokens)
-        set_stops(run.model, stop_token_ids(run.model, tokenizer, meta.stop_tokens))
+        scoring = run.planned.scoring
+        if scoring is None:
+            set_stops(run.model, stop_token_ids(run.model, tokenizer, meta.stop_tokens))
+        elif tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(scoring.padding_id)
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
             save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
             run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
-            # servers of adapters take the tokens that end an answer from there
-            run.model.generation_config.to_json_file(half_done / GENERATION_CONFIG)
+            if scoring is None:
+                # servers of adapters take the tokens that end an answer from there
+                run.model.generation_config.to_json_file(half_done / GENERATION_CONFIG)
+            else:
+                # PEFT's own file has no place for the names of scores and the padding token
+                run.model.config.save_pretrained(half_done)
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training

@@ -28,6 +28,7 @@ from flatout.models.lora.adapter import load_adapter, save_adapter
 from flatout.models.lora.layer import add_lora, freeze, lora_layers, remove_adapter, trainable_parameters
 from flatout.models.lora.saved import grow_vocabulary, rows_of_tokens
 from flatout.models.rope import length_limits
+from flatout.models.scoring import Scoring
 
 # scale of the random B of a fresh adapter; with B at zero, A would have no gradient
 WAKE_SCALE = 0.02
@@ -48,7 +49,7 @@ class PlainModel:
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.named.items()}
 
 
-def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainModel:
+def plain_model(config: Config, device: torch.device, adapter: Path, scoring: Scoring | None = None) -> PlainModel:
     """Load the run's model with transformers and PEFT, in eval mode (no dropout), with its trained parameters enabled.
 
     With method lora the adapter is read from the folder `adapter` (PEFT's format). If it is missing, it is first
@@ -56,7 +57,7 @@ def plain_model(config: Config, device: torch.device, adapter: Path) -> PlainMod
     layers are replaced by dense ones with the dequantized weights. Raises the same errors as `load_model`.
     """
     token_ids, num_rows = new_token_ids(config.data, config.model.name)
-    model = _dense_model(config, device, num_rows).eval()
+    model = _dense_model(config, device, num_rows, scoring).eval()
     try:
         # eager for soft-capped scores, and for models without sdpa
         capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
@@ -121,13 +122,16 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     return total / num_labels
 
 
-def _dense_model(config: Config, device: torch.device, num_rows: int) -> PreTrainedModel:
+def _dense_model(config: Config, device: torch.device, num_rows: int, scoring: Scoring | None) -> PreTrainedModel:
     stored = config.base.storage if config.method == "lora" else "model"
     if config.model.init == "pretrained" and stored == "model":
         dtype = resolve_precision(config.model.precision, device)
         if config.method == "full":
             dtype = torch.promote_types(dtype, torch.float32)
-        model = load_for_inference(config.model.name, revision=config.model.revision, device=device, dtype=dtype)
+        model = load_for_inference(
+            config.model.name, revision=config.model.revision, device=device, dtype=dtype, scoring=scoring,
+            seed=config.seed,
+        )  # fmt: skip
         grow_vocabulary(model, num_rows, seed=config.seed)
         narrow_hidden_states(model, config.full, resolve_precision(config.model.precision, device))
         return model
@@ -135,7 +139,7 @@ def _dense_model(config: Config, device: torch.device, num_rows: int) -> PreTrai
     loaded = load_model(
         config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base,
         is_padded=True,
-        num_rows=num_rows, keep_dense=config.lora.modules_to_save,
+        num_rows=num_rows, keep_dense=config.lora.modules_to_save, scoring=scoring,
     )  # fmt: skip
     for name, module in list(loaded.model.named_modules()):
         if not isinstance(module, Fp8Linear | Nf4Linear):

@@ -1,8 +1,8 @@
-"""The reference of an objective: its own sums over plain transformers' log-probabilities, one sample at a time."""
+"""The reference of an objective: its own sums over what plain transformers computes, one sample at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
-from flatout.objectives.labels import LabelTokens, LossSums, TokenLosses
+from flatout.objectives.labels import LabelTokens, LossSums, SampleScores, TokenLosses
 from flatout.objectives.protocol import Objective
 from flatout.verifier.plain_loop import PlainModel, Sample
 
@@ -22,20 +22,25 @@ from flatout.verifier.plain_loop import PlainModel, Sample
 def objective_step(plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]) -> float:
     """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
 
-    A first pass gives log-probabilities, the objective their gradients, and a second pass those of the weights. Raises
+    A first pass gives log-probabilities or scores, the objective their gradients, and a second those of weights. Raises
     UsageError for an objective that reads hidden states, which plain transformers does not have by label.
     """
     samples = [store.sample(sample_id).pair for sample_id in sample_ids]
     plain.model.zero_grad(set_to_none=True)
+    read: Callable[[PlainModel, Sample], tuple[Tensor, ...]] = (
+        _plain_scores if objective.reads == "scores" else plain_logprobs
+    )
     with torch.no_grad():
-        found = [plain_logprobs(plain, sample) for sample in samples]
-    leaf = torch.cat([logprobs for logprobs, _, _ in found]).requires_grad_()
-    counts = [len(logprobs) for logprobs, _, _ in found]
-    labels = _PlainLabels(leaf, found, _gathered(objective, store, sample_ids, counts, leaf.device))
-    loss = objective(labels)["loss"] / _normalizer(objective, labels)
+        found = [read(plain, sample) for sample in samples]
+    leaf = torch.cat([values for values, *_ in found]).requires_grad_()
+    counts = [len(values) for values, *_ in found]
+    batch: Any = _gathered(objective, store, sample_ids, counts, leaf.device)
+    scores = SampleScores(leaf.view(len(samples), -1), batch, lambda rows: rows)
+    labels = scores if objective.reads == "scores" else _PlainLabels(leaf, found, batch)
+    loss = objective(labels)["loss"] / _normalizer(objective, batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     for sample, own in zip(samples, gradient.split(counts), strict=True):
-        (plain_logprobs(plain, sample)[0] * own).sum().backward()
+        (read(plain, sample)[0] * own).sum().backward()
     return loss.item()
 
 
@@ -50,13 +55,21 @@ def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, T
     return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets, targets
 
 
+def _plain_scores(plain: PlainModel, sample: Sample) -> tuple[Tensor, ...]:
+    """Return the scores (K,) of a sample, by transformers' own choice of its last token."""
+    device = next(plain.model.parameters()).device
+    with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
+        scores = plain.model(input_ids=torch.tensor(sample[0].tolist(), device=device)[None], use_cache=False).logits[0]
+    return (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
+
+
 def _gathered(
     objective: Objective, store: TokenStore, sample_ids: Sequence[int], counts: Sequence[int], device: torch.device
 ) -> SimpleNamespace:
     """Return what a batch of the whole step would carry, read sample by sample."""
     units = [int(store.units_of(np.array([sample_id]))[0]) for sample_id in sample_ids]
     every, columns = list(dict.fromkeys(units)), {}
-    for name in objective.columns:
+    for name in objective.needed_columns:
         per, values = store.columns[name].per, store.extra[name]
         if per == "token":
             read = [(store.sample(sample_id, [name])) for sample_id in sample_ids]
@@ -70,13 +83,13 @@ def _gathered(
         sample_units=torch.tensor([every.index(unit) for unit in units], device=device),
         num_samples=len(units),
         num_units=len(every),
-        num_label_tokens=sum(counts),
+        num_label_tokens=int(store.num_labels[list(sample_ids)].sum()),
+        last_rows=numbers,
         columns=columns,
     )
 
 
-def _normalizer(objective: Objective, labels: LabelTokens) -> float:
-    batch: Any = labels.batch
+def _normalizer(objective: Objective, batch: SimpleNamespace) -> float:
     counts = {"labels": batch.num_label_tokens, "samples": batch.num_samples, "units": batch.num_units}
     name = objective.normalizer
     return counts[name] if name in counts else float(batch.columns[name].double().sum())
@@ -85,7 +98,7 @@ def _normalizer(objective: Objective, labels: LabelTokens) -> float:
 class _PlainLabels(LabelTokens):
     """Label tokens without hidden states."""
 
-    def __init__(self, leaf: Tensor, found: Sequence[tuple[Tensor, Tensor, Tensor]], batch: SimpleNamespace) -> None:
+    def __init__(self, leaf: Tensor, found: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
         is_correct, ids = (torch.cat([own[place] for own in found]) for place in (1, 2))
         batch.label_ids, batch.label_rows = ids, torch.arange(len(ids), device=ids.device)
         losses = TokenLosses(-leaf, is_correct)

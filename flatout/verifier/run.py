@@ -154,7 +154,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     step = planned.plan.step(step.index)
     samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     adapter = folder / "adapter"
-    plain = plain_model(config, device, adapter)
+    plain = plain_model(config, device, adapter, planned.scoring)
     is_plain = config.objective == ObjectiveConfig()
     planned = with_plain_reference(plain, config, planned, step)
     loss = plain_step(plain, samples) if is_plain else _objective_loss(plain, planned, step)
@@ -235,7 +235,8 @@ def _own_rows(
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step_index)
     samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
-    plain = plain_model(config.model_copy(update={"base": trained.base}), device, config.lora.continue_from or Path())
+    based, adapter = config.model_copy(update={"base": trained.base}), config.lora.continue_from or Path()
+    plain = plain_model(based, device, adapter, planned.scoring)
     max_tokens = planned.plan.layout.micro_batch_tokens
     case = f"plain transformers in {name}"
     if config.objective == ObjectiveConfig():

@@ -10,21 +10,25 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from flatout.errors import CheckpointError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.io.json_file import read_json
 from flatout.models.blocks import decoder_layers
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.model import CANNOT_BUILD, CHOOSE_ANOTHER, library_errors, load_pretrained, read_config
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import check_source
 from flatout.models.lora.adapter import apply_adapter
-from flatout.models.lora.adapter_file import ADAPTER_CONFIG, require_files
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, require_files
 from flatout.models.lora.plain import share_base
+from flatout.models.scoring import NEW_WEIGHT, Scoring, set_padding
 from flatout.models.stops import saved_stops, set_stops
 
 FINAL_DIR = "final"
+NOT_WRITING = "{} is a model that scores texts and does not write, so there is nothing to chat with"
 NAMED_MAPS = ("auto", "balanced", "sequential")
 MAX_FILE_BYTES = 1 << 20
 
@@ -79,23 +83,53 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
     return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
 
 
+def saved_scoring(adapter: Path) -> Scoring | None:
+    """Return what an adapter of PEFT's task SEQ_CLS scores, by the config.json beside it; None for other adapters.
+
+    PEFT writes none: scores then have no names, and no token is known that pads. Raises CheckpointError.
+    """
+    content = read_json(adapter / ADAPTER_CONFIG)
+    if not isinstance(content, dict) or content.get("task_type") != "SEQ_CLS":
+        return None
+    require_files(adapter)
+    try:
+        if (adapter / "config.json").is_file():
+            config = AutoConfig.from_pretrained(adapter, trust_remote_code=False)
+            labels = tuple(str(config.id2label[index]) for index in range(config.num_labels))
+            return Scoring(labels, config.get_text_config().pad_token_id)
+        with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as opened:
+            num_scores = opened.get_slice(PREFIX + NEW_WEIGHT).get_shape()[0]
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{adapter}: its config.json or its {NEW_WEIGHT} cannot be read: {reason_of(error)}; copy the adapter again"
+        ) from error
+    return Scoring(tuple(f"LABEL_{index}" for index in range(num_scores)), None)
+
+
 def load_trained(
     trained: ModelPaths,
     *,
     device: torch.device,
     device_map: str | None = None,
     beside: tuple[ModelPaths, PreTrainedModel] | None = None,
+    writes: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
     """Load the model with its adapter, frozen and in eval mode, and its tokenizer.
 
-    A model `beside` it that has the same base shares its base weights. Raises like load_for_inference, and
-    ResourceError for an adapter on a model that does not fit on the mapped GPUs.
+    With `writes`, a model that scores texts is a UsageError. A model `beside` it that has the same base shares its base
+    weights. Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped
+    GPUs.
     """
-    model = None
+    scoring, model = trained.adapter and saved_scoring(trained.adapter), None
+    if scoring is not None and writes:
+        raise UsageError(NOT_WRITING.format(trained.adapter))
     if beside and (beside[0].base, beside[0].revision) == (trained.base, trained.revision):
         model = share_base(beside[1])
     if model is None:
-        model = load_for_inference(trained.base, revision=trained.revision, device=device, device_map=device_map)
+        base: dict[str, Any] = {"revision": trained.revision, "device_map": device_map, "scoring": scoring}
+        model = load_for_inference(trained.base, device=device, **base)
+    if writes and is_scoring(model.config):
+        raise UsageError(NOT_WRITING.format(trained.base))
     if trained.adapter is not None:
         # weights that are offloaded are copied to the device that computes with them in each pass
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -123,17 +157,22 @@ def load_for_inference(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
     device_map: str | None = None,
+    scoring: Scoring | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Load a model with transformers' own sdpa attention and cache, frozen, in eval mode.
+
+    With `scoring`, it is one for sequence classification; a `score` that the files lack is drawn by `seed`.
 
     `dtype` None keeps the files' dtype. `device_map` (see `read_device_map`) spreads the model over several devices
     instead of `device`. Raises like `load_model` and `read_device_map`.
     """
     check_source(name, revision)
-    config = read_config(name, revision)
+    config = read_config(name, revision, scoring=scoring)
     with library_errors(CANNOT_BUILD.format(name), CHOOSE_ANOTHER):
         devices = {"": device} if device_map is None else read_device_map(device_map, config)
-        model, _ = load_pretrained(name, revision, config, {"dtype": dtype or "auto"}, devices)
+        model, _ = load_pretrained(name, revision, config, {"dtype": dtype or "auto"}, devices, seed=seed)
+    set_padding(model, scoring and scoring.padding_id)
     return model.requires_grad_(False).eval()
 
 

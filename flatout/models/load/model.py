@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.environment import named_capability
@@ -25,11 +26,12 @@ from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, regist
 from flatout.models.frozen.frozen_linear import num_weights
 from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load import quantized
-from flatout.models.load.auto_class import auto_class
+from flatout.models.load.auto_class import auto_class, is_scoring
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
 from flatout.models.lora.saved import grow_vocabulary
 from flatout.models.rope import scale_by_document
+from flatout.models.scoring import NEW_WEIGHT, Scoring, set_padding, start_score, use_scoring
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # quantized files that transformers dequantizes on load: gpt-oss, DeepSeek and others with fp8 by blocks
@@ -93,20 +95,22 @@ def load_model(
     num_rows: int = 0,
     keep_dense: Sequence[str] = (),
     context_ranks: int = 1,
+    scoring: Scoring | None = None,
 ) -> LoadedModel:
     """Load a causal language model, or initialize it randomly, to train on packed documents or on padded rows.
 
     lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
-    Reads only safetensors, never runs code from the model's repository, never makes up a missing weight.
+    Reads only safetensors, never runs code from the model's repository, never makes up a missing weight, but a `score`.
     `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
     (see `DeferredWeights`). Embedding and head grow to `num_rows` rows. Modules that `keep_dense` names (by ending) are
-    not quantized; `context_ranks` as in `choose_attention`. Raises UsageError, SecurityError or CheckpointError.
+    not quantized; `context_ranks` as in `choose_attention`. With `scoring`, the model is one for sequence
+    classification. Raises UsageError, SecurityError or CheckpointError.
     """
     choose_kernels_of(named_capability())
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
-    model_config = read_config(config.name, config.revision, storage)
+    model_config = read_config(config.name, config.revision, storage, scoring)
     text = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
@@ -121,25 +125,20 @@ def load_model(
         how = _Making(storage, device, seed, on_host, keep_dense)
         model, unused, own = _make_attending(config, model_config, options, is_padded, how)
         grow_vocabulary(model, num_rows, seed=seed)
+    set_padding(model, scoring and scoring.padding_id)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    report = _report(config, model, dtypes, f"transformers: {own}" if own else ": ".join(choice), unused)
-    if config.init == "pretrained" and (source_format := dequantized_method(model_config)):
-        report.append(f"the files' {source_format} weights are dequantized")
+    attention = f"transformers: {own}" if own else ": ".join(choice)
+    report = _report(config, model, dtypes, attention, unused, dequantized_method(model_config))
     narrowed = narrow_hidden_states(model, full, compute_dtype)
     report += filter(None, (prepare_experts(model), scale_by_document(model), narrowed))
     if storage != "model":
         report += quantized.describe_storage(model, storage)
-    return LoadedModel(
-        model=model,
-        dtype=compute_dtype,
-        autocast=weight_dtype != compute_dtype,
-        attention="transformers" if own else choice.implementation,
-        report=tuple(report),
-        is_padded=is_padded,
-    )
+    attends: Any = "transformers" if own else choice.implementation
+    has_masters = weight_dtype != compute_dtype
+    return LoadedModel(model, compute_dtype, has_masters, attends, tuple(report), is_padded=is_padded)
 
 
 @contextmanager
@@ -167,8 +166,8 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
     return compute_dtype
 
 
-def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
-    """Return transformers' configuration of a model.
+def read_config(name: str, revision: str | None, storage: str = "model", scoring: Scoring | None = None) -> Any:
+    """Return transformers' configuration of a model, for sequence classification with `scoring`.
 
     Its quantization_config is a dict with `dequantize` for weights that transformers dequantizes on load. Raises
     UsageError if transformers refuses it, and for other quantized weights than bitsandbytes' double quantized NF4 with
@@ -178,6 +177,8 @@ def read_config(name: str, revision: str | None, storage: str = "model") -> Any:
         source, revision = hub_source(name, revision)
         with hub_errors(name):
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if scoring is not None:
+        use_scoring(config, scoring.labels, f"{name}/config.json")
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return config
@@ -265,10 +266,13 @@ def _make_model(
             torch.manual_seed(seed)
             return auto_class(model_config).from_config(model_config, **options), []
     if is_nf4:
-        return quantized.read_nf4(config.name, config.revision, model_config, options, device=device, place=place), []
+        nf4 = quantized.read_nf4(
+            config.name, config.revision, model_config, options, device=device, place=place, seed=seed
+        )
+        return nf4, []
     in_files = on_host or storage != "model"
     read, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
-    model, unused = load_pretrained(config.name, config.revision, model_config, read, {"": where})
+    model, unused = load_pretrained(config.name, config.revision, model_config, read, {"": where}, seed=seed)
     if storage != "model":
         quantizer = quantized.QUANTIZERS[storage]
         quantized.quantize_layers(
@@ -280,12 +284,17 @@ def _make_model(
 
 
 def load_pretrained(
-    name: str, revision: str | None, config: Any, options: dict[str, Any], device_map: Any
+    name: str, revision: str | None, config: Any, options: dict[str, Any], device_map: Any, *, seed: int = 0
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load weights directly to their devices; return the model and the names of unused weights in the files."""
+    """Load weights directly to their devices; return the model and the names of unused weights in the files.
+
+    Only the `score` of a model for sequence classification may be missing: it is drawn by `seed`.
+    """
     try:
         source, revision = hub_source(name, revision)
-        with hub_errors(name):
+        # it would report a new `score` as a fault of the files
+        told = _without_reports() if is_scoring(config) else nullcontext()
+        with hub_errors(name), told:
             model, loading = auto_class(config).from_pretrained(
                 source, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
                 device_map=device_map, output_loading_info=True, **options,
@@ -297,7 +306,11 @@ def load_pretrained(
         raise CheckpointError(
             f"{name}: its downloaded weights are damaged ({error}); remove them from the hub cache and load again"
         ) from error
-    missing = sorted(map(str, loading["missing_keys"])) + sorted(map(str, loading["mismatched_keys"]))
+    found = set(map(str, loading["missing_keys"]))
+    if is_scoring(config) and NEW_WEIGHT in found:
+        start_score(model, seed)
+        found.discard(NEW_WEIGHT)
+    missing = sorted(found) + sorted(map(str, loading["mismatched_keys"]))
     if missing:
         raise CheckpointError(
             f"{name}: {len(missing)} weights are missing or have a different shape ({', '.join(missing[:3])}); "
@@ -314,7 +327,25 @@ def load_pretrained(
     return model, sorted(map(str, loading["unexpected_keys"]))
 
 
-def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention: str, unused: list[str]) -> list[str]:
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Keep transformers from reporting which weights it did not find; `load_pretrained` does."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _report(
+    config: ModelConfig,
+    model: PreTrainedModel,
+    dtypes: str,
+    attention: str,
+    unused: list[str],
+    source_format: str | None,
+) -> list[str]:
     source = "random weights" if config.init == "random" else "pretrained"
     lines = [
         f"{Path(config.name).name}: {model.config.model_type}, {num_weights(model):,} parameters, {source}, {dtypes}",
@@ -322,4 +353,6 @@ def _report(config: ModelConfig, model: PreTrainedModel, dtypes: str, attention:
     ]
     if unused:
         lines.append(f"{len(unused)} weights in the files are unused by this model: {', '.join(unused[:3])}")
+    if config.init == "pretrained" and source_format:
+        lines.append(f"the files' {source_format} weights are dequantized")
     return lines

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ from flatout.models.blocks import decoder_layers, replace_module, text_decoder
 from flatout.models.experts.block import experts_modules, is_grouped
 from flatout.models.frozen.frozen_experts import Fp8Experts, FrozenExperts, Nf4Experts
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
-from flatout.models.load.auto_class import auto_class
+from flatout.models.load.auto_class import auto_class, is_scoring
 from flatout.models.load.source import check_weights
+from flatout.models.scoring import NEW_WEIGHT, start_score
 
 
 class Quantizer(NamedTuple):
@@ -102,9 +103,16 @@ def random_quantized(
 
 
 def read_nf4(
-    name: str, revision: str | None, config: Any, options: dict[str, Any], *, device: torch.device, place: torch.device
+    name: str,
+    revision: str | None,
+    config: Any,
+    options: dict[str, Any],
+    *,
+    device: torch.device,
+    place: torch.device,
+    seed: int = 0,
 ) -> PreTrainedModel:
-    """Load a model from bitsandbytes NF4 files (a folder or hub id), without requantizing.
+    """Load a model from bitsandbytes NF4 files (a folder or hub id), without requantizing; `seed` as `load_pretrained`.
 
     Layers are made on the device and moved to `place`. Raises CheckpointError (weights missing, unknown, or of another
     shape or format) or UsageError (quantized weights outside the decoder's linear layers).
@@ -127,7 +135,9 @@ def read_nf4(
             f"{name}: {outside[0]} is quantized but is not a linear layer of the decoder ({len(outside)} such); "
             "use a checkpoint that quantizes only those, or the 16-bit model"
         )
-    _read_dense(model, name, files, taken)
+    if is_new := is_scoring(config) and NEW_WEIGHT not in files:
+        start_score(model, seed)
+    _read_dense(model, name, files, taken, {NEW_WEIGHT} if is_new else set())
     return model
 
 
@@ -265,8 +275,13 @@ def _read_linear(
 
 
 @torch.no_grad()
-def _read_dense(model: PreTrainedModel, name: str, files: Mapping[str, Any], taken: set[str]) -> None:
-    """Fill all parameters and saved buffers that are not quantized. Raises CheckpointError unless all names match."""
+def _read_dense(
+    model: PreTrainedModel, name: str, files: Mapping[str, Any], taken: set[str], new: Collection[str] = ()
+) -> None:
+    """Fill all parameters and saved buffers that are not quantized. Raises CheckpointError unless all names match.
+
+    Those of `new` are in no file; a model that scores does not use the head over the vocabulary.
+    """
     own = tuple(path + "." for path in taken)
     targets = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if not key.startswith(own)}
     read: set[int] = set()
@@ -274,9 +289,10 @@ def _read_dense(model: PreTrainedModel, name: str, files: Mapping[str, Any], tak
         if key in files and (source := _read(files, key)).shape == target.shape:
             target.copy_(source)
             read.add(id(target))
-    missing = [key for key, target in targets.items() if id(target) not in read]
+    missing = [key for key, target in targets.items() if id(target) not in read and key not in new]
     # old files contain the rotary frequencies, which models now compute
     known = set(targets) | {path + part for path in taken for part in (*_PARTS, _STATE, ".bias")}
+    known |= {"lm_head.weight"} if is_scoring(model.config) else set()
     unknown = sorted(key for key in set(files) - known if not key.endswith("rotary_emb.inv_freq"))
     if missing or unknown:
         raise CheckpointError(

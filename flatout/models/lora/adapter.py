@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError
 from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
+from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.adapter_file import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -95,7 +96,7 @@ def adapter_config(
     experts = _expert_targets(model)
     content: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_scoring(model.config) else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
         "target_modules": _target_names(model, layers),
@@ -226,7 +227,7 @@ def read_back(
     has_weights = borrow_weights(plain, model)
     if has_weights:
         apply_adapter(plain, folder)
-        logits = _logits_of_short_text(plain.eval())
+        logits = _outputs_of_short_text(plain.eval())
         remove_adapter(plain)
         plain.set_experts_implementation("eager")
         ours = logits if bool(logits.isfinite().all()) else None
@@ -246,7 +247,7 @@ def read_back(
         problems.append(f"the scale is {scalings}, not {own}")
     proved = "names, shapes, scale"
     if ours is not None and not problems:
-        theirs, limit = _logits_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
+        theirs, limit = _outputs_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
         error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).median())
         if not error <= limit:
             problems.append(f"logits differ by {error:.1e} (limit {limit:.0e})")
@@ -321,12 +322,16 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
 
 
 @torch.no_grad()
-def _logits_of_short_text(model: Any) -> Tensor:
-    """Return the logits (16, V), at least fp32, of a transformers or PEFT model for sixteen fixed tokens."""
-    embedding = model.get_input_embeddings().weight
+def _outputs_of_short_text(model: Any) -> Tensor:
+    """Return the logits (16, V), at least fp32, of a transformers or PEFT model for sixteen fixed tokens.
+
+    Of a model that scores, these are the last hidden states (16, D).
+    """
+    embedding, scores = model.get_input_embeddings().weight, is_scoring(model.config)
     token_ids = (torch.arange(16, device=embedding.device) * 7919 + 3) % len(embedding)
-    logits: Tensor = model(input_ids=token_ids[None], use_cache=False).logits[0]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    found = model(input_ids=token_ids[None], use_cache=False, **({"output_hidden_states": True} if scores else {}))
+    outputs: Tensor = found.hidden_states[-1][0] if scores else found.logits[0]
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -353,14 +353,14 @@ class MemoryModel:
         shape, base, element = self.shape, self.config.base, self.widths.compute
         # one tile's logits, which their gradient replaces; the label rows and their gradient; what the last norm saves
         num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
-        head = (num_tile_rows * shape.vocab_size + 2 * size.num_labels * shape.hidden_size) * element
+        head = (num_tile_rows * shape.num_head_rows + 2 * size.num_labels * shape.hidden_size) * element
         head += size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
         if self.config.method == "full" or shape.trains_head(self.config.lora):
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
-            head += shape.vocab_size * shape.hidden_size * (4 + (element if element < 4 else 0))
+            head += shape.num_head_rows * shape.hidden_size * (4 + (element if element < 4 else 0))
         elif self.num_rows:
             # the head with its trained rows
-            head += shape.vocab_size * shape.hidden_size * element
+            head += shape.num_head_rows * shape.hidden_size * element
         layer = self._backward_bytes(size.num_tokens, recompute)
         layer += size.num_tokens * self._unsaved_elements * element
         # FlashAttention-2 sums the queries' gradient in fp32, each document padded to 128 rows

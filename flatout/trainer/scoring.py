@@ -1,0 +1,49 @@
+"""Runs that train scores: what their model's `score` is made for, and which settings they cannot have."""
+
+from __future__ import annotations
+
+from flatout.config.schema import Config
+from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import tokenizer_of
+from flatout.errors import DataError, UsageError
+from flatout.models.scoring import ONE_SCORE, SCORE, Scoring
+from flatout.objectives.protocol import Objective
+
+
+def check_scoring(config: Config, objective: Objective) -> None:
+    """Raise UsageError for settings that a run cannot have whose objective reads scores."""
+    if objective.reads != "scores":
+        return
+    if config.eval.prompts:
+        raise UsageError(
+            f"eval.prompts: objective {objective.name} trains a model that scores texts and does not write, so it "
+            "answers no prompt; remove them"
+        )
+    if config.method == "lora" and not config.lora.saves(SCORE):
+        raise UsageError(
+            f"objective {objective.name} trains a new `score`: set lora.modules_to_save: [{SCORE}], as PEFT does for "
+            "sequence classification"
+        )
+    if config.experts.parallel > 1:
+        raise UsageError(
+            f"experts.parallel: {config.experts.parallel} does not work with objective {objective.name}, whose scores "
+            "are not proved with shared experts; set it to 1"
+        )
+
+
+def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scoring | None:
+    """Return what the run's model scores; None for a model that writes.
+
+    Batches are padded by the tokenizer's own padding token, or if it has none by its end token. Raises DataError for a
+    tokenizer that has neither.
+    """
+    if objective.reads != "scores":
+        return None
+    tokenizer = tokenizer_of(config.data, config.model.name)
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if found is None:
+        raise DataError(
+            f"tokenizer {config.data.tokenizer or config.model.name!r} has no pad_token and no eos_token, so "
+            "batches of texts could not be padded; set one in tokenizer_config.json"
+        )
+    return Scoring(ONE_SCORE, int(found))
