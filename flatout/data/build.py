@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
@@ -112,7 +111,7 @@ def open_or_build(
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
             log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
-            _build(config, sources, tokenizer_of(config, tokenizer_name), (meta, identity), folder, progress, log)
+            _build(config, sources, tokenizer_name, (meta, identity), folder, progress, log)
             store = TokenStore.open(folder, verify=False)
         entry = registry.Entry(
             name=config.name,
@@ -243,14 +242,14 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
 def _build(
     config: DataConfig,
     sources: Sequence[RowSource],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_name: str,
     described: tuple[StoreMeta, dict[str, Any]],
     folder: Path,
     progress: Progress,
     log: Log,
 ) -> None:
     meta, identity = described
-    to_tokens = _sample_tokenizer(config, meta, tokenizer)
+    to_tokens = _sample_tokenizer(config, meta, tokenizer_name)
     notes: list[str] = []
 
     def log_note(text: str) -> None:
@@ -300,12 +299,12 @@ def _build(
         writer.finish(meta, redacted(report.report(notes)))
 
 
-def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer: PreTrainedTokenizerBase) -> SampleTokenizer:
+def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str) -> SampleTokenizer:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
     policies = config.model_dump(include=set(POLICIES))
     added = tuple(config.added_tokens.items())
     options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
-    return SampleTokenizer(options, tokenizer)
+    return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
 
 
 def _timed(progress: Progress, log: Log, num_before: int, total: int | None) -> Callable[[int], None]:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer, decoders, processors
-from transformers import PreTrainedTokenizerBase
 
 from flatout.data.tokenizer import control_pattern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
 # Placeholders of private-use characters: for the i-th special token, and for a cut between two tokens.

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from flatout.config.data import Dedupe
 from flatout.data.columns import PREFIX_TOKENS
@@ -26,6 +25,9 @@ from flatout.data.templates.template import ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import control_pattern, load_tokenizer
 from flatout.errors import DataError
 from flatout.io.template_limits import bounded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_MASKERS = 64
 LOSING = ("truncated", "split", "too_long", "lost_labels")

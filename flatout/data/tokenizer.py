@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flatout.config.data import DataConfig
 from flatout.environment import checks_again
@@ -19,6 +18,9 @@ from flatout.errors import CheckpointError, DataError, FlatoutError, ResourceErr
 from flatout.io.hub import hub_errors, hub_file, hub_source, is_folder
 from flatout.io.json_file import read_json
 from flatout.io.kept_facts import code_identity, find_facts, hashes_of, keep_facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Tags that templates and models use inside a turn: structure, even if a tokenizer calls them special.
 _MARKUP = re.compile(r"</?(think|tool_call|tool_calls|tool_response|tools)>")
@@ -49,6 +51,8 @@ def load_tokenizer(
     `added` are tokens to add unless they exist, and whether each is special. Raises DataError if it cannot be loaded or
     has no fast form (only fast tokenizers have offsets, which masks need).
     """
+    # here, because torch comes with it: who only opens what was built waits for neither
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     try:
         source, pinned = hub_source(name, revision)

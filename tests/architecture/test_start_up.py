@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flatout.cli.main import main
 from flatout.config.read import dump_config
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "datasets", "peft")
@@ -40,17 +41,22 @@ def test_a_wrong_config_is_told_before_torch_is_imported() -> None:
     assert modules_after(code) <= {"pydantic", "numpy"}
 
 
-def test_a_lora_run_imports_nothing_that_it_does_not_need(tiny: Any, tmp_path: Path) -> None:
-    config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
-    (tmp_path / "run.yaml").write_text(dump_config(config))
-    code = f"from flatout.cli.main import main\nassert main(['train', {str(tmp_path / 'run.yaml')!r}]) == 0"
-    assert modules_after(code, UNNEEDED) == set()
+def test_a_data_set_that_is_built_is_reused_without_torch(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["data", "build", str(tiny.chats), "--name", "d", "--tokenizer", str(tiny.model_dir)]
+    words += ["--root", str(tmp_path), "--num-procs", "1"]
+    assert main(words) == 0
+    code = f"from flatout.cli.main import main\nassert main({words!r}) == 0\nprint()"
+    assert modules_after(code) <= {"pydantic", "numpy"}
 
 
 def test_a_warm_lora_run_reaches_its_first_step_without_peft(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An equal start has proved that PEFT reads the adapter."""
+    """An equal start has proved that PEFT reads the adapter; what no LoRA run needs is never imported."""
     monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
@@ -65,7 +71,7 @@ def test_a_warm_lora_run_reaches_its_first_step_without_peft(
         f"assert main(['train', {str(tmp_path / 'run.yaml')!r}]) == 0\n"
         "sys.modules.pop('peft') if seen == [False] else None"
     )
-    assert modules_after(code, ("peft",)) == {"peft"}
+    assert modules_after(code, ("peft", *UNNEEDED)) == {"peft"}
     for path in (tmp_path / "run").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert modules_after(code, ("peft",)) == set()

@@ -7,25 +7,25 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from flatout.data.conversation import Message, ToolCall
 from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
 from flatout.data.tokenizer import TokenizerFacts
 from flatout.errors import DataError, FlatoutError, first_line, reason_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca", "plain")
 # What a template can raise: its own raise_exception, an undefined name, a filter on a value of the wrong type.
 RENDER_ERRORS = (
     TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError
 )  # fmt: skip
-# variables that apply_chat_template sets itself
-_OURS_TO_GIVE = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
-
 _USUAL = Form()
 # variables by which public templates switch reasoning
 REASONING_SWITCHES = ("enable_thinking", "thinking", "think", "reasoning", "enable_reasoning", "preserve_thinking")
@@ -192,9 +192,17 @@ class ChatTemplate:
         return raws
 
 
+@cache
+def _set_by_transformers() -> set[str]:
+    """Return the variables that apply_chat_template sets itself."""
+    from transformers import PreTrainedTokenizerBase
+
+    return set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+
 def reads(source: str, variable: str) -> bool:
     """Return whether a template reads a variable that the caller may set."""
-    return variable not in _OURS_TO_GIVE and bool(re.search(rf"\b{re.escape(variable)}\b", source))
+    return variable not in _set_by_transformers() and bool(re.search(rf"\b{re.escape(variable)}\b", source))
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, template: str | None, tokenizer_name: str) -> ChatTemplate:
