@@ -43,14 +43,19 @@ def assert_equal(one: TokenStore, other: TokenStore) -> None:
 
 
 def test_a_killed_build_goes_on_from_its_shards(tmp_path: Path, small_tokenizer_dir: Path) -> None:
-    """SIGKILL the command after its first shard; the same command again finishes what is left, equal to the byte."""
-    ids = [5 + place % 290 for place in range(5000)]
-    rows = [{"input_ids": [*ids[number % 7 :], 9], "labels": [*ids[number % 7 :], -100]} for number in range(1300)]
-    rows[3] = {"input_ids": "broken"}
+    """SIGKILL the command after its first shard; the same command again finishes what is left, equal to the byte.
+
+    A bad row of the first shard is still counted, and rows behind it that repeat some of before, equal and edited,
+    are still left out.
+    """
+    ids = np.random.default_rng(0).integers(5, 295, (512, 4200)).tolist()
+    near = [row[:4000] + [5] * 200 for row in ids[:256]]
+    rows = [{"input_ids": row, "labels": row} for row in (*ids, *near, *ids[:256], *ids[400:500])]
+    rows.insert(3, {"input_ids": "broken"})
     file = write_rows(tmp_path / "rows.jsonl", rows)
     command = [sys.executable, "-m", "flatout", "data", "build", str(file), "--tokenizer", str(small_tokenizer_dir)]
     command += ["--name", "d", "--root", str(tmp_path / "data"), "--max-tokens", "0", "--num-procs", "1"]
-    command += ["--on-bad-row", "skip"]
+    command += ["--on-bad-row", "skip", "--dedupe", "near"]
     journal = tmp_path / "data" / "built_dataset" / ".d.tmp" / "build.jsonl"
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
@@ -64,10 +69,11 @@ def test_a_killed_build_goes_on_from_its_shards(tmp_path: Path, small_tokenizer_
     assert found, done.stderr
     assert int(found[1].replace(",", "")) == num_shards * 512  # two chunks of 256 rows fill a shard
     assert not journal.parent.exists()
-    config = data_config(tmp_path / "whole", file, on_bad_row="skip", template=None)
-    assert_equal(
-        TokenStore.open(tmp_path / "data" / "built_dataset" / "d"), open_or_build(config, str(small_tokenizer_dir))
-    )
+    store = TokenStore.open(tmp_path / "data" / "built_dataset" / "d")
+    assert (store.meta.counts["near_rows"], store.meta.counts["equal_rows"]) == (256, 356)
+    assert [store.sample(index).token_ids.tolist() for index in range(store.num_samples)] == ids
+    config = data_config(tmp_path / "whole", file, on_bad_row="skip", dedupe="near", template=None)
+    assert_equal(store, open_or_build(config, str(small_tokenizer_dir)))
 
 
 def chats(num_rows: int, *, empty_every: int) -> list[dict[str, Any]]:

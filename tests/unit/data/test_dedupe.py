@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,31 +295,6 @@ def test_any_number_of_processes_keeps_the_same_rows(tmp_path: Path, small_token
     for row in range(800):
         before = [other for other in stayed if other < row]
         assert are_near(keys[before], keys[row]).any() == (row not in stayed)
-
-
-def test_a_killed_build_goes_on_and_knows_the_rows_of_before(tmp_path: Path, small_tokenizer_dir: Path) -> None:
-    """SIGKILL the command after its first shard; the rows behind repeat some of before, equal and edited."""
-    ids = np.random.default_rng(0).integers(5, 295, (512, 4200)).tolist()
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    near = [row[:4000] + [5] * 200 for row in ids]
-    rows += [{"input_ids": row, "labels": row} for row in near[:256]] + rows[:256] + rows[400:500]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    command = [sys.executable, "-m", "flatout", "data", "build", str(file), "--tokenizer", str(small_tokenizer_dir)]
-    command += ["--name", "d", "--root", str(tmp_path / "data"), "--max-tokens", "0", "--num-procs", "1"]
-    command += ["--dedupe", "near"]
-    journal = tmp_path / "data" / "built_dataset" / ".d.tmp" / "build.jsonl"
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
-        assert killed.poll() is None, "ended before its first shard"
-        time.sleep(0.002)
-    killed.kill()
-    killed.wait()
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.search("going on from an earlier build, which finished 512 rows", done.stderr), done.stderr
-    store = TokenStore.open(tmp_path / "data" / "built_dataset" / "d")
-    assert (store.meta.counts["near_rows"], store.meta.counts["equal_rows"]) == (256, 356)
-    assert [row for _, row in places(store)] == list(range(1, 513))
-    assert samples(store) == [(np.array(row, np.int32).tobytes(), b"\0" + b"\1" * 4199) for row in ids]
 
 
 TOKEN_ROWS = st.lists(
