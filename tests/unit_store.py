@@ -29,10 +29,11 @@ def write_units(
     lacks: str = "",
     unlabelled: int | None = None,
     seed: int = 0,
+    labels: list[int] | None = None,
 ) -> TokenStore:
     """Write units of `sizes` samples as the data set `name`; about every second one shares a prompt of 70 tokens.
 
-    The sample `unlabelled` has no label.
+    The sample `unlabelled` has no label token. `labels` says which answers are to be learnt (1), as rows for KTO do.
     """
     rng, ids, masks, prefixes = np.random.default_rng(seed), [], [], []
     for unit, size in enumerate(sizes):
@@ -44,12 +45,14 @@ def write_units(
             masks.append((np.arange(len(ids[-1])) > shared) & (len(masks) != unlabelled))
         prefixes.append(shared if size > 1 else 0)
     columns = COLUMNS | ({"prefix_tokens": Column("int32", "unit", "tokens of the prompt")} if declares else {})
+    columns |= {"label": Column("int8", "sample", "1: to be learnt")} if labels is not None else {}
     columns = {each: column for each, column in columns.items() if each != lacks}
     values = {
         "weight": rng.random(sum(map(len, ids))),
         "ref_logprob": -5 * rng.random(len(ids)),
         "margin": rng.random(len(sizes)),
         "prefix_tokens": np.array(prefixes, np.int32),
+        "label": np.array(labels or [], np.int8),
     }
     folder, loaded, count = registry.built_dir(root, name), load_tokenizer(str(tokenizer)), len(ids)
     meta = StoreMeta(

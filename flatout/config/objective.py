@@ -18,6 +18,9 @@ from flatout.errors import UsageError
 REFERENCE = "reference_logprob"
 """The column, per sample, of the log-probability of its label tokens by the reference. No data set holds it by this
 name: a run computes it before its first step for an objective that names it."""
+UNDESIRABLE = "undesirable"
+"""The column, per sample, that is 1 where `label` is 0 and 0 where it is 1. No data set holds it: it is made of `label`
+for an objective that names it."""
 # a reference that follows the model, by the names that other trainers have for it
 MOVING = {"update_every", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"}
 NO_MOVING = (
@@ -37,6 +40,7 @@ OBJECTIVES: Mapping[str, str] = MappingProxyType(
         "simpo": "simpo.SimPO",
         "cpo": "cpo.CPO",
         "reward": "reward.Reward",
+        "kto": "kto.KTO",
     }
 )
 
@@ -107,8 +111,8 @@ class ObjectiveConfig(Section):
 
     kind: str = "cross_entropy"
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
-    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo, with fields of their own, such as `beta` (docs/preference.md);
-    reward: a model that scores answers."""
+    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on answers with labels: kto; with fields of their own, such as `beta`
+    (docs/preference.md); reward: a model that scores answers."""
     path: str | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()

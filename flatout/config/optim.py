@@ -19,6 +19,7 @@ LR_OF_OBJECTIVE: Mapping[str, Mapping[str, float]] = {
     "simpo": {"lora": 1e-5, "full": 1e-6},
     "cpo": {"lora": 1e-5, "full": 1e-6},
     "reward": {"lora": 1e-4, "full": 1e-5},
+    "kto": {"lora": 1e-5, "full": 1e-6},
 }
 _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1e30}]}
 

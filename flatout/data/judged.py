@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.config.objective import UNDESIRABLE
 from flatout.config.schema import DataConfig
 from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
 from flatout.data.rows.formats.preference import JUDGED
@@ -47,6 +49,15 @@ def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]
         lacking = next(source.name for source, each in readers if name not in each.columns)
         log(f"column {name} is left out: {lacking} does not have it")
     return {name: column for name, column in JUDGEMENTS.items() if name in every}
+
+
+def with_undesirable(store: TokenStore) -> TokenStore:
+    """Return the store with the column UNDESIRABLE in memory; a store without labels stays as it is."""
+    if "label" not in store.extra:
+        return store
+    column = Column("int8", "sample", "1: an answer to avoid, 0: one to be learnt", store.columns["label"].fingerprint)
+    values = (np.asarray(store.extra["label"]) == 0).astype(np.int8)
+    return replace(store, columns={**store.columns, UNDESIRABLE: column}, extra={**store.extra, UNDESIRABLE: values})
 
 
 def unit_notes(counts: Mapping[str, int]) -> Iterator[str]:

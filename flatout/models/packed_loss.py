@@ -78,6 +78,7 @@ class PackedLoss(nn.Module):
         states = hidden_states(self.model, batch) if self.decoder is None else self.decoder(batch)
         read = SampleScores(states, batch, ScoreHead(self.model)) if self.objective.reads == "scores" else None
         labels = read or LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+        labels.estimates = self.terms.estimates
         loss_sum, *others = sums_of(self.objective, labels)
         if torch.is_grad_enabled():
             for term in self.terms.every:
@@ -85,19 +86,20 @@ class PackedLoss(nn.Module):
         return loss_sum, *others
 
 
-def sums_of(objective: Objective, labels: Readings) -> tuple[torch.Tensor, ...]:
+def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
     """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
 
-    A micro-batch without labels adds nothing. Raises UsageError for a wrong return, and for errors of a person's file.
+    With `estimates`, they are what `Objective.estimate` returns. A micro-batch without labels adds nothing. Raises
+    UsageError for a wrong return, and for errors of a person's file.
     """
-    names = objective.sum_names
+    names = objective.estimates if estimates else objective.sum_names
     if not labels.batch.num_label_tokens:
         # every weight that the loss reaches stays in its graph
         loss_sum = labels.nothing()
         return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
     labels.scope = objective.scope
     try:
-        found = objective(labels)
+        found = objective.estimate(labels) if estimates else objective(labels)
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -111,7 +113,7 @@ def sums_of(objective: Objective, labels: Readings) -> tuple[torch.Tensor, ...]:
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
             "dimensions, sums over the micro-batch"
         )
-    return found["loss"], *(found[name].detach() for name in names[1:])
+    return tuple(found[name] if name == "loss" else found[name].detach() for name in names)
 
 
 def _wrong_in(found: object, names: Sequence[str]) -> str | None:

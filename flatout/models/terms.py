@@ -82,6 +82,8 @@ class Terms:
         self.every = every
         # those that only observe the passes now, before a step
         self.observing: tuple[Observer, ...] = ()
+        # what `Objective.estimates` names, of this step or evaluation set
+        self.estimates: dict[str, Tensor] = {}
         self._nothing = torch.zeros(0, dtype=torch.float64)
 
     @property

@@ -27,8 +27,9 @@ class IPO(Preference):
 
     def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
         """See Preference."""
-        return (chosen.ratio / chosen.length - rejected.ratio / rejected.length - 0.5 / self.beta).square()
+        margins = chosen.ratio / chosen.length - rejected.ratio / rejected.length
+        return (margins - 0.5 / self.beta).square()
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return beta d, of the whole answer."""
-        return self.beta * answers.ratio
+        """Return beta d / n, as the loss compares answers."""
+        return self.beta * answers.ratio / answers.length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,6 +78,8 @@ class Readings:
     """
 
     scope: str = "unit"
+    estimates: Mapping[str, Tensor] = MappingProxyType({})
+    """The means that `Objective.estimates` names, without dimensions, fp64, without gradient."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

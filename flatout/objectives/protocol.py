@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import PrivateAttr, ValidationError
@@ -22,11 +22,13 @@ class Metric(NamedTuple):
     """A sum that an objective returns beside its loss.
 
     `better` says which values are best, for `eval.best`. The metric is the sum divided by the count of `per` (as
-    `Objective.normalizer`); None: by what the loss is divided by.
+    `Objective.normalizer`); None: by what the loss is divided by. With `difference`, it is no sum, but one other metric
+    less a second one.
     """
 
     better: Literal["higher", "lower"] = "higher"
     per: str | None = None
+    difference: tuple[str, str] | None = None
 
 
 class Objective(Section):
@@ -51,6 +53,8 @@ class Objective(Section):
     """What the loss is divided by: the step's number of labels, samples or units, or the sum of a column it needs."""
     metrics: ClassVar[Mapping[str, Metric]] = {}
     """The sums besides `loss`, by name."""
+    estimates: ClassVar[tuple[str, ...]] = ()
+    """Means, by name, over the step's prompts with the answers to other ones, known before the step's gradients."""
 
     # hash of the file that a person's own class is from
     _source: str = PrivateAttr("")
@@ -85,7 +89,18 @@ class Objective(Section):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """The names of all sums, the loss first."""
-        return ("loss", *self.metrics)
+        return ("loss", *(name for name, metric in self.metrics.items() if metric.difference is None))
+
+    def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        """Return the loss and the metrics by name, of sums and what each is divided by, in the order of `sum_names`.
+
+        A metric with nothing to divide by is left out.
+        """
+        found = {name: one / count for name, one, count in zip(self.sum_names, sums, counts, strict=True) if count}
+        for name, metric in self.metrics.items():
+            if metric.difference is not None and found.keys() >= set(metric.difference):
+                found[name] = found[metric.difference[0]] - found[metric.difference[1]]
+        return found
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
@@ -108,6 +123,17 @@ class Objective(Section):
         fields = ", ".join(f"{name} {value}" for name, value in self.model_dump(mode="json").items())
         per = {"labels": "label token", "samples": "sample", "units": "unit"}.get(self.normalizer, self.normalizer)
         return f"{self.name}{f' ({fields})' if fields else ''}, per {per}"
+
+    def notes(self, totals: Mapping[str, float]) -> Iterable[str]:
+        """Return what to tell of a data set before step 0; `totals` are its normalizers by name."""
+        return ()
+
+    def estimate(self, labels: Any) -> Mapping[str, Tensor]:
+        """Return what `estimates` names, as sums over a micro-batch of prompts with answers to other ones.
+
+        Of columns it may read that of the reference. `labels.estimates` then has the means over the step and all ranks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no estimate")
 
     def __call__(self, labels: Any) -> Mapping[str, Tensor]:
         """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph.

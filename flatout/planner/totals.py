@@ -28,8 +28,9 @@ class PlanTotals:
     `num_units` is None where each sample is one. `num_naive_tokens` is what a padding loader would compute for the same
     steps, `padding_avoided` the share of them that is padding and not computed here, `padding_share` that of the
     computed tokens. `num_shared_tokens` of the `num_tokens` are not computed again, as samples of one micro-batch share
-    them. `time_s` is None without a throughput. All is exact but the memory, which is estimated, and the balance at
-    other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps.
+    them. `num_estimate_tokens` come on top, for what an objective estimates before gradients. `time_s` is None without
+    a throughput. All is exact but the memory, which is estimated, and the balance at other numbers of ranks, taken from
+    `NUM_BALANCE_STEPS` steps.
     """
 
     num_ranks: int
@@ -53,6 +54,7 @@ class PlanTotals:
     padding_avoided: float
     padding_share: float
     num_shared_tokens: int = 0
+    num_estimate_tokens: int = 0
     num_units: int | None = None
 
 
@@ -135,6 +137,12 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     if totals.num_shared_tokens:
         share = totals.num_shared_tokens / totals.num_tokens
         yield "prefixes", f"shared: {totals.num_shared_tokens:,} tokens, {share:.1%}, are not computed again"
+    if totals.num_estimate_tokens:
+        share = totals.num_estimate_tokens / totals.num_tokens
+        yield (
+            "estimates",
+            f"{totals.num_estimate_tokens:,} tokens more, {share:.1%}, in forward passes before gradients",
+        )
     for balance in totals.balances:
         mark = " (this run)" if balance.num_ranks == totals.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"

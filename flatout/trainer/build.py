@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config
+from flatout.data.token_store import TokenStore
 from flatout.errors import PackingError, SharedPrefixError
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
@@ -122,7 +123,7 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
     config, rank, device, reporter = setup.config, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    loader, eval_loaders = make_loaders(planned, device, rank, size_buckets)
+    loader, eval_loaders, mismatched_loaders = make_loaders(planned, device, rank, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
     compiled = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
@@ -155,6 +156,7 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         terms=loss.terms,
+        mismatched_loaders=mismatched_loaders,
     )
     run.model.train()
     return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
@@ -169,20 +171,27 @@ def free_memory(device: torch.device) -> None:
 
 def make_loaders(
     planned: PlannedRun, device: torch.device, rank: Rank, size_buckets: Sequence[int]
-) -> tuple[BatchLoader, tuple[BatchLoader, ...]]:
-    """Return the loader of training, and one for each evaluation data set."""
-    share = share_of(planned.parallel_layout, rank)
-    columns, scoring = planned.objective.asked_columns, planned.scoring
-    loader = BatchLoader(
-        planned.store, device, share, size_buckets=size_buckets, columns=columns, **planned.plan.batch_bounds
+) -> tuple[BatchLoader, tuple[BatchLoader, ...], tuple[BatchLoader, ...]]:
+    """Return the loader of training, one for each evaluation data set, and those of `Run.mismatched_loaders`."""
+    share, mismatched, scoring = share_of(planned.parallel_layout, rank), planned.mismatched, planned.scoring
+    columns, bounds = planned.objective.asked_columns, planned.plan.batch_bounds
+    if mismatched is not None:
+        # equal bounds, so that compiled layers take both
+        bounds["max_documents"] = max(bounds["max_documents"], mismatched.plan.batch_bounds["max_documents"])
+
+    def loader_of(store: TokenStore, **options: Any) -> BatchLoader:
+        own = None if columns is None else tuple(name for name in columns if name in store.extra)
+        loader = BatchLoader(store, device, share, columns=own, **options)
+        loader.padding_id = scoring.padding_id if scoring else None
+        return loader
+
+    of_steps: dict[str, Any] = {"size_buckets": size_buckets, **bounds}
+    eval_sets, others = planned.eval_sets, [each.mismatched for each in planned.eval_sets if each.mismatched]
+    evaluated, other_evaluated = (
+        tuple(loader_of(each.store, max_documents=each.max_documents) for each in own) for own in (eval_sets, others)
     )
-    eval_loaders = tuple(
-        BatchLoader(each.store, device, share, max_documents=each.max_documents, columns=columns)
-        for each in planned.eval_sets
-    )
-    for one in (loader, *eval_loaders):
-        one.padding_id = scoring.padding_id if scoring else None
-    return loader, eval_loaders
+    of_others = () if mismatched is None else (loader_of(mismatched.store, **of_steps),)
+    return loader_of(planned.store, **of_steps), evaluated, (*of_others, *other_evaluated)
 
 
 def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> PackedLoss:
@@ -192,6 +201,7 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     if routers.layers:
         loss.terms = Terms(routers)
         reporter.stage("experts", routers.line)
+    loss.terms.estimates = {name: torch.zeros((), device=loaded.model.device) for name in planned.objective.estimates}
     return loss
 
 

@@ -13,10 +13,11 @@ from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
 from flatout.checkpoint.write import data_of
-from flatout.config.objective import REFERENCE, ObjectiveConfig, ReferenceConfig
+from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
+from flatout.data.judged import with_undesirable
 from flatout.data.reference import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
@@ -36,10 +37,10 @@ from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
-from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
+from flatout.trainer.data_sets import EvalSet, MismatchedSteps, plan_mismatched
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
@@ -59,24 +60,10 @@ NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.to
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSet:
-    """One evaluation data set; `plan` is one pass over it."""
-
-    name: str
-    store: TokenStore
-    plan: StepPlan
-    normalizers: Normalizers
-
-    @property
-    def max_documents(self) -> int:
-        """The most samples of a micro-batch."""
-        return max(len(batch.sample_ids) for rank in self.plan.ranks for batch in rank)
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
+    `mismatched` has the same steps of prompts with answers to other ones, if the objective estimates something of them.
     `sharing` says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`. `problems`
     are what `plan_run` was told as `unpackable` and `unsharable`.
     """
@@ -96,6 +83,14 @@ class PlannedRun:
     sharing: str = ""
     recalls: bool = False
     problems: tuple[str | None, str | None] = (None, None)
+    mismatched: MismatchedSteps | None = None
+
+    @property
+    def stores(self) -> list[TokenStore]:
+        """The data set, then its prompts with answers to other ones, then those of evaluation sets."""
+        others = [one for each in self.eval_sets for one in (each, each.mismatched) if one is not None]
+        own = [] if self.mismatched is None else [self.mismatched.store]
+        return [self.store, *own, *(one.store for one in others)]
 
     @property
     def split(self) -> list[Any]:
@@ -154,8 +149,9 @@ def plan_run(
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
-    report_reference(config, plan, reporter, objective)
+    report_objective(config, plan, reporter, counted := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
+    others, eval_sets = plan_mismatched(objective, store, plan, eval_sets)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
     longest = memory.longest_pass_tokens
     # a model that scores answers nothing
@@ -166,8 +162,7 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
-    counted = make_normalizers(objective, store)
-    facts = (fingerprints, objective, counted, scoring, device, sharing, False, (unpackable, unsharable))
+    facts = (fingerprints, objective, counted, scoring, device, sharing, False, (unpackable, unsharable), others)
     return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
 
 
@@ -187,10 +182,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no metric of it."""
     objective = load_objective(config.objective)
     check_scoring(config, objective)
-    if config.eval.best not in objective.sum_names:
+    if config.eval.best not in (figures := ("loss", *objective.metrics)):
         raise UsageError(
-            f"eval.best: {config.eval.best!r} is no metric of objective {objective.name}; it has "
-            f"{', '.join(objective.sum_names)}"
+            f"eval.best: {config.eval.best!r} is no metric of objective {objective.name}; it has {', '.join(figures)}"
         )
     if config.objective.reference != ReferenceConfig():
         why = f"objective {objective.name}, which has no reference" if REFERENCE not in objective.columns else ""
@@ -206,12 +200,18 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     return objective
 
 
-def report_reference(config: Config, plan: RunPlan, reporter: Reporter, objective: Objective) -> None:
-    """Say what the reference of an objective costs, if it has one."""
+def report_objective(config: Config, plan: RunPlan, reporter: Reporter, counted: Normalizers) -> None:
+    """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
+    objective, part = counted.objective, "third" if config.method == "full" else "half"
+    for note in objective.notes({name: float(values.sum()) for name, values in counted.values.items()}):
+        reporter.stage("objective", note)
     if REFERENCE in objective.columns:
-        num_steps, part = min(plan.num_steps, plan.steps_per_epoch), "third" if config.method == "full" else "half"
+        num_steps = min(plan.num_steps, plan.steps_per_epoch)
         told = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
         reporter.event("reference", {"costs": f"{told}; nothing once an equal one is kept"})
+    if objective.estimates:
+        told = "each step begins with forward passes over its prompts with the answers to other ones"
+        reporter.event("estimates", {"costs": f"{told}, about a {part} of the time of the rest"})
 
 
 def reference_identity(config: Config, objective: Objective) -> dict[str, Any]:
@@ -250,6 +250,7 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
         log=lambda text: reporter.stage("tokens", text),
     )
     store = with_reference(store) if REFERENCE in objective.columns else store
+    store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
     store.require_columns(objective.needed_columns, f"objective {objective.name}")
     return store
 

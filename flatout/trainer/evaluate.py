@@ -11,9 +11,9 @@ import torch
 from flatout.errors import NumericError
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
-from flatout.trainer.passes import inference, sum_unless_stopped, until_stopped
+from flatout.trainer.estimates import evaluation_estimates
+from flatout.trainer.passes import autocast, inference, sum_unless_stopped, until_stopped
 from flatout.trainer.state import Run
-from flatout.trainer.step import autocast
 
 
 def evaluate_now(run: Run) -> bool:
@@ -82,7 +82,8 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
     num_sums = len(run.planned.objective.sum_names)
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
-        for total, each, loader in zip(totals, run.eval_sets, run.eval_loaders, strict=True):
+        for place, (total, each, loader) in enumerate(zip(totals, run.eval_sets, run.eval_loaders, strict=True)):
+            evaluation_estimates(run, place)
             for batch in until_stopped(run, loader.batches(each.plan.ranks[run.data_rank])):
                 with autocast(run):
                     found = run.loss(batch)
@@ -99,6 +100,6 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
 
 
 def _figures(run: Run, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
-    loss, *others = (value / count for value, count in zip(sums, counts, strict=True))
-    metrics = dict(zip(run.planned.objective.metrics, others, strict=True))
+    metrics = run.planned.objective.means(sums, counts)
+    loss = metrics.pop("loss")
     return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)

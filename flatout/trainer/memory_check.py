@@ -60,8 +60,8 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     """
     # the plan counts tokens before they are padded to the sizes of recorded graphs
     size_buckets, run.loader.size_buckets = run.loader.size_buckets, ()
-    # a meter of its own: these passes belong to no step
-    run, peaks = replace(run, rank_meter=RankMeter(run.device)), []
+    # a meter of its own: these passes belong to no step, and no step has to be estimated
+    run, peaks = replace(run, rank_meter=RankMeter(run.device), mismatched_loaders=()), []
     states = (value for state in run.optimizer.state.values() for value in state.values())
     held = sum(local_part(value).nbytes for value in states if isinstance(value, Tensor) and value.is_cuda)
     for step in steps:

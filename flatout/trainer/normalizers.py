@@ -26,7 +26,7 @@ class Normalizers:
     tokens itself.
     """
 
-    names: tuple[str, ...]
+    objective: Objective
     per: tuple[str, ...]
     values: Mapping[str, NDArray[np.float64]]
 
@@ -45,9 +45,9 @@ class Normalizers:
         return float(self.values[name][list(step.sample_ids)].sum())
 
     def metrics(self, sums: Sequence[float], step: StepPlan) -> dict[str, float]:
-        """Return the step's metrics by name, without the loss; 0 where there is nothing to divide by."""
-        pairs = zip(self.names[1:], sums[1:], self.of(step)[1:], strict=True)
-        return {name: value / (count or 1) for name, value, count in pairs}
+        """Return the step's metrics by name, without the loss and without those that have nothing to divide by."""
+        found = self.objective.means(sums, self.of(step))
+        return {name: one for name, one in found.items() if name != "loss"}
 
 
 def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
@@ -60,8 +60,8 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
         _require_units(objective, store)
     elif objective.scope == "token" and not objective.columns:
         _require_good_answers(objective, store)
-    names = objective.sum_names
-    per = (objective.normalizer, *(metric.per or objective.normalizer for metric in objective.metrics.values()))
+    metrics = [objective.metrics[name] for name in objective.sum_names[1:]]
+    per = (objective.normalizer, *(metric.per or objective.normalizer for metric in metrics))
     values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
     for name, found in values.items():
         if (found < 0).any():
@@ -70,9 +70,9 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
                 f"{store.origin(index)}: column {name} adds {found[index]:g}, but objective {objective.name} divides "
                 "by its sum; give values of at least 0"
             )
-        if not found.any():
+        if name == objective.normalizer and not found.any():
             raise DataError(f"{store.folder}: {name} is 0 for every sample: objective {objective.name} learns nothing")
-    return Normalizers(names, per, values)
+    return Normalizers(objective, per, values)
 
 
 def _require_units(objective: Objective, store: TokenStore) -> None:

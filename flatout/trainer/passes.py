@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class PassesStopped(Exception):  # noqa: N818  (a request, not an error)
 @contextmanager
 def inference(run: Run) -> Iterator[None]:
     """Run passes without gradients, dropout and compiled layers over the current weights."""
+    trained = [module for module in run.model.modules() if module.training]
     run.model.eval()
     try:
         # graphs are specialized on train mode; compiling for eval mode would take longer than these passes
@@ -27,7 +28,30 @@ def inference(run: Run) -> Iterator[None]:
             run.fused_lora.refresh()
             yield
     finally:
-        run.model.train()
+        for module in trained:
+            module.training = True
+
+
+def drops(run: Run) -> bool:
+    """Whether training drops something at random."""
+    text = run.model.config.get_text_config().to_dict()
+    return bool(run.config.lora.dropout or any("drop" in name and value for name, value in text.items()))
+
+
+@contextmanager
+def as_in_training(run: Run) -> Iterator[None]:
+    """Run passes with the kernels of training, whose compiled layers differ without gradients, but without dropout."""
+    if drops(run) or run.planned.parallel_layout.lockstep or run.memory.recompute == "offload":
+        with inference(run):
+            yield
+    else:
+        run.fused_lora.refresh()
+        yield
+
+
+def autocast(run: Run) -> AbstractContextManager[object]:
+    """Let fp32 master weights compute in the run's dtype; frozen base weights are already stored in it."""
+    return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
 
 
 def until_stopped(run: Run, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,11 @@ def summarize_plan(
         tokens_per_s=tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
+    if planned.mismatched is not None:
+        others = add_up(planned.mismatched.plan, rank_counts=())
+        # of a training pass, the forward pass is 2 of 4 products with frozen weights, and 2 of 6 with trained ones
+        flops = totals.flops + others.flops / (3 if config.method == "full" else 2)
+        totals = replace(totals, num_estimate_tokens=others.num_tokens, flops=flops)
     longest = None
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)

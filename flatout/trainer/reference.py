@@ -33,12 +33,12 @@ from flatout.models.token_head import TokenHead
 from flatout.objectives.labels import LabelTokens
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
+from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.decide import reference_identity
-from flatout.trainer.passes import inference
+from flatout.trainer.passes import as_in_training, autocast, inference
 from flatout.trainer.state import Run
-from flatout.trainer.step import autocast
 
 # micro-batches of each rank, of one step or a part of an evaluation
 Chunk = tuple[Sequence[MicroBatch], ...]
@@ -70,31 +70,22 @@ def compute_reference(run: Run) -> None:
     adapter, plan = run.config.objective.reference.adapter, run.plan
     first_epoch = min(plan.num_steps, plan.steps_per_epoch)
     with _weights_of(run, adapter) if adapter else nullcontext():
-        with _as_in_training(run):
-            _fill_column(run, run.loader, lambda: (step.ranks for step in islice(plan.steps(), first_epoch)))
-        for each, loader in zip(run.eval_sets, run.eval_loaders, strict=True):
+        with as_in_training(run):
+            for each, loader in run.step_sources:
+                _fill_column(run, loader, partial(_first_steps, each, first_epoch))
+        for evaluated, loader in run.eval_sources:
             with inference(run):
-                _fill_column(run, loader, partial(_parts, each.plan.ranks))
+                _fill_column(run, loader, partial(_parts, evaluated.plan.ranks))
 
 
 def compute_step(run: Run, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
-    adapter, ids = run.config.objective.reference.adapter, _ids(step.ranks)
-    with _weights_of(run, adapter) if adapter else nullcontext(), _as_in_training(run):
-        run.loader.store.extra[REFERENCE][ids] = _take(run, run.loader, step.ranks, ids)
-
-
-@contextmanager
-def _as_in_training(run: Run) -> Iterator[None]:
-    """Run passes with the kernels of training, whose compiled layers differ without gradients, but without dropout."""
-    text = run.model.config.get_text_config().to_dict()
-    drops = run.config.lora.dropout or any("drop" in name and value for name, value in text.items())
-    if drops or run.planned.parallel_layout.lockstep or run.memory.recompute == "offload":
-        with inference(run):
-            yield
-    else:
-        run.fused_lora.refresh()
-        yield
+    adapter = run.config.objective.reference.adapter
+    with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
+        for plan, loader in run.step_sources:
+            own = step if plan is run.plan else plan.step(step.index)
+            ids = _ids(own.ranks)
+            loader.store.extra[REFERENCE][ids] = _take(run, loader, own.ranks, ids)
 
 
 @contextmanager
@@ -114,6 +105,10 @@ def _weights_of(run: Run, adapter: Path) -> Iterator[None]:
         with torch.no_grad():
             for name, parameter in run.named_parameters.items():
                 parameter.copy_(own[name])
+
+
+def _first_steps(plan: RunPlan, count: int) -> Iterator[Chunk]:
+    return (step.ranks for step in islice(plan.steps(), count))
 
 
 def _parts(ranks: Sequence[Sequence[MicroBatch]]) -> Iterator[Chunk]:

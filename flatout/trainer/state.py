@@ -24,7 +24,8 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.decide import EvalSet, PlannedRun
+from flatout.trainer.data_sets import EvalSet
+from flatout.trainer.decide import PlannedRun
 from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
@@ -116,6 +117,8 @@ class Run:
     watch: PeerWatch
     rank_meter: RankMeter
     terms: Terms
+    # of prompts with answers to other ones: that of training, then those of `eval_sets`; empty without
+    mismatched_loaders: tuple[BatchLoader, ...] = ()
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -123,8 +126,22 @@ class Run:
     def close(self) -> None:
         """End the threads that save and read ahead."""
         self.saver.close()
-        for loader in (self.loader, *self.eval_loaders):
+        for loader in (self.loader, *self.eval_loaders, *self.mismatched_loaders):
             loader.close()
+
+    @property
+    def step_sources(self) -> list[tuple[RunPlan, BatchLoader]]:
+        """The plans of steps with their loaders: the run's, and that of prompts with answers to other ones."""
+        mismatched = self.planned.mismatched
+        own = [(self.plan, self.loader)]
+        return own if mismatched is None else [*own, (mismatched.plan, self.mismatched_loaders[0])]
+
+    @property
+    def eval_sources(self) -> list[tuple[EvalSet, BatchLoader]]:
+        """The evaluation sets with their loaders, then those of prompts with answers to other ones."""
+        mismatched = [each.mismatched for each in self.eval_sets if each.mismatched is not None]
+        own = list(zip(self.eval_sets, self.eval_loaders, strict=True))
+        return [*own, *zip(mismatched, self.mismatched_loaders[1:], strict=True)]
 
     @property
     def data_rank(self) -> int:

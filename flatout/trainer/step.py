@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,6 +30,8 @@ from flatout.optim.update import (
 from flatout.parallel.shards import local_part
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.estimates import start_estimates
+from flatout.trainer.passes import autocast
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import Run
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
@@ -106,6 +108,7 @@ def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
     normalizer. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could
     not run this one's extra passes.
     """
+    start_estimates(run, step)
     while True:
         micro_batches = micro_batches_of(run, step)
         sums = _backward_each(run, step, micro_batches)
@@ -304,11 +307,6 @@ def _read_totals(
     )
 
 
-def autocast(run: Run) -> AbstractContextManager[object]:
-    """Let fp32 master weights compute in the run's dtype; frozen base weights are already stored in it."""
-    return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
-
-
 def seed_micro_batch(seed: int, *, step: int, rank: int, micro_batch: int) -> None:
     """Seed torch for one micro-batch's dropout: the same after a resume, so no generator state has to be saved."""
     state = np.random.SeedSequence([seed, step, rank, micro_batch]).generate_state(2)
@@ -329,6 +327,7 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
         return lambda: None
     run.rank_meter.start_step(run.loader.wait_s)
     (batch,) = run.loader.batches(step.ranks[run.data_rank])
+    start_estimates(run, step)
     start_terms(run, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):

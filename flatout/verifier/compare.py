@@ -147,10 +147,11 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """
     planned = plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
     if (file := config.folder / LOGPROBS).exists():
-        for store in (planned.store, *(each.store for each in planned.eval_sets)):
+        for store in planned.stores:
             store.extra[REFERENCE][:] = 0.0
         known = read_json(file)
-        planned.store.extra[REFERENCE][known["ids"]] = known["logprobs"]
+        for store, logprobs in zip(planned.stores, known["logprobs"], strict=False):
+            store.extra[REFERENCE][known["ids"]] = logprobs
     return planned
 
 
@@ -166,8 +167,7 @@ def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path
     try:
         yield run
     finally:
-        for loader in (run.loader, *run.eval_loaders):
-            loader.close()
+        run.close()
         del run
         free_memory()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,34 +14,53 @@ from torch import Tensor
 
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
-from flatout.objectives.labels import LabelTokens, LossSums, SampleScores, TokenLosses
+from flatout.objectives.labels import Batch, LabelTokens, LossSums, Readings, SampleScores, TokenLosses
 from flatout.objectives.protocol import Objective
 from flatout.verifier.plain_loop import PlainModel, Sample
 
 
-def objective_step(plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]) -> float:
+def objective_step(
+    plain: PlainModel,
+    objective: Objective,
+    store: TokenStore,
+    sample_ids: Sequence[int],
+    mismatched: TokenStore | None = None,
+) -> float:
     """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
 
-    A first pass gives log-probabilities or scores, the objective their gradients, and a second those of weights. Raises
-    UsageError for an objective that reads hidden states, which plain transformers does not have by label.
+    `mismatched` has the same samples with answers to other prompts, if the objective estimates something. A first pass
+    gives log-probabilities or scores, the objective their gradients, and a second those of weights. Raises UsageError
+    for an objective that reads hidden states, which plain transformers does not have by label.
     """
-    samples = [store.sample(sample_id).pair for sample_id in sample_ids]
     plain.model.zero_grad(set_to_none=True)
-    read: Callable[[PlainModel, Sample], tuple[Tensor, ...]] = (
-        _plain_scores if objective.reads == "scores" else plain_logprobs
-    )
+    labels, leaf, counts = _readings(plain, objective, store, sample_ids)
+    if mismatched is not None:
+        sums = objective.estimate(_readings(plain, objective, mismatched, sample_ids)[0])
+        labels.estimates = {name: one.detach().double() / len(sample_ids) for name, one in sums.items()}
+    loss = objective(labels)["loss"] / _normalizer(objective, labels.batch)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    for sample_id, own in zip(sample_ids, gradient.split(counts), strict=True):
+        (_read(plain, objective, store.sample(sample_id).pair)[0] * own).sum().backward()
+    return float(loss.detach())
+
+
+def _read(plain: PlainModel, objective: Objective, sample: Sample) -> tuple[Tensor, ...]:
+    return _plain_scores(plain, sample) if objective.reads == "scores" else plain_logprobs(plain, sample)
+
+
+def _readings(
+    plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]
+) -> tuple[Readings, Tensor, list[int]]:
+    """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
     with torch.no_grad():
-        found = [read(plain, sample) for sample in samples]
+        found = [_read(plain, objective, store.sample(sample_id).pair) for sample_id in sample_ids]
     leaf = torch.cat([values for values, *_ in found]).requires_grad_()
     counts = [len(values) for values, *_ in found]
-    batch: Any = _gathered(objective, store, sample_ids, counts, leaf.device)
-    scores = SampleScores(leaf.view(len(samples), -1), batch, lambda rows: rows)
-    labels = scores if objective.reads == "scores" else _PlainLabels(leaf, found, batch)
-    loss = objective(labels)["loss"] / _normalizer(objective, batch)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    for sample, own in zip(samples, gradient.split(counts), strict=True):
-        (read(plain, sample)[0] * own).sum().backward()
-    return loss.item()
+    columns = [name for name in objective.needed_columns if name in store.extra]
+    batch: Any = _gathered(columns, store, sample_ids, counts, leaf.device)
+    if objective.reads == "scores":
+        return SampleScores(leaf.view(len(found), -1), batch, lambda rows: rows), leaf, counts
+    return _PlainLabels(leaf, found, batch), leaf, counts
 
 
 def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,12 +83,12 @@ def _plain_scores(plain: PlainModel, sample: Sample) -> tuple[Tensor, ...]:
 
 
 def _gathered(
-    objective: Objective, store: TokenStore, sample_ids: Sequence[int], counts: Sequence[int], device: torch.device
+    names: Sequence[str], store: TokenStore, sample_ids: Sequence[int], counts: Sequence[int], device: torch.device
 ) -> SimpleNamespace:
     """Return what a batch of the whole step would carry, read sample by sample."""
     units = [int(store.units_of(np.array([sample_id]))[0]) for sample_id in sample_ids]
     every, columns = list(dict.fromkeys(units)), {}
-    for name in objective.needed_columns:
+    for name in names:
         per, values = store.columns[name].per, store.extra[name]
         if per == "token":
             read = [(store.sample(sample_id, [name])) for sample_id in sample_ids]
@@ -89,7 +108,7 @@ def _gathered(
     )
 
 
-def _normalizer(objective: Objective, batch: SimpleNamespace) -> float:
+def _normalizer(objective: Objective, batch: Batch) -> float:
     counts = {"labels": batch.num_label_tokens, "samples": batch.num_samples, "units": batch.num_units}
     name = objective.normalizer
     return counts[name] if name in counts else float(batch.columns[name].double().sum())

@@ -35,10 +35,12 @@ def with_plain_reference(plain: PlainModel, config: Config, planned: PlannedRun,
     if adapter is not None:
         plain = plain_model(config, next(plain.model.parameters()).device, adapter)
     model: Any = plain.model
-    samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
+    found = []
     with torch.no_grad(), model.disable_adapter() if adapter is None and config.method == "lora" else nullcontext():
-        logprobs = [plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples]
-    DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": logprobs})
+        for store in planned.stores[: 1 if planned.mismatched is None else 2]:
+            samples = [store.sample(sample_id).pair for sample_id in step.sample_ids]
+            found.append([plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples])
+    DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": found})
     return plan_quietly(config, Rank())
 
 
@@ -49,7 +51,8 @@ def reference_rows(config: Config, step_index: int) -> Iterator[Row]:
     is not if the settings name another model as the reference, or drop something at random.
     """
     planned = plan_quietly(config, Rank())
-    places = [planned.objective.sum_names.index(name) for name in REWARDS if name in planned.objective.metrics]
+    names = planned.objective.sum_names
+    places = [names.index(name) for name in REWARDS if name in names]
     differs = config.objective.reference.adapter is not None or config.lora.dropout
     if not places or differs or REFERENCE not in planned.objective.columns:
         return

@@ -182,7 +182,8 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
 
 
 def _objective_loss(plain: PlainModel, planned: PlannedRun, step: StepPlan) -> float:
-    return objective_step(plain, planned.objective, planned.store, step.sample_ids)
+    mismatched = planned.mismatched and planned.mismatched.store
+    return objective_step(plain, planned.objective, planned.store, step.sample_ids, mismatched)
 
 
 def _plain_row(plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str) -> Row:

@@ -50,6 +50,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [{"prompt": f"What is {k}?", "chosen": f"A number, {k}.", "rejected": "No idea."} for k in range(24)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    judged = [
+        {"prompt": one["prompt"], "completion": one["chosen"], "label": k % 2 == 0} for k, one in enumerate(pairs)
+    ]
+    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
     values = {**base, "data": {"sources": [{"path": str(folder / "chats.jsonl")}]}, "name": "pretrained"}
     (folder / "full.yaml").write_text(yaml.safe_dump({**values, "method": "full", "run_dir": str(folder / "made")}))
     assert main(["train", str(folder / "full.yaml"), "batch.max_steps=1"]) == 0

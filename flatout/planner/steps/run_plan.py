@@ -26,7 +26,7 @@ from flatout.planner.steps.step_plan import (
     check_fits,
     padding_share,
 )
-from flatout.planner.steps.units import Samples, unit_numbers
+from flatout.planner.steps.units import Integers, Samples, unit_numbers
 
 # part of every fingerprint: raise one when the order or the split into steps changes. A plan of single samples is what
 # it was before there were units, so that older checkpoints go on
@@ -184,6 +184,12 @@ class RunPlan:
         layout = replace(self.layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
         check_fits(self.samples, layout)
         return replace(self, layout=replace(layout, expert_ranks=expert_ranks))
+
+    def of_lengths(self, lengths: Integers, num_labels: Integers) -> RunPlan:
+        """Return the same steps for another sample of each id; arrays as for `make_plan`. Nothing is shared."""
+        ids = np.arange(len(lengths)) if self.samples.ids is None else self.samples.ids
+        samples = replace(self.samples, lengths=lengths[ids], num_labels=num_labels[ids])
+        return replace(self, samples=samples, layout=self.layout.for_others(int(samples.lengths.max())))
 
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.

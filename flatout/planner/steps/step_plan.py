@@ -123,6 +123,10 @@ class BatchLayout:
         """The tokens that each numbered unit begins with in common, and computes once."""
         return self.prefixes.tokens if isinstance(self.prefixes, UnitPrefixes) else None
 
+    def for_others(self, longest: int) -> BatchLayout:
+        """Return the layout for other samples, whose prefixes nobody knows, of at most `longest` tokens."""
+        return replace(self, prefixes=None, micro_batch_tokens=max(self.micro_batch_tokens, longest))
+
     @property
     def name(self) -> Literal["packed", "rows"]:
         """The name of the layout in settings."""

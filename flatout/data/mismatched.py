@@ -1,0 +1,116 @@
+"""Each prompt of a data set with the answer to another one: what an objective reads before a step's gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_hexdigest
+
+from flatout.config.objective import REFERENCE
+from flatout.data.reference import with_reference
+from flatout.data.token_store import TokenSample, TokenStore
+from flatout.errors import DataError
+
+# samples whose tokens are read at a time
+_CHUNK = 10_000
+# how many other answers are tried for one of another prompt
+_TRIES = 64
+# of the splitmix64 finalizer, as in planner/steps/order.py
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class MismatchedStore(TokenStore):
+    """The samples of `base`, each with what sample `answer_of[i]` has from its first label token on, int64 (N,).
+
+    `prompt_tokens` int64 (N,) counts the tokens before the first label in `base`. Only `sample` reads tokens.
+    """
+
+    base: TokenStore | None = None
+    answer_of: NDArray[np.int64] | None = None
+    prompt_tokens: NDArray[np.int64] | None = None
+
+    def sample(self, index: int, columns: object = ()) -> TokenSample:
+        """See TokenStore; there are no columns per token."""
+        assert self.base is not None
+        assert self.answer_of is not None
+        assert self.prompt_tokens is not None
+        other = int(self.answer_of[index])
+        own, answer = self.base.sample(index), self.base.sample(other)
+        first, start = int(self.prompt_tokens[index]), int(self.prompt_tokens[other])
+        stop = start + int(self.offsets[index + 1] - self.offsets[index]) - first
+        return TokenSample(
+            np.concatenate([own.token_ids[:first], answer.token_ids[start:stop]]),
+            np.concatenate([own.loss_mask[:first], answer.loss_mask[start:stop]]),
+        )
+
+
+def mismatched(store: TokenStore) -> MismatchedStore:
+    """Return as many samples, each the prompt of one followed by the answer to another prompt.
+
+    Which answer is fixed by the data set alone, so that a reference's log-probabilities serve every run. An answer
+    after which a sample would be longer than the longest one is cut. Raises DataError for a single sample, and for one
+    without labels.
+    """
+    count, lengths = store.num_samples, store.lengths
+    if count < 2:
+        raise DataError(f"{store.folder}: one row, but this objective compares it with the answer to another; add rows")
+    prompt_tokens, marks = _read_prompts(store)
+    answer_of = _answers(marks)
+    kept = np.minimum(lengths[answer_of] - prompt_tokens[answer_of], lengths.max() - prompt_tokens)
+    num_labels = store.num_labels[answer_of]
+    for index in np.flatnonzero(kept < lengths[answer_of] - prompt_tokens[answer_of]).tolist():
+        other = int(answer_of[index])
+        start = int(store.offsets[other] + prompt_tokens[other])
+        num_labels[index] = np.count_nonzero(store.loss_mask[start : start + int(kept[index])])
+    mark = xxh3_128_hexdigest(answer_of.tobytes() + kept.tobytes())
+    columns = {
+        name: replace(column, fingerprint=xxh3_128_hexdigest(f"{column.fingerprint} {mark}".encode()))
+        for name, column in store.columns.items()
+    }
+    reference = {name: own for name, own in with_reference(store).extra.items() if name == REFERENCE}
+    return MismatchedStore(
+        store.folder, store.token_ids, store.loss_mask, np.append(0, np.cumsum(prompt_tokens + kept)), num_labels,
+        store.hashes, store.files, store.rows, replace(store.meta, name=f"{store.meta.name}, answers to other prompts"),
+        columns={**columns, REFERENCE: with_reference(store).columns[REFERENCE]}, extra=reference,
+        base=store, answer_of=answer_of, prompt_tokens=prompt_tokens,
+    )  # fmt: skip
+
+
+def _read_prompts(store: TokenStore) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Return the number of tokens before the first label of each sample, and a number that equal prompts share."""
+    prompt_tokens, marks = np.empty(store.num_samples, np.int64), np.empty(store.num_samples, np.uint64)
+    for first in range(0, store.num_samples, _CHUNK):
+        bounds = store.offsets[first : first + _CHUNK + 1]
+        labels = np.append(np.flatnonzero(store.loss_mask[int(bounds[0]) : int(bounds[-1])]) + bounds[0], bounds[-1])
+        starts = labels[np.searchsorted(labels, bounds[:-1])]
+        if (empty := np.flatnonzero(starts >= bounds[1:])).size:
+            raise DataError(f"{store.origin(first + int(empty[0]))}: the answer has no label token")
+        own = slice(first, first + len(starts))
+        prompt_tokens[own] = starts - bounds[:-1]
+        places = np.arange(bounds[0], bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+        hashed = _mixed(store.token_ids[int(bounds[0]) : int(bounds[-1])]) * (2 * places + 1).astype(np.uint64)
+        hashed[places >= np.repeat(prompt_tokens[own], np.diff(bounds))] = 0
+        marks[own] = np.add.reduceat(hashed, bounds[:-1] - bounds[0])
+    return prompt_tokens, marks
+
+
+def _mixed(values: NDArray[np.integer]) -> NDArray[np.uint64]:
+    found = (values.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
+    return np.asarray(found ^ found >> np.uint64(29)) * _MULTIPLIER
+
+
+def _answers(marks: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return for each sample one that follows it in a fixed random cycle: if there is one near, of another prompt."""
+    order = np.argsort(_mixed(np.arange(len(marks))), kind="stable")
+    answer_of = np.empty(len(marks), np.int64)
+    answer_of[order] = np.roll(order, -1)
+    for shift in range(2, min(_TRIES, len(marks))):
+        if not (same := marks[answer_of[order]] == marks[order]).any():
+            break
+        answer_of[order[same]] = np.roll(order, -shift)[same]
+    if (same := marks[answer_of[order]] == marks[order]).any():
+        answer_of[order[same]] = np.roll(order, -1)[same]
+    return answer_of

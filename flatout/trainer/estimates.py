@@ -1,0 +1,84 @@
+"""What an objective estimates over a whole step before its gradients: passes of prompts with answers to other ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flatout.models.packed import PackedBatch
+from flatout.models.packed_loss import sums_of
+from flatout.models.token_head import TokenHead
+from flatout.objectives.labels import LabelTokens
+from flatout.objectives.protocol import Objective
+from flatout.parallel.strategies.protocol import oom_as_resource_error
+from flatout.planner.memory.constants import HEAD_TILE_ROWS
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.passes import as_in_training, autocast, until_stopped
+from flatout.trainer.state import Run
+
+
+class _Sums:
+    """Adds up what an objective estimates; `sums` fp64 in the order of its names."""
+
+    def __init__(self, objective: Objective, tile_rows: int, device: torch.device) -> None:
+        self._objective, self._tile_rows = objective, tile_rows
+        self.sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=device)
+
+    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+        """See Observer."""
+        labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
+        found = sums_of(self._objective, labels, estimates=True)
+        self.sums += torch.stack(found).detach().double()
+
+
+def start_estimates(run: Run, step: StepPlan) -> None:
+    """Compute what the objective estimates over a step, without gradients and dropout; collective.
+
+    The means are over all samples of the step, on all ranks and in all micro-batches.
+    """
+    if not run.mismatched_loaders:
+        return
+    mismatched, (loader, *_) = run.planned.mismatched, run.mismatched_loaders
+    assert mismatched is not None
+    plan = mismatched.plan
+    steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
+    own = next(iter(loader.prefetching(steps, run.data_rank)))
+    passes = _micro_batches_of(run, own)
+    # in lockstep every rank must run every pass, or the others would hang
+    batches = takewhile(lambda _: run.shares_passes or not run.stop.requested, loader.batches(passes))
+    num_tokens = sum(one.num_padded_tokens for one in passes)
+    with as_in_training(run), run.rank_meter.phase("forward", num_tokens=num_tokens):
+        _estimate(run, batches, len(own.sample_ids))
+
+
+def evaluation_estimates(run: Run, place: int) -> None:
+    """Compute what the objective estimates over an evaluation set; collective."""
+    mismatched = run.eval_sets[place].mismatched
+    if mismatched is not None:
+        batches = run.mismatched_loaders[1 + place].batches(mismatched.plan.ranks[run.data_rank])
+        _estimate(run, until_stopped(run, batches), len(mismatched.plan.sample_ids))
+
+
+def _micro_batches_of(run: Run, step: StepPlan) -> tuple[MicroBatch, ...]:
+    """Return this rank's passes: those planned, or smaller ones after an out-of-memory error."""
+    planned, cap_tokens = step.ranks[run.data_rank], run.state.micro_batch_cap
+    if run.shares_passes or cap_tokens is None or not planned:
+        return planned
+    assert run.planned.mismatched is not None
+    plan = run.planned.mismatched.plan
+    return plan.resplit(step, run.data_rank, max(cap_tokens, plan.largest_unit(planned)))
+
+
+def _estimate(run: Run, batches: Iterable[PackedBatch], num_samples: int) -> None:
+    objective = run.planned.objective
+    reader = _Sums(objective, HEAD_TILE_ROWS[run.memory.recompute], run.device)
+    with oom_as_resource_error(run.rank), run.terms.observed_by(reader):
+        for batch in batches:
+            with autocast(run):
+                run.loss(batch)
+    means = run.strategy.sum_values(reader.sums) / num_samples
+    run.terms.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))

@@ -1,0 +1,197 @@
+"""KTO from rows with labels: the command on one and several ranks, resume, verify, and what is told and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from unit_store import write_units
+
+from flatout.cli.main import main
+from flatout.data import registry
+from flatout.data.mismatched import mismatched
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
+from flatout.objectives.kto import KTO
+
+ROWS = [
+    {
+        "prompt": f"What is {k} and {k}? " * (k % 3 + 1),
+        "completion": f"It is {2 * k}. " * (k % 4 + 1),
+        "label": k % 3 > 0,
+    }
+    for k in range(15)
+]
+
+
+def written(tiny: Any, folder: Path, rows: list[dict[str, Any]], *, precision: str = "fp64", more: str = "") -> Path:
+    """run.yaml over a file of rows."""
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(
+        f"run_dir: {folder / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: {precision}}}\n"
+        f"data: {{name: judged, root: '{folder}', sources: [{{path: '{folder}/rows.jsonl'}}], template: qwen3}}\n"
+        "objective: kto\nbatch: {samples_per_step: 4}\nschedule: {kind: constant, warmup_steps: 0}\n"
+        "optim: {lr: 1.0e-2}\nlora: {rank: 4, alpha: 8}\neval: {fraction: 0.2, every_steps: 1, prompts: []}\n" + more
+    )
+    return folder / "run.yaml"
+
+
+FIGURES = ("loss", "grad_norm", "metrics")
+
+
+@pytest.mark.parametrize("more", ["two", pytest.param("three", marks=pytest.mark.exhaustive)])
+def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str], more: str
+) -> None:
+    file = written(tiny, tmp_path, ROWS)
+    assert main(["plan", str(file)]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "prompts with the answers to other ones, about a half" in shown
+    assert re.search(r"estimates \d+ tokens more, \d+\.\d%, in forward passes before gradients", shown)
+    options = {
+        "one": [],
+        "cut": ["batch.micro_batch_tokens=90"],
+        "two": ["gpus=[0,1]"],
+        "three": ["gpus=[0,1,2]", "batch.layout=rows"],
+    }
+    runs = ("one", "cut", more)
+    for name in runs:
+        assert main(["train", str(file), f"run_dir={tmp_path / name}", *options[name]]) == 0, name
+        said = " ".join((tmp_path / name / "train.log").read_text().split())
+        assert (
+            f"judged, answers to other prompts: 12 log-probabilities {'in' if name == 'one' else 'are known'}" in said
+        )
+    steps, evaluated = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "one", "eval")
+    for first in (steps[0] | {"metrics": steps[0]["metrics"]}, evaluated[0] | {"loss": evaluated[0]["eval_loss"]}):
+        assert first["loss"] == 0.5
+        assert {"kl", "rewards/chosen"} <= first["metrics"].keys()
+        assert not any(value for name, value in first["metrics"].items() if not name.startswith("logps"))
+    assert max(step["metrics"]["kl"] for step in steps) > 0
+    assert metrics_of(tmp_path / "cut")[0]["num_micro_batches"] > 2
+    for name in runs[1:]:
+        for one, other in zip(steps, metrics_of(tmp_path / name), strict=True):
+            for figure in FIGURES:
+                assert other[figure] == pytest.approx(one[figure], rel=1e-6, abs=1e-8), (name, one["step"], figure)
+        for one, other in zip(evaluated, metrics_of(tmp_path / name, "eval"), strict=True):
+            assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-7)
+            assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-6, abs=1e-8)
+
+
+KILLED = """
+import os, signal, sys
+import flatout
+class Kill(flatout.Callback):
+    def on_step(self, record):
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+flatout.train(sys.argv[1], callbacks=[Kill()])
+"""
+
+
+def test_a_killed_run_goes_on_to_the_bit(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    for name in ("whole", "parts"):
+        file = written(tiny, tmp_path / name, ROWS, precision="fp32", more="checkpoint: {every_steps: 1}\n")
+        if name == "parts":
+            (tmp_path / "kill.py").write_text(KILLED)
+            command = [sys.executable, str(tmp_path / "kill.py"), str(file)]
+            ended = subprocess.run(command, capture_output=True, timeout=600)
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert main(["train", str(file)]) == 0
+    assert '"kind": "resumed"' in (tmp_path / "parts" / "run" / "events.jsonl").read_text()
+    whole, parts = ([line["loss"] for line in metrics_of(tmp_path / name / "run")] for name in ("whole", "parts"))
+    assert whole == parts
+    one, other = (tmp_path / name / "run" / "final" / "adapter_model.safetensors" for name in ("whole", "parts"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_verify_proves_it(tiny: Any, tmp_path: Path, ranks: int) -> None:
+    file = written(tiny, tmp_path, ROWS, precision="fp32")
+    assert main(["verify", str(file), "--ranks", str(ranks)]) == 0
+    rows = {row["case"]: row for row in json.loads((tmp_path / "run" / "verify.json").read_text())["rows"]}
+    assert rows["rewards before the first update"]["worst_difference"] == 0
+    assert {"packed", "each sample alone"} <= rows.keys()
+    assert ("zero3" in rows) == (ranks > 1)
+
+
+def test_each_prompt_gets_the_answer_to_another(tiny: Any, tmp_path: Path) -> None:
+    store = write_units(tmp_path, tiny.model_dir, [1] * 40, name="d", labels=[1, 0] * 20)
+    other = mismatched(store)
+    answers = other.answer_of
+    assert answers is not None
+    assert (answers != np.arange(40)).all()
+    assert sorted(answers.tolist()) == list(range(40))
+    assert (other.lengths <= store.lengths.max()).all()
+    for index, answer in enumerate(answers.tolist()):
+        (own, mask), (ids, marks) = store.sample(index).pair, store.sample(answer).pair
+        first, start = mask.argmax(), marks.argmax()
+        found, found_mask = other.sample(index).pair
+        assert found[:first].tolist() == own[:first].tolist()
+        assert found[first:].tolist() == ids[start:][: len(found) - first].tolist()
+        assert found_mask.sum() == other.num_labels[index] == found_mask[first:].sum() > 0
+        assert len(found) == other.lengths[index]
+    assert (mismatched(store).answer_of == answers).all()
+
+
+def test_answers_to_an_equal_prompt_are_not_taken(tiny: Any, tmp_path: Path) -> None:
+    rows = [{**row, "prompt": f"What is {k % 3}?"} for k, row in enumerate(ROWS)]
+    file = written(tiny, tmp_path, rows)
+    assert main(["plan", str(file)]) == 0
+    store = TokenStore.open(registry.entry_dir(tmp_path, registry.find(tmp_path, "judged")))
+    prompts = [ids[: mask.argmax()].tolist() for ids, mask in (store.sample(index).pair for index in range(15))]
+    answers = mismatched(store).answer_of
+    assert answers is not None
+    assert all(prompts[index] != prompts[answer] for index, answer in enumerate(answers))
+
+
+def test_one_row_has_no_other_answer(tiny: Any, tmp_path: Path) -> None:
+    store = write_units(tmp_path, tiny.model_dir, [1], name="d", labels=[1])
+    with pytest.raises(DataError, match="one row, but this objective compares it with the answer to another"):
+        mismatched(store)
+
+
+@pytest.mark.parametrize(
+    ("settings", "totals", "said"),
+    [
+        ({}, (16, 12), None),
+        ({"undesirable_weight": 2.0}, (30, 12), None),
+        ({}, (12, 0), "all 12 answers are desirable, so nothing says what to avoid"),
+        ({}, (0, 12), "all 12 answers are undesirable"),
+        ({}, (10, 30), "is 0.33 times undesirable_weight x 30 undesirable ones; .* such as desirable_weight 3 to 4"),
+        ({"desirable_weight": 3.0}, (20, 12), "is 5.00 times .* such as desirable_weight 0.6 to 0.8"),
+    ],
+)
+def test_what_is_odd_about_labels_is_told(
+    settings: dict[str, float], totals: tuple[int, int], said: str | None
+) -> None:
+    found = list(KTO(**settings).notes(dict(zip(("label", "undesirable"), totals, strict=True))))
+    assert len(found) == (said is not None)
+    if said is not None:
+        assert re.search(said, found[0]), found
+
+
+def test_a_set_with_one_label_trains_and_says_so(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    file = written(tiny, tmp_path, [{**row, "label": True} for row in ROWS])
+    assert main(["train", str(file), "batch.max_steps=1"]) == 0
+    assert "all 15 answers are desirable, so nothing says what to avoid" in " ".join(
+        (tmp_path / "run" / "train.log").read_text().split()
+    )
+    (line,) = metrics_of(tmp_path / "run")
+    assert line["metrics"].keys() >= {"rewards/chosen", "kl"}
+    assert not line["metrics"].keys() & {"rewards/rejected", "rewards/margins"}
+    # learnt as ordinary rows too
+    assert main(["train", str(file), "objective=cross_entropy", f"run_dir={tmp_path / 'sft'}"]) == 0
+
+
+def test_pairs_are_refused(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
+    assert main(["train", str(written(tiny, tmp_path, rows))]) == 3
+    assert "has no column 'label', which objective kto needs" in " ".join(capsys.readouterr().err.split())

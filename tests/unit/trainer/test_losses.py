@@ -1,0 +1,131 @@
+"""Every loss over answers is its form in plain torch, in fp64: loss, all gradients, metrics, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plain_losses import KTO, SETTINGS, PlainStep
+from unit_store import write_units
+
+from flatout.checkpoint.write import Checkpoints
+from flatout.config.objective import OBJECTIVES, REFERENCE, class_of_kind
+from flatout.config.read import make_config
+from flatout.config.schema import Config
+from flatout.parallel.rank import Rank
+from flatout.planner.steps.prefixes import make_bundles
+from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.track.callback import Reporter
+from flatout.trainer.build import Setup, build_run
+from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.step import accumulate_gradients
+
+NUM_UNITS, PER_STEP = 10, 5
+LABELS = [1, 0, 1, 1, 0, 1, 0, 1, 0, 0]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "packed": {"share_prefix": "off"},
+    "packed, shared": {"share_prefix": "on"},
+    "rows": {"layout": "rows"},
+}
+
+
+@pytest.fixture(scope="module")
+def root(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a data set of pairs, and of one of labelled answers."""
+    folder = tmp_path_factory.mktemp("answers")
+    write_units(folder, tiny.model_dir, [2] * NUM_UNITS, name="pairs")
+    write_units(folder, tiny.model_dir, [1] * NUM_UNITS, name="labelled", labels=LABELS)
+    return folder
+
+
+def config_of(tiny: Any, root: Path, folder: Path, name: str, **batch: Any) -> Config:
+    return make_config(
+        {
+            "run_dir": str(folder),
+            "device": "cpu",
+            "method": "full",
+            "model": {"name": str(tiny.model_dir), "precision": "fp64"},
+            "data": {"name": "labelled" if name in KTO else "pairs", "root": str(root)},
+            "objective": SETTINGS[name],
+            "eval": {"prompts": []},
+            "batch": {"samples_per_step": PER_STEP, "max_steps": 2, "micro_batch_tokens": 4000, **batch},
+        }
+    )
+
+
+def with_reference(planned: PlannedRun) -> PlannedRun:
+    """The plan with values for a reference, so that none is computed and no ratio is 0."""
+    rng = np.random.default_rng(1)
+    if REFERENCE in planned.objective.columns:
+        for store in planned.stores:
+            # log-ratios of about 10, of both signs
+            store.extra[REFERENCE][:] = -6.6 * store.num_labels + rng.normal(0.0, 8.0, store.num_samples)
+    return planned
+
+
+@pytest.fixture(scope="module")
+def plain_step(tiny: Any) -> Callable[..., PlainStep]:
+    kept: dict[str, PlainStep] = {}
+
+    def find(planned: PlannedRun) -> PlainStep:
+        other = planned.mismatched.store if planned.mismatched else None
+        reference = planned.store.extra.get(REFERENCE, np.zeros(planned.store.num_samples))
+        more = () if other is None else (other.answer_of, other.extra[REFERENCE])
+        name = planned.store.meta.name + ("" if REFERENCE in planned.store.extra else ", no reference")
+        if name not in kept:
+            kept[name] = PlainStep(tiny.model_dir, planned.store, planned.plan.step(0).sample_ids, reference, *more)
+        return kept[name]
+
+    return find
+
+
+def cut(plan: RunPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ...]:
+    """The step in as many micro-batches of whole units, of unequal sizes."""
+    items = plan.samples.take(plan.samples.indices_of(step.sample_ids)).items(plan.layout.cost)
+    units = [[items[index] for index in bundle.members] for bundle in make_bundles(items)]
+    bounds = [0, *(PER_STEP - wanted + one for one in range(1, wanted + 1))]
+    parts = [[item for unit in units[first:last] for item in unit] for first, last in pairwise(bounds)]
+    layout = plan.layout
+    return tuple(
+        layout.micro_batch(part) if layout.pass_tokens is not None else layout.micro_batches(part)[0] for part in parts
+    )
+
+
+def test_every_loss_over_answers_has_a_form() -> None:
+    """Models that score answers have a test of their own, as transformers has such models."""
+    classes = {kind: class_of_kind(kind) for kind in OBJECTIVES}
+    wanted = {kind for kind, own in classes.items() if own.scope != "token" and own.reads != "scores"}
+    assert {settings["kind"] for settings in SETTINGS.values()} == wanted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_is_that_of_plain_torch_however_it_is_cut(
+    tiny: Any, root: Path, tmp_path: Path, plain_step: Any, name: str, layout: str
+) -> None:
+    config = config_of(tiny, root, tmp_path / "run", name, **LAYOUTS[layout])
+    planned = with_reference(plan_run(config, Reporter(), Rank()))
+    checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
+    run = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+    step = run.plan.step(0)
+    loss, gradients, metrics = plain_step(planned).gradients(name)
+    for wanted in (1, 2, 5):
+        passes = cut(run.plan, step, wanted)
+        assert len(passes) == wanted
+        assert any(one.shared for one in passes) == (layout == "packed, shared" and name not in KTO)
+        run.optimizer.zero_grad()
+        sums = accumulate_gradients(run, replace(step, ranks=(passes,))).tolist()
+        assert sums[0] / PER_STEP == pytest.approx(loss, rel=1e-7)
+        assert planned.normalizers.metrics(sums, step) == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+        largest = max(float(one.norm()) for one in gradients.values())
+        for parameter_name, parameter in run.named_parameters.items():
+            # rotary cosines are computed in fp32
+            assert parameter.grad is not None
+            assert float((parameter.grad - gradients[parameter_name]).norm()) < 1e-6 * largest, parameter_name
+    run.close()
