@@ -27,7 +27,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 """Text that a tokenizer takes."""
 Format = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens", "xlam",
-    "glaive", "gemini", "preference", "reward", "kto",
+    "glaive", "gemini", "preference", "reward", "kto", "classify",
 ]  # fmt: skip
 KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
 Dedupe = Literal["exact", "near", "off"]

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
+from flatout.config.data import data_section
 from flatout.config.section import Section
 from flatout.errors import UsageError
 
@@ -41,6 +42,7 @@ OBJECTIVES: Mapping[str, str] = MappingProxyType(
         "cpo": "cpo.CPO",
         "reward": "reward.Reward",
         "kto": "kto.KTO",
+        "classify": "classify.Classify",
     }
 )
 
@@ -75,6 +77,22 @@ def class_of_kind(kind: str) -> Any:
 def reads_scores(kind: str) -> bool:
     """Whether an objective of this kind trains the scores of texts, instead of tokens."""
     return kind in OBJECTIVES and class_of_kind(kind).reads == "scores"
+
+
+def with_row_format(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a run's settings in which sources without a format have that of the objective's rows, if it has one."""
+    kind, data = kind_of(values.get("objective")), data_section(values.get("data"))
+    name = class_of_kind(kind).row_format if kind in OBJECTIVES else None
+    given = data.model_dump(exclude_unset=True) if isinstance(data, Section) else data
+    sources = given.get("sources") if isinstance(given, Mapping) else None
+    if name is None or not isinstance(given, Mapping) or not isinstance(sources, list):
+        return values
+    paths = [{"path": source} if isinstance(source, str) else source for source in sources]
+    named = [
+        {**source, "format": name} if isinstance(source, Mapping) and source.get("format", "auto") == "auto" else source
+        for source in paths
+    ]
+    return {**values, "data": {**given, "sources": named}}
 
 
 def with_trained_score(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,7 +130,7 @@ class ObjectiveConfig(Section):
     kind: str = "cross_entropy"
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
     answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on answers with labels: kto; with fields of their own, such as `beta`
-    (docs/preference.md); reward: a model that scores answers."""
+    (docs/preference.md); reward: a model that scores answers; classify: one that gives texts labels."""
     path: str | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()

@@ -20,6 +20,7 @@ LR_OF_OBJECTIVE: Mapping[str, Mapping[str, float]] = {
     "cpo": {"lora": 1e-5, "full": 1e-6},
     "reward": {"lora": 1e-4, "full": 1e-5},
     "kto": {"lora": 1e-5, "full": 1e-6},
+    "classify": {"lora": 2e-4, "full": 2e-5},
 }
 _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1e30}]}
 

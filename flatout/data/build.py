@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport
+from flatout.data.classes import labels_of, with_classes
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
 from flatout.data.rows.formats.parser import make_parser
@@ -259,7 +260,7 @@ def _build(
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
-    readers = _choose_parsers(sources, config.sources)
+    readers = with_classes(_choose_parsers(sources, config.sources), log_note)
     for source, parser in readers:
         log_note(f"{source.name}: {parser.summary}")
     columns = own_columns(config, readers, log_note)
@@ -283,9 +284,8 @@ def _build(
                 writer.close_shard(done.state())
             told(report.counts["rows"])
         report.close(writer.num_samples, writer.num_distinct())
-        meta = replace(
-            meta, files=tuple(map(redacted, done.files)), counts=dict(report.counts), max_token_id=writer.max_token_id
-        )
+        meta = replace(meta, files=tuple(map(redacted, done.files)), labels=labels_of(readers))
+        meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
         if report.counts["conversations"]:
             facts = to_tokens.description
             meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()

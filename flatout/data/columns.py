@@ -71,8 +71,9 @@ JUDGEMENTS = {
     PREFIX_TOKENS: Column("int32", "unit", "tokens that a pair begins with in common"),
     "margin": Column("float32", "unit", "by how much a pair's first answer is better"),
     "label": Column("int8", "sample", "1: an answer to be learnt, 0: one to avoid"),
+    "class": Column("int32", "sample", "the number of a text's label among those of the set, from 0"),
 }
-"""Columns that rows of compared or labelled answers fill."""
+"""Columns that rows of compared or labelled answers, and labelled texts, fill."""
 _TYPES = ("bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64")
 _NAME = re.compile("[a-z][a-z_]*")
 HEADER_BYTES = 128

@@ -98,11 +98,12 @@ Sample = Conversation | PlainText | TokenRow
 class Preference:
     """Answers to one prompt that are compared, or one answer with a label; only the answers' turns carry loss.
 
-    `units` are indices into `answers`: the better and the worse answer of each pair, or a labelled answer alone.
+    `units` are indices into `answers`: the better and the worse answer of each pair, or a labelled answer alone. A text
+    for classification is the only answer of its row, with its class.
     `columns` has a value for each unit.
     """
 
-    answers: tuple[Conversation, ...]
+    answers: tuple[Conversation | PlainText, ...]
     units: tuple[tuple[int, ...], ...]
     origin: Origin
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from flatout.config.objective import UNDESIRABLE
 from flatout.config.schema import DataConfig
 from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
+from flatout.data.rows.formats.classify import CLASS, CLASSIFY
 from flatout.data.rows.formats.preference import JUDGED
 from flatout.data.sampling import Readers
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
+
+# labels that statistics name
+_MOST_SHOWN = 12
 
 
 def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]) -> dict[str, Column]:
@@ -32,6 +36,10 @@ def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]
             "together; build them as two data sets"
         )
     _, parser = readers[0]
+    if parser.format == CLASSIFY:
+        if config.too_long == "split":
+            raise DataError("data.too_long: split would give a label to parts of a text; set truncate, drop or error")
+        return {CLASS: JUDGEMENTS[CLASS]}
     if parser.format not in JUDGED:
         return {}
     if config.loss_type == "all":
@@ -66,6 +74,8 @@ def unit_notes(counts: Mapping[str, int]) -> Iterator[str]:
         lost = counts["lost_pairs"]
         fell = f"; {lost:,} fell out, as one of their answers is too long or has no label" if lost else ""
         yield f"{counts['pairs']:,} pairs of {counts['conversations']:,} rows, a unit each{fell}"
+    if counts["classified"]:
+        yield f"{counts['classified']:,} texts with a label"
     if counts["labelled"]:
         yield f"{counts['labelled']:,} labelled answers, a unit each"
 
@@ -90,15 +100,20 @@ def first_difference(store: TokenStore, unit: int) -> int:
 def unit_lines(store: TokenStore) -> Iterator[str]:
     """Yield statistics of pairs and of labels, one sentence each."""
     if store.meta.counts.get("pairs"):
-        labels = store.num_labels.reshape(-1, 2)
-        ahead = labels[:, 0] - labels[:, 1]
+        sizes = store.num_labels.reshape(-1, 2)
+        ahead = sizes[:, 0] - sizes[:, 1]
         longer, equal = (float(np.mean(share)) for share in (ahead > 0, ahead == 0))
-        yield f"pairs {len(labels):,}: chosen is the longer answer in {longer:.1%}, as long in {equal:.1%}"
+        yield f"pairs {len(sizes):,}: chosen is the longer answer in {longer:.1%}, as long in {equal:.1%}"
         yield f"chosen minus rejected, in label tokens: mean {ahead.mean():+.1f}  {_spread(ahead)}"
         common = np.asarray(store.extra[PREFIX_TOKENS], np.int64)
         yield f"tokens that a pair has in common before its labels: {2 * common.sum() / store.lengths.sum():.1%} of all"
     if "margin" in store.extra:
         yield f"margins: mean {np.mean(store.extra['margin']):.3g}  {_spread(store.extra['margin'])}"
+    if labels := store.meta.labels:
+        numbers = np.bincount(np.asarray(store.extra[CLASS]), minlength=len(labels)).tolist()
+        most = sorted(zip(numbers, labels, strict=True), reverse=True)
+        shown = "  ".join(f"{label} {number:,}" for number, label in most[:_MOST_SHOWN])
+        yield f"labels {len(labels):,}: {shown}{'  ...' if len(labels) > _MOST_SHOWN else ''}"
     if store.meta.counts.get("labelled"):
         num_good = int((store.extra["label"] == 1).sum())
         yield f"labels: {num_good:,} answers to be learnt, {store.num_samples - num_good:,} to avoid"

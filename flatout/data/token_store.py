@@ -47,6 +47,7 @@ _OLD_COLUMNS |= {"loss_mask": Column("bool", "token", COLUMNS["loss_mask"].meani
 _PER_UNIT = Column("int64", "unit")
 _FILLED_BY = {
     "label": "build it from rows of format: kto",
+    "class": "build it from rows of format: classify",
     "margin": "build it from pairs that all have a margin or scores",
 }
 
@@ -63,7 +64,8 @@ class StoreMeta:
     `template` is the chat template's name and `template_text` the text that rendered the conversations, byte for byte;
     both are empty if there was none; `template_facts` describe it. `end_of_turn` is what it writes behind an answer,
     and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens. `mask_rules` is the
-    version of the rules that chose what carries loss in conversations; 0 without any, and in stores of old.
+    version of the rules that chose what carries loss in conversations; 0 without any, and in stores of old. `labels`
+    are those that the column `class` numbers.
     """
 
     name: str
@@ -81,6 +83,7 @@ class StoreMeta:
     end_of_turn: str = ""
     template_facts: TemplateDescription | None = None
     mask_rules: Annotated[int, Field(ge=0)] = 0
+    labels: tuple[str, ...] = ()
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:

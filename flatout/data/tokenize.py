@@ -20,6 +20,7 @@ from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
 from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.markup import noticed
+from flatout.data.rows.formats.classify import CLASS
 from flatout.data.templates.description import Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import control_pattern, load_tokenizer
@@ -168,7 +169,7 @@ class SampleTokenizer:
         Of a preference, these are one text for each answer. Raises DataError, also if there is no template.
         """
         if isinstance(sample, Preference):
-            return [self._one_text(answer) for answer in sample.answers]
+            return [self._one_text(answer) for answer in sample.answers if isinstance(answer, Conversation)]
         if not isinstance(sample, Conversation):
             return ()
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
@@ -213,9 +214,35 @@ class SampleTokenizer:
 
     def _preference(self, row: Preference, texts: Sequence[MaskedText]) -> TokenizedSample:
         """Tokenize each answer once, and put whole units together: one with an answer that is left out is left out."""
+        if CLASS in row.columns:
+            return self._classified(row, texts)
         pairs = zip(row.answers, texts, strict=True)
-        answers = [self._conversation(answer, [text], is_whole=True) for answer, text in pairs]
+        answers = [
+            self._conversation(answer, [text], is_whole=True) for answer, text in pairs
+            if isinstance(answer, Conversation)
+        ]  # fmt: skip
         return _joined_units(row, answers)
+
+    def _classified(self, row: Preference, texts: Sequence[MaskedText]) -> TokenizedSample:
+        """Tokenize a text with a label; its last token, which is scored, stands for it, and is its only label token.
+
+        A text over the limit loses its end, unless `too_long` says otherwise.
+        """
+        (sample,), limit = row.answers, self.options.max_tokens
+        if isinstance(sample, PlainText):
+            whole, counts = self._document(sample)
+        else:
+            whole = self.encoder.encode(texts[0].text, (), texts[0].typed)
+            counts = noticed(sample, texts[0].text, self._control)
+        num_tokens, cuts = len(whole.token_ids), self.options.too_long in ("auto", "truncate")
+        kept = whole.token_ids[:limit] if cuts else whole.token_ids
+        done = self._fit(TokenizedText(kept, np.arange(len(kept)) == len(kept) - 1), counts, is_whole=True)
+        if lost := num_tokens - len(kept):
+            more = {"tokens": num_tokens, "truncated_tokens": lost, "truncated_labels": 0}
+            done = replace(done, fate="truncated", num_tokens=num_tokens, counts=done.counts | more)
+        columns = row.columns if done.pieces else {CLASS: ()}
+        counted = done.counts | {"classified": len(done.pieces)}
+        return replace(done, counts=counted, unit_sizes=(1,) * len(done.pieces), columns=columns)
 
     def _conversation(
         self, sample: Conversation, texts: Sequence[MaskedText], *, is_whole: bool = False
@@ -239,6 +266,11 @@ class SampleTokenizer:
     def _plain(self, sample: PlainText) -> TokenizedSample:
         if not sample.text.strip():
             return TokenizedSample((), "no_labels", 0, {"documents": 1})
+        text, counts = self._document(sample)
+        return self._fit(text, counts, is_document=not (sample.prompt or sample.silent))
+
+    def _document(self, sample: PlainText) -> tuple[TokenizedText, dict[str, int]]:
+        """Return a text as a whole, from bos to eos, and counts."""
         text = sample.prompt + sample.text
         keep = self.options.special_tokens == "keep"
         typed = [found.span() for found in self._control.finditer(text)] if self._control and not keep else []
@@ -259,7 +291,7 @@ class SampleTokenizer:
         loss_mask = np.concatenate([np.zeros(len(bos), np.bool_), body.loss_mask, np.full(len(end), ends_with_loss)])
         counts = {"documents": 1, "typed_documents": int(bool(typed)), "typed_control_tokens": len(typed)}
         counts |= noticed(sample, skipped=self._control)
-        return self._fit(TokenizedText(ids, loss_mask), counts, is_document=not (sample.prompt or sample.silent))
+        return TokenizedText(ids, loss_mask), counts
 
     def _fit(
         self, text: TokenizedText, counts: dict[str, int], *, is_document: bool = False, is_whole: bool = False

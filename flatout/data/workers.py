@@ -137,7 +137,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         except DataError as error:
             problems[index] = str(error)
             continue
-        if isinstance(sample, Conversation | Preference):
+        first = sample.answers[0] if isinstance(sample, Preference) else sample
+        if isinstance(first, Conversation):
             counts["conversations"] += 1
             _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
         try:

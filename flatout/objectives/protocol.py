@@ -43,6 +43,8 @@ class Objective(Section):
     reads: ClassVar[Literal["labels", "scores"]] = "labels"
     """labels: log-probabilities of label tokens; scores: those that a trained `score` gives each sample's last token,
     as transformers' sequence classification does. No logits over the vocabulary are computed for scores."""
+    row_format: ClassVar[str | None] = None
+    """The format of rows whose sources name none; None: the one that the first row shows."""
     scope: ClassVar[Literal["token", "sample", "unit"]] = "token"
     """The most that one term of the sum reads: a token, all label tokens of a sample, or all samples of a unit."""
     unit_size: ClassVar[int | None] = None

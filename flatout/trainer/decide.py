@@ -17,6 +17,7 @@ from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, Re
 from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
+from flatout.data.classes import in_order_of
 from flatout.data.judged import with_undesirable
 from flatout.data.reference import with_reference
 from flatout.data.token_store import TokenStore
@@ -152,10 +153,8 @@ def plan_run(
     report_objective(config, plan, reporter, counted := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     others, eval_sets = plan_mismatched(objective, store, plan, eval_sets)
-    evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets]
-    longest = memory.longest_pass_tokens
-    # a model that scores answers nothing
-    prompts = None if scoring else read_eval_prompts(config, store, evaluated, shape.max_positions, longest, reporter)
+    evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets if not scoring]  # which answers nothing
+    prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
     if eval_sets:
         identities = [_identity(each.store, columns) for each in eval_sets]
@@ -268,7 +267,8 @@ def plan_evaluation(
     stores = {config.data.name: store} if config.eval.fraction else {}
     for name in config.eval.data_names:
         eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
-        stores[name] = open_tokens(DataConfig.model_validate(eval_config), config, reporter, objective)
+        opened = open_tokens(DataConfig.model_validate(eval_config), config, reporter, objective)
+        stores[name] = in_order_of(opened, store.meta.labels)
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():

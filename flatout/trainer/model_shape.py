@@ -84,10 +84,15 @@ def make_shape(values: Mapping[str, Any], *, origin: str = "config.json", scores
 
 
 def _empty(values: Mapping[str, Any], origin: str, *, scores: bool) -> PreTrainedModel:
-    """Build the model of a config.json without weights. Raises UsageError for one that cannot score, with `scores`."""
+    """Build the model of a config.json without weights. Raises UsageError unless it can score, or write."""
     config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
     if scores:
         use_scoring(config, None, origin)
+    elif is_scoring(config):
+        raise UsageError(
+            f"{origin}: a {config.architectures[0]} scores texts and does not write; train it with objective: reward "
+            "or classify, or choose the model that it was made from"
+        )
     model = empty_model(config, {})
     if scores:
         score_module(model)

@@ -102,6 +102,11 @@ def _require_good_answers(objective: Objective, store: TokenStore) -> None:
             f"answers too; set objective to {', '.join(kinds) or 'a loss of pairs'}, or build the set with columns: "
             "{completion: chosen} (of whole conversations {messages: chosen})"
         )
+    if store.meta.labels:
+        raise DataError(
+            f"data set {name!r} has texts with labels, of which objective {objective.name} would learn the last token "
+            "alone; set objective: classify, or build it in another format"
+        )
     num_bad = int((store.extra["label"] == 0).sum()) if counts.get("labelled") else 0
     if num_bad:
         kinds = [kind for kind in OBJECTIVES if "label" in class_of_kind(kind).columns]

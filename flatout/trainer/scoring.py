@@ -46,4 +46,4 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scori
             f"tokenizer {config.data.tokenizer or config.model.name!r} has no pad_token and no eos_token, so "
             "batches of texts could not be padded; set one in tokenizer_config.json"
         )
-    return Scoring(ONE_SCORE, int(found))
+    return Scoring(store.meta.labels or ONE_SCORE, int(found))

@@ -16,13 +16,17 @@ class FieldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read one source's rows: its settings `columns`, `roles`, `system`, `keys` and `pairs`."""
+    """How to read one source's rows: its settings `columns`, `roles`, `system`, `keys` and `pairs`.
+
+    `classes` are the labels of all sources for classification, in their order.
+    """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     pairs: Literal["best_worst", "adjacent", "all"] = "best_worst"
+    classes: tuple[str, ...] = ()
 
     def name(self, column: str) -> str:
         """Return the user's name of a column; one that was renamed to another column is not read under its own name."""

@@ -15,6 +15,7 @@ from flatout.config.schema import SourceConfig
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import Origin, ParsedRow, Preference
 from flatout.data.rows.formats.advice import Advice, Works, near_miss, proposed, unread_meaning, written
+from flatout.data.rows.formats.classify import CLASS, CLASSIFY, parse_classified
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
     CHAT_OPTIONAL,
@@ -45,7 +46,6 @@ from flatout.data.rows.formats.preference import (
     SCORES,
     columns_of,
     is_labelled,
-    is_pair,
     is_ranked,
     parse_kto,
     parse_preference,
@@ -67,6 +67,7 @@ _REMARKS = {
     "gemini": "contents become turns, functionDeclarations become tools",
     "preference": "both answers get the chat template; only what follows the messages they share carries loss",
     "ranked": "pairs of answers get the chat template; only what follows the messages they share carries loss",
+    "classify": "the last token is scored; a chat gets the chat template",
     "kto": "only the answer carries loss, and its label is kept",
 }
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
@@ -101,15 +102,17 @@ class FormatRule:
         return named | {reading.name(name) for name in (*self.optional, *chain(*self.required))}
 
 
+def _never(row: Mapping[str, Any], reading: Reading) -> bool:
+    return False  # a label may also be that of an answer, or mean nothing: only the settings tell
+
+
 def _holds_tree(row: Mapping[str, Any], reading: Reading) -> bool:
     return is_tree(row.get(reading.name("prompt")))
 
 
 _TURNS = ("role", "content", "from", "value")
 _ASKED = (*PROMPTS, "history", *CHAT_OPTIONAL)
-_pairs = FormatRule(
-    parse_preference, ((*CHOSEN, *CHAT_COLUMNS), REJECTED), (*_ASKED, MARGIN, *chain(*SCORES)), _TURNS, is_pair
-)
+_pairs = FormatRule(parse_preference, (CHOSEN, REJECTED), (*_ASKED, MARGIN, *chain(*SCORES)), _TURNS)
 _parse_messages = partial(parse_chat, role="role", content="content")
 # In the order of detection: distinctive columns first, since many chat sets also have a `text` or `prompt` column.
 RULES: dict[str, FormatRule] = {
@@ -120,6 +123,9 @@ RULES: dict[str, FormatRule] = {
     "preference": _pairs,
     "reward": _pairs,
     "ranked": FormatRule(parse_ranked, (ANSWERS,), (*_ASKED, *RANKED_COLUMNS), _TURNS, looks=is_ranked),
+    "classify": FormatRule(
+        parse_classified, (("text", *PROMPTS), ("label",)), ("history", *CHAT_OPTIONAL), _TURNS, looks=_never
+    ),
     "kto": FormatRule(parse_kto, (LABELS,), (*_ASKED, *COMPLETIONS), _TURNS, looks=is_labelled),
     "messages": FormatRule(_parse_messages, (CHAT_COLUMNS,), CHAT_OPTIONAL, ("completion", "role", "content")),
     "sharegpt": FormatRule(
@@ -245,7 +251,7 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     _check_renames(source, first)
     reading = Reading(source.columns, source.roles, source.system, source.keys, source.pairs)
     known = _known(row, reading) if source.format == "auto" else source.format
-    if why := refusal(row, reading, known if known in JUDGED else None):
+    if why := refusal(row, reading, known if known in (*JUDGED, CLASSIFY) else None):
         raise DataError(f"{first.origin}: {why}")
     name = known or _unknown(source, first, reading, works)
     if name == "oasst" and _holds_tree(row, reading):
@@ -268,7 +274,7 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
         optional = [reading.name(column) for column in rule.optional]
         used += [column for column in optional if row.get(column) is not None]
         absent = [column for column in optional if row.get(column) is None]
-    columns, unasked = list[str](), set[str]()
+    columns, unasked = [CLASS] if name == CLASSIFY else [], set[str]()
     if name in JUDGED:
         columns, needed, asked_again = columns_of(name, row, reading)
         used, unasked = [*used, *needed], set(asked_again)
@@ -327,7 +333,11 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
     row = first.columns
     advice = proposed(row, works)
     if advice is None:
-        told = [(name, [group[0] for group in rule.required]) for name, rule in RULES.items() if name != "reward"]
+        told = [
+            (name, [group[0] for group in rule.required])
+            for name, rule in RULES.items()
+            if name not in ("reward", CLASSIFY)
+        ]
         known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in told)
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         texts = [name for name, value in row.items() if isinstance(value, str)]

@@ -24,9 +24,7 @@ PREFERENCES = ("preference", "reward", "ranked")
 """Formats whose rows become pairs of answers."""
 JUDGED = (*PREFERENCES, "kto")
 """Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
-# the answer to avoid beside a chat that ends with the other one, as ms-swift has it: the last turn, or the whole chat
-_BESIDE_CHAT = ("rejected_response", "rejected_messages")
-CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", *_BESIDE_CHAT)
+CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
 PROMPTS = ("prompt", "question", "instruction", "input", *CHAT_COLUMNS)
 """Columns of the prompt; the first that has something is read."""
 ANSWERS = ("answers", "responses", "completions", "candidates")
@@ -50,17 +48,8 @@ Given = tuple[str, object]
 
 def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
     """Parse a pair: chosen and rejected, each a text, a turn, or turns; with or without their prompt."""
-    good, bad = (_named(row, reading, group) for group in (CHOSEN, REJECTED))
-    given: list[Given] = [(good, row.get(good)), (bad, row.get(bad))]
-    if good not in row and (chat := _first_column(row, reading, CHAT_COLUMNS)) is not None:
-        said = turns_at(row[chat], chat)
-        whole = bad == reading.name("rejected_messages")
-        given[0] = (chat, said) if whole else (f"{chat}[{len(said) - 1}]", said[-1:])
-        last = _turns(said[-1:], given[0][0], reading, "assistant").messages[0].role
-        if last != "assistant":
-            raise FieldError(f"{given[0][0]} is a turn of {last}, so {bad} has no answer beside it; add the chosen one")
-        row = row if whole else {**row, chat: said[:-1]}
-    answers = _conversations(row, origin, reading, given)
+    names = [_named(row, reading, group) for group in (CHOSEN, REJECTED)]
+    answers = _conversations(row, origin, reading, [(name, row.get(name)) for name in names])
     columns, margin = {}, _margin(row, reading)
     if margin is not None:
         columns[MARGIN] = (margin,)
@@ -96,11 +85,6 @@ def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Prefe
     if completion is not None:
         answers = [(completion, row[completion])]
     return Preference(_conversations(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
-
-
-def is_pair(row: Mapping[str, Any], reading: Reading) -> bool:
-    """Whether a row names its chosen answer, or has the last answer of its chat for it."""
-    return any(row.get(reading.name(name)) is not None for name in (*CHOSEN, *_BESIDE_CHAT))
 
 
 def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
@@ -159,7 +143,7 @@ def _conversations(
     Raises FieldError for answers that are empty, equal, to different prompts, or none.
     """
     read = [_turns(value, place, reading, "assistant") for place, value in given]
-    asked = _prompt(row, reading)
+    asked = prompt_of(row, reading)
     are_whole = [bool(turns.messages) and turns.messages[0].role != "assistant" for turns in read]
     if 0 < sum(are_whole) < len(read):
         raise FieldError(f"{given[0][0]} and {given[1][0]} differ in form: only one begins with the prompt")
@@ -213,7 +197,7 @@ def _turns(value: object, place: str, reading: Reading, role: Role) -> TurnReade
     return turns
 
 
-def _prompt(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
+def prompt_of(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
     """Read the prompt of a row, None if it has none."""
     name = _first_column(row, reading, PROMPTS)
     if name is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from flatout.data.rows.formats.classify import CLASSIFY
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
 from flatout.data.rows.formats.preference import JUDGED
@@ -24,7 +25,7 @@ _PLAIN = ("text", "segments", "tokens")
 
 def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> str | None:
     """Return why a row must not be trained on as it is; `format_name` is None while the format is not known."""
-    is_judged = format_name in JUDGED
+    is_judged = format_name in (*JUDGED, CLASSIFY)
     if not is_judged and row.get("rejected") is not None and "chosen" not in reading.columns.values():
         return (
             "has a column 'rejected', so it is preference data: set format: preference, or, to train on the chosen "

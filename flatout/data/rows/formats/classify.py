@@ -1,0 +1,44 @@
+"""Rows of a text or a chat with the label that a model is to give it; read only where the format is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.data.conversation import Conversation, Origin, PlainText, Preference
+from flatout.data.rows.formats.calls import tools_of
+from flatout.data.rows.formats.conversations import finished
+from flatout.data.rows.formats.fields import FieldError, Reading, kind
+from flatout.data.rows.formats.plain import parse_text
+from flatout.data.rows.formats.preference import prompt_of
+
+CLASSIFY, CLASS = "classify", "class"
+"""The format, and the column of the store that it fills."""
+
+
+def parse_classified(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+    """Parse `text`, as it is, or a prompt or chat, which gets the chat template; and `label`."""
+    label = label_of(row, reading)
+    sample: Conversation | PlainText
+    if row.get(reading.name("text")) is not None:
+        sample = parse_text(row, origin, reading)
+    elif (asked := prompt_of(row, reading)) is not None:
+        sample = finished(asked, row, origin, tools_of(row, reading))
+    else:
+        raise FieldError("has neither text nor messages; name its column, such as columns: {text: review}")
+    return Preference((sample,), ((0,),), origin, {CLASS: (reading.classes.index(label),)} if reading.classes else {})
+
+
+def label_of(row: Mapping[str, Any], reading: Reading) -> str:
+    """Return a row's label as text. Raises FieldError for a value that is no label."""
+    name = reading.name("label")
+    value = row.get(name)
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        value = int(value)  # tables have integers with gaps as floats
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, int | str) or not str(value).strip():
+        told = "empty" if value == "" else kind(value)
+        raise FieldError(f"{name} is {told}; a label is a text or an integer (a number to predict is not supported)")
+    return str(value).strip()

@@ -1,0 +1,301 @@
+"""Texts with labels: from rows to a model that transformers reads, against its own classification in fp64."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    ModernBertDecoderConfig,
+)
+
+from flatout.cli.main import main
+from flatout.config.schema import Config
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError, UsageError
+from flatout.models.packed import flatten_samples, rows_of_positions
+from flatout.models.scoring import last_position
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
+from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.run import train
+
+WORDS = {"good": ["great", "fine", "well"], "bad": ["poor", "awful"], "so-so": ["some", "a bit of"]}
+ROWS = [
+    {"text": " ".join([*WORDS[label], "it was"][: k % 5 + 1]) + "." * (k % 3), "label": label}
+    for k, label in enumerate([*WORDS, *WORDS, "bad", "good", "bad", *WORDS])
+]
+LR, PER_STEP, NUM_STEPS = 0.02, 4, 10
+Plan = Callable[..., PlannedRun]
+
+
+def folder_of(tiny: Any, root: Path, config: Any, *, pads: bool = True) -> Path:
+    """A folder of another model with the tiny tokenizer; without `pads`, the tokenizer has no padding token."""
+    sizes = {"vocab_size": json.loads((tiny.model_dir / "config.json").read_text())["vocab_size"]}
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    tokenizer.pad_token = tokenizer.pad_token if pads else None
+    tokenizer.save_pretrained(root)
+    config(**sizes).save_pretrained(root)
+    return root
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+HEADS = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None, "bos_token_id": None}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "llama": (lambda **sizes: LlamaConfig(**HEADS, eos_token_id=2, **sizes), True),
+    "llama, padded by its end token": (lambda **sizes: LlamaConfig(**HEADS, eos_token_id=2, **sizes), False),
+    "gpt2": (lambda **sizes: GPT2Config(**GPT2, bos_token_id=None, eos_token_id=2, **sizes), True),
+    "gemma2": (lambda **sizes: Gemma2Config(**HEADS, eos_token_id=2, **sizes), True),
+}
+
+
+@pytest.fixture
+def config_of(tiny: Any, tmp_path: Path) -> Callable[..., Config]:
+    def make(
+        rows: list[dict[str, Any]],
+        source: dict[str, Any] | None = None,
+        *,
+        file: str = "rows",
+        run: str = "run",
+        **sections: Any,
+    ) -> Config:
+        path = tmp_path / f"{file}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources = [{"path": str(path), **(source or {})}]
+        data = {"name": file, "root": str(tmp_path / "data"), "sources": sources, **sections.pop("data", {})}
+        config: Config = tiny.config(tmp_path / run, **{"objective": "classify", "data": data, **sections})
+        return config
+
+    return make
+
+
+@pytest.fixture
+def plan(config_of: Callable[..., Config]) -> Plan:
+    return lambda *rows, **sections: plan_run(config_of(*rows, **sections), Reporter(), Rank())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_transformers(
+    tiny: Any, tmp_path: Path, metrics_of: Any, config_of: Any, plan: Plan, name: str
+) -> None:
+    make, pads = MODELS[name]
+    folder = folder_of(tiny, tmp_path / "model", make, pads=pads)
+    sections: dict[str, Any] = {
+        "method": "full",
+        "model": {"name": str(folder), "precision": "fp64", "init": "random"},
+        "batch": {"samples_per_step": PER_STEP, "max_steps": NUM_STEPS, "micro_batch_tokens": 32},
+        "optim": {"name": "sgd", "lr": LR, "beta1": 0.0, "max_grad_norm": None},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+        "data": {"max_tokens": None},
+    }
+    planned = plan(ROWS, **sections)
+    store = planned.store
+    still = {"optim": {**sections["optim"], "lr": 1e-30}, "batch": {**sections["batch"], "max_steps": 1}}
+    train(config_of(ROWS, run="first", **{**sections, **still}))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first/final", dtype=torch.float64)
+    train(config_of(ROWS, **sections))
+    losses, right = [], 0.0
+    for step in planned.plan.steps():
+        found = [model(**_batch_of(store, sample_id)) for sample_id in step.sample_ids]
+        loss = torch.stack([one.loss for one in found]).mean()
+        labels = store.extra["class"][list(step.sample_ids)]
+        right = float(np.mean([int(one.logits.argmax()) for one in found] == labels))
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0 if parameter.grad is None else LR * parameter.grad
+    lines = metrics_of(tmp_path / "run")
+    assert max(line["num_micro_batches"] for line in lines) > 1
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
+    assert lines[-1]["metrics"] == {"accuracy": pytest.approx(right)}
+    final = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/final", dtype=torch.float64)
+    for parameter, own in final.named_parameters():
+        assert torch.allclose(own, model.get_parameter(parameter), rtol=0, atol=1e-6), parameter
+    assert final.config.id2label == dict(enumerate(sorted(WORDS)))
+    # in one padded batch, as the written tokenizer pads it
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/final")
+    end = tokenizer.eos_token
+    batch = tokenizer([row["text"] + end for row in ROWS], return_tensors="pt", padding=True)
+    alone = [final(**_batch_of(store, sample_id)).logits for sample_id in range(len(ROWS))]
+    batch.pop("token_type_ids", None)
+    assert torch.allclose(final(**batch).logits, torch.cat(alone), rtol=1e-6, atol=1e-9)
+
+
+def _batch_of(store: TokenStore, sample_id: int) -> dict[str, Any]:
+    ids = torch.tensor(store.sample(sample_id).token_ids.tolist())
+    return {"input_ids": ids[None], "labels": torch.tensor([int(store.extra["class"][sample_id])])}
+
+
+@pytest.mark.parametrize(
+    ("config", "objective", "said"),
+    [
+        (lambda **sizes: LlamaConfig(**HEADS, **sizes), "classify", None),
+        (lambda **sizes: GraniteConfig(**HEADS, **sizes), "cross_entropy", None),
+        (
+            lambda **sizes: GraniteConfig(**HEADS, **sizes),
+            "classify",
+            "no sequence classification for model type granite, so it cannot score",
+        ),
+        (
+            lambda **sizes: ModernBertDecoderConfig(**SMALL, pad_token_id=0, **sizes),
+            "classify",
+            "has no linear `score` without a bias",
+        ),
+    ],
+)
+def test_models_without_a_score_are_refused(
+    tiny: Any, tmp_path: Path, plan: Plan, config: Any, objective: str, said: str | None
+) -> None:
+    model = {"name": str(folder_of(tiny, tmp_path / "model", config)), "init": "random"}
+    if said is None:
+        assert plan(ROWS, model=model, objective=objective).plan.num_steps
+        return
+    with pytest.raises(UsageError, match=re.escape(said)):
+        plan(ROWS, model=model, objective=objective)
+
+
+CHAT = [{"role": "user", "content": "it was great"}, {"role": "assistant", "content": "so it was"}]
+SAID = [{"from": "human", "value": "it was great"}, {"from": "gpt", "value": "so it was"}]
+# the form -> row, settings of the source, and the same row in its plainest form
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "text": ({"text": "it was", "label": "a"}, {}, {"text": "it was"}),
+    "own names": (
+        {"review": "it was", "stars": "a"}, {"columns": {"text": "review", "label": "stars"}}, {"text": "it was"},
+    ),
+    "messages": ({"messages": CHAT, "label": "a"}, {}, {"messages": CHAT}),
+    "ShareGPT": ({"conversations": SAID, "label": "a"}, {}, {"messages": CHAT}),
+    "a prompt": ({"prompt": "it was great", "label": "a"}, {}, {"messages": CHAT[:1]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny: Any, plan: Plan, form: str) -> None:
+    row, source, plain = FORMS[form]
+    other = {**row, source.get("columns", {}).get("label", "label"): "b"}
+    store = plan([row, other], source).store
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    ids = (
+        [*tokenizer(plain["text"])["input_ids"], tokenizer.eos_token_id]
+        if "text" in plain
+        else tokenizer.apply_chat_template(plain["messages"], tokenize=True, return_dict=False)
+    )
+    assert store.meta.labels == ("a", "b")
+    assert store.extra["class"].tolist() == [0, 1]
+    for sample_id in (0, 1):
+        sample = store.sample(sample_id)
+        assert sample.token_ids.tolist() == list(ids)
+        assert np.flatnonzero(sample.loss_mask).tolist() == [len(ids) - 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        ([10, 9, 2], ("2", "9", "10")),
+        (["b", "a", "10"], ("10", "a", "b")),
+        ([True, False, True], ("false", "true")),
+        ([0.0, 1.0, 0.0], ("0", "1")),
+        ([0.5, 1.0, 0.0], "rows.jsonl:1: label is a number (0.5); a label is a text or an integer"),
+        ([None, "a", "b"], "rows.jsonl:1: label is null"),
+        (["a", "a", "a"], "every row has the label 'a', so there is nothing to tell apart"),
+    ],
+)
+def test_labels_are_numbers_by_value_and_texts_by_character(plan: Plan, labels: list[Any], found: Any) -> None:
+    rows = [{"text": f"it was {k}", "label": label} for k, label in enumerate(labels)]
+    if isinstance(found, tuple):
+        store = plan(rows).store
+        assert store.meta.labels == found
+        given = [str(label).lower().removesuffix(".0") for label in labels]
+        assert [found[number] for number in store.extra["class"]] == given
+        return
+    with pytest.raises(DataError, match=re.escape(found)):
+        plan(rows)
+
+
+def test_a_label_without_the_objective_means_what_it_did(plan: Plan) -> None:
+    assert plan(ROWS, objective="cross_entropy").store.extra.keys() == set()
+    judged = [{"prompt": "it was", "completion": f"great {k}", "label": k % 2 == 0} for k in range(4)]
+    with pytest.raises(DataError, match="2 answers whose label is 0, and objective cross_entropy would learn them"):
+        plan(judged, objective="cross_entropy", file="judged")
+    with pytest.raises(DataError, match="has texts with labels, of which objective cross_entropy would learn"):
+        plan(ROWS, {"format": "classify"}, objective="cross_entropy", file="classes")
+
+
+def test_evaluation_numbers_labels_as_training_does(plan: Plan) -> None:
+    few = [{**row, "text": row["text"] + " then"} for row in ROWS if row["label"] != "bad"]
+    assert plan(few, file="few").store.meta.labels == ("good", "so-so")
+    [evaluated] = plan(ROWS, eval={"data": "few"}).eval_sets
+    assert [sorted(WORDS)[number] for number in evaluated.store.extra["class"]] == [row["label"] for row in few]
+    plan([*few, {"text": "it was", "label": "other"}], file="more")
+    with pytest.raises(DataError, match=r"more.jsonl:8: label 'other' is none of those that are trained \(bad, good"):
+        plan(ROWS, eval={"data": "more"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "count"),
+    [("auto", [6, 6, 3], {"truncated": 2}), ("drop", [3], {"too_long": 2}), ("split", [], {})],
+)
+def test_a_text_over_the_limit_loses_its_end(
+    plan: Plan, policy: str, lengths: list[int], count: dict[str, int]
+) -> None:
+    texts = ["great " * 9, "poor " * 9, "so"]
+    rows = [{"text": text, "label": label} for text, label in zip(texts, "aba", strict=True)]
+    limits = {"max_tokens": 6, "too_long": policy}
+    if not lengths:
+        with pytest.raises(DataError, match="split would give a label to parts of a text"):
+            plan(rows, data=limits)
+        return
+    store = plan(rows, data=limits).store
+    assert store.lengths.tolist() == lengths or len(store.lengths) == len(lengths)
+    assert {name: store.meta.counts[name] for name in count} == count
+    assert all(
+        np.flatnonzero(store.sample(k).loss_mask).tolist() == [store.lengths[k] - 1] for k in range(len(lengths))
+    )
+
+
+def test_the_row_of_a_position_is_found_behind_shared_prefixes() -> None:
+    ids = [np.array([5, 6, 7, 8]), np.array([5, 6, 0]), np.array([9, 0, 0]), np.array([0, 0])]
+    samples = [(own, np.zeros(len(own), bool)) for own in ids]
+    positions = [last_position(own, 0) for own in ids]
+    assert positions == [3, 1, 0, 0]
+    for shared in ((), ((2, 2),)):
+        batch = flatten_samples(samples, shared=shared)
+        rows = rows_of_positions(batch, positions, shared)
+        assert batch.token_ids[rows].tolist() == [8, 6, 9, 0]
+    rows = rows_of_positions(batch := flatten_samples(samples, row_length=8), positions, ())
+    assert batch.token_ids[rows].tolist() == [8, 6, 9, 0]
+
+
+def test_a_model_that_scores_does_not_write(config_of: Any, tmp_path: Path, capsys: Any) -> None:
+    short: dict[str, Any] = {"batch": {"max_steps": 1}, "optim": {"lr": 1e-30}}
+    train(config_of(ROWS, **short))
+    for verb in (["chat", "--prompt", "hi"], ["export", "--to", "gguf", "--out", str(tmp_path / "gguf")]):
+        assert main([verb[0], str(tmp_path / "run"), *verb[1:]]) == 2
+        assert "scores texts" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert list(merged.config.label2id) == sorted(WORDS)
+    # a folder with a score goes on from it; other labels, and learning to write, are refused
+    short["model"] = {"name": str(tmp_path / "merged"), "precision": "fp32"}
+    train(config_of(ROWS, run="more", **short, method="full"))
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "more/final")
+    assert torch.equal(again.score.weight, merged.score.weight)
+    two = config_of([row for row in ROWS if row["label"] != "so-so"], file="two", run="two", **short)
+    with pytest.raises(UsageError, match="its scores are bad, good, so-so, but the run's bad, good"):
+        train(two)
+    with pytest.raises(UsageError, match="scores texts and does not write"):
+        train(config_of(ROWS, file="writes", run="writes", objective="cross_entropy", **short))
