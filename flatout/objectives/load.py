@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,16 +93,22 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
 
 def _check(found: type[Objective], where: str) -> None:
     """Raise UsageError for class variables that no plan can follow."""
-    for what, value, expected in (*_wrong_variables(found), *_wrong_metrics(found)):
-        raise UsageError(f"{where}: {what} is {value!r}; expected {expected}")
+    for what, value, expected in chain(_wrong_variables(found), _wrong_metrics(found)):
+        raise UsageError(f"{where}: {what} is {value!r:.100}; expected {expected}")
 
 
 def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
+    if not (isinstance(found.name, str) and found.name):
+        yield "name", found.name, "a text"
+    if found.reads not in ("labels", "scores"):
+        yield "reads", found.reads, "labels or scores"
     if found.scope not in ("token", "sample", "unit"):
         yield "scope", found.scope, "token, sample or unit"
-    if not (isinstance(found.columns, tuple) and all(isinstance(one, str) for one in found.columns)):
-        yield "columns", found.columns, "a tuple of names of columns, such as ('weight',)"
-    if found.scope == "unit" and not (isinstance(found.unit_size, int) and found.unit_size > 0):
+    for name, example in (("columns", "weight"), ("estimates", "kl")):
+        value: Any = getattr(found, name)
+        if not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+            yield name, value, f"a tuple of names, such as ({example!r},)"
+    if found.scope == "unit" and not (type(found.unit_size) is int and found.unit_size > 0):
         yield "unit_size", found.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
     for name in sorted({"kind", "path", "reference"} & set(found.model_fields)):
         yield "the name of a field", name, f"another, as objective.{name} is a setting of flatout's"
@@ -112,12 +119,23 @@ def _wrong_metrics(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
     one_of = f"one of {', '.join(counts)}, or one of `columns`"
     if found.normalizer not in counts:
         yield "normalizer", found.normalizer, one_of
-    for name, metric in found.metrics.items():
+    metrics: Any = found.metrics
+    if not (isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)):
+        yield "metrics", metrics, "a mapping of names to flatout.Metric, such as {'margins': Metric()}"
+        return
+    sums = {name for name, metric in metrics.items() if isinstance(metric, Metric) and metric.difference is None}
+    for name, metric in metrics.items():
         if not isinstance(metric, Metric):
             yield f"metrics[{name!r}]", metric, "a flatout.Metric, such as Metric('lower')"
         elif metric.better not in ("higher", "lower"):
             yield f"metrics[{name!r}].better", metric.better, "higher or lower"
         elif metric.per is not None and metric.per not in counts:
             yield f"metrics[{name!r}].per", metric.per, one_of
-    if "loss" in found.metrics:
+        elif not (metric.difference is None or _are_two_of(sums, metric.difference)):
+            yield f"metrics[{name!r}].difference", metric.difference, f"two of the metrics {', '.join(sorted(sums))}"
+    if "loss" in metrics:
         yield "metrics", "loss", "the other sums only"
+
+
+def _are_two_of(names: Collection[str], given: Any) -> bool:
+    return isinstance(given, tuple) and len(given) == 2 and all(isinstance(one, str) and one in names for one in given)
