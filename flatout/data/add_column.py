@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flatout.data.columns import (
+    COLUMNS,
     PREFIX_TOKENS,
     Column,
     Layout,
@@ -27,12 +29,20 @@ from flatout.io.file_lock import locked
 
 
 def add_column(
-    folder: Path, name: str, values: NDArray[Any], *, per: Per, meaning: str, durable_io: DurableIO | None = None
+    folder: Path,
+    name: str,
+    values: NDArray[Any],
+    *,
+    per: Per,
+    meaning: str,
+    durable_io: DurableIO | None = None,
+    replaces: Collection[str] = (),
 ) -> TokenStore:
     """Write a column into a finished store, and return the store with it; one of the same name is replaced.
 
     `values` [number of tokens, samples or units, as `per` says] have one of the types of `Column`. The column is in the
-    store whole or not at all, whenever a write ends; open stores keep what they read. Raises DataError for values that
+    store whole or not at all, whenever a write ends; open stores keep what they read. The columns `replaces` leave the
+    store with it. Raises DataError for values that
     do not fit the store, UsageError for a column that `check_column` refuses, and ResourceError if the disk is full.
     """
     durable_io = durable_io or DurableIO()
@@ -59,8 +69,16 @@ def add_column(
         durable_io.remove_tree(folder / column.file)  # of a write that a crash ended
         content = [memoryview(npy_header(column, len(values))), values.view(np.uint8).data]
         durable_io.create(folder / column.file, content, sum(map(len, content)))
-        changed = replace(manifest, columns={**manifest.columns, name: column}, shards=shards)
-        durable_io.write_json(folder / MANIFEST, asdict(changed))
+        gone = {one: manifest.columns[one] for one in {*replaces} & manifest.columns.keys() - {*COLUMNS, name}}
+        kept = {one: own for one, own in manifest.columns.items() if one not in gone}
+        shards = tuple(
+            replace(shard, xxh3={one: own for one, own in shard.xxh3.items() if one not in gone}) for shard in shards
+        )
+        durable_io.write_json(
+            folder / MANIFEST, asdict(replace(manifest, columns={**kept, name: column}, shards=shards))
+        )
+        for own in gone.values():
+            durable_io.remove_tree(folder / own.file)
         for old in folder.glob(f"{name}-*.npy"):
             if old.name != column.file and re.fullmatch(rf"{name}-[0-9a-f]{{16}}", old.stem):
                 durable_io.remove_tree(old)

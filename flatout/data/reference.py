@@ -14,6 +14,9 @@ from flatout.data.token_store import TokenStore
 
 UNKNOWN = 1.0
 """Stands for a value that is not computed yet; a log-probability is at most 0."""
+MOST_KEPT = 16
+"""References that a data set keeps, the newest; each takes 8 bytes a sample."""
+_PREFIX = "reference_"
 # names of columns have no digits
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
 
@@ -27,7 +30,7 @@ def with_reference(store: TokenStore) -> TokenStore:
 
 def column_of_key(key: str) -> str:
     """Return the name of the column on disk that holds what was computed under this key (hexadecimal digits)."""
-    return f"reference_{key[:16].translate(_LETTERS)}"
+    return f"{_PREFIX}{key[:16].translate(_LETTERS)}"
 
 
 def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
@@ -38,11 +41,17 @@ def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
         np.copyto(values, kept, where=values == UNKNOWN)
 
 
-def keep_on_disk(store: TokenStore, key: str, meaning: str) -> None:
+def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
     """Keep the values, with those that others have kept meanwhile. Raises ResourceError if the disk is full.
 
+    Of the columns of other keys, the oldest leave the data set, so that MOST_KEPT stay. Returns what these held.
     What the run knows stays as it is: every rank must leave out the same passes, and only one of them keeps values.
     """
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
     add_kept(values, store, key)
-    add_column(store.folder, column_of_key(key), values, per="sample", meaning=f"{meaning}; {UNKNOWN:g}: not computed")
+    name, known = column_of_key(key), TokenStore.open(store.folder)
+    others = [one for one in known.columns if one.startswith(_PREFIX) and one != name]
+    others.sort(key=lambda one: (store.folder / known.columns[one].file).stat().st_mtime_ns, reverse=True)
+    gone, told = others[MOST_KEPT - 1 :], f"{meaning}; {UNKNOWN:g}: not computed"
+    add_column(store.folder, name, values, per="sample", meaning=told, replaces=gone)
+    return [known.columns[one].meaning.partition(";")[0] for one in gone]

@@ -32,16 +32,20 @@ def inference(run: Run) -> Iterator[None]:
             module.training = True
 
 
-def drops(run: Run) -> bool:
-    """Whether training drops something at random."""
+def other_kernels(run: Run) -> str | None:
+    """Return why passes without dropout take other kernels than training; None if they take the same."""
     text = run.model.config.get_text_config().to_dict()
-    return bool(run.config.lora.dropout or any("drop" in name and value for name, value in text.items()))
+    if run.config.lora.dropout or any("drop" in name and value for name, value in text.items()):
+        return "training has dropout"
+    if run.planned.parallel_layout.lockstep:
+        return "ranks share the weights"
+    return "recompute is offload" if run.memory.recompute == "offload" else None
 
 
 @contextmanager
 def as_in_training(run: Run) -> Iterator[None]:
     """Run passes with the kernels of training, whose compiled layers differ without gradients, but without dropout."""
-    if drops(run) or run.planned.parallel_layout.lockstep or run.memory.recompute == "offload":
+    if other_kernels(run) is not None:
         with inference(run):
             yield
     else:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.objective import REFERENCE
-from flatout.data.reference import UNKNOWN, add_kept, keep_on_disk
+from flatout.data.reference import MOST_KEPT, UNKNOWN, add_kept, keep_on_disk
 from flatout.data.token_store import TokenStore
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
@@ -194,7 +194,10 @@ def _keep(run: Run, store: TokenStore, key: str, meaning: str) -> None:
     if not run.rank.is_first:
         return
     try:
-        keep_on_disk(store, key, meaning)
+        for gone in keep_on_disk(store, key, meaning):
+            run.reporter.stage(
+                "reference", f"{store.meta.name}: an older one was removed ({gone}); {MOST_KEPT} are kept"
+            )
     except ResourceError as error:
         run.reporter.stage("reference", f"{error}; this run goes on, but the next computes the reference again")
 

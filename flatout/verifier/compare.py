@@ -164,6 +164,9 @@ def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path
     for module in run.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.eval()
+        # attention gets its share as a number
+        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
     try:
         yield run
     finally:

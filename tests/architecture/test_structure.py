@@ -59,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2575,
     "compat": 2631,
     "config": 2699,
-    "data": 9452,
+    "data": 9479,
     "demo": 410,
     "doctor": 430,
     "environment": 180,

@@ -137,6 +137,26 @@ def test_nodes_that_have_kept_different_values_lose_none_of_the_run_s(
     assert (first["metrics"]["rewards/margins"], first["metrics"]["rewards/chosen"]) == (0, 0)
 
 
+def test_a_data_set_keeps_the_newest_references(
+    tiny: Any, root: Path, monkeypatch: pytest.MonkeyPatch, metrics_of: Any
+) -> None:
+    monkeypatch.setattr("flatout.data.reference.MOST_KEPT", 2)
+    for digit in "123":
+        store = with_reference(TokenStore.open(registry.built_dir(root, "pairs")))
+        store.extra[REFERENCE][:] = -float(digit)
+        gone = keep_on_disk(store, digit * 32, f"by model {digit}")
+    assert gone == ["by model 1"]
+    assert columns_of(root).keys() == {column_of_key("2" * 32), column_of_key("3" * 32)}
+    assert len(list(store.folder.glob("reference_*.npy"))) == 2
+    said = trained(config_of(tiny, root, "run"))
+    assert any("an older one was removed (by model 2)" in text for text in said)
+    assert metrics_of(root / "run")[0]["metrics"]["rewards/margins"] == 0
+    # what stays is whole, and used
+    assert columns_of(root)[column_of_key("3" * 32)].tolist() == [-3.0] * store.num_samples
+    (said_again,) = trained(config_of(tiny, root, "again"))
+    assert "are known from an earlier run" in said_again
+
+
 def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = with_reference(TokenStore.open(root / "built_dataset" / "pairs"))
     keep_on_disk(store, "1" * 32, "own")
@@ -345,6 +365,21 @@ def test_verify_proves_the_loss_and_that_step_0_is_its_reference(
     monkeypatch.setattr("flatout.verifier.reference_rows.compute_step", lambda run, step: None)
     rows, _ = verify(config, num_ranks=1)
     assert [row.case for row in rows if row.verdict == "FAIL"] == ["rewards before the first update"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_verify_says_where_a_reference_is_not_that_of_training_to_the_bit(
+    tiny: Any, root: Path, dropout: float
+) -> None:
+    """A model with dropout computes its reference by the kernels of evaluation."""
+    shutil.copytree(tiny.model_dir, root / "model")
+    facts = json.loads((root / "model" / "config.json").read_text())
+    (root / "model" / "config.json").write_text(json.dumps(facts | {"attention_dropout": dropout}))
+    config = config_of(tiny, root, "run", model={"name": str(root / "model")}, batch={"micro_batch_tokens": 1000})
+    rows, _ = verify(config, num_ranks=1)
+    (row,) = [row for row in rows if row.case == "rewards before the first update"]
+    assert (row.verdict, bool(row.note)) == (("left out", True) if dropout else ("ok", False)), row
+    assert not [row for row in rows if row.verdict == "FAIL"]
 
 
 @pytest.mark.parametrize(
