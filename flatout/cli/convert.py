@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flatout.cli.init import write_new
 from flatout.cli.screen import rows
 from flatout.compat.axolotl import translate_axolotl
 from flatout.compat.llamafactory import translate_llamafactory
+from flatout.compat.preference import SYSTEMS, method_of
 from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
@@ -31,10 +35,10 @@ _MARKS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("file", type=Path, help="YAML or JSON of the other trainer")
+    parser.add_argument("file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` command")
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
-    parser.add_argument("--from", dest="system", choices=(*_MARKS,), help="system of FILE, if it is not recognized")
+    parser.add_argument("--from", dest="system", choices=(*_MARKS, *SYSTEMS), help="system of FILE, if not recognized")
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that FILE is for (1)")
     parser.add_argument("--without", default="", metavar="NAME,...", help="names of FILE to leave out")
 
@@ -44,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
     """
-    given: dict[str, Any] = read_json(args.file, UsageError) if args.file.suffix == ".json" else load_values(args.file)
+    given, told = _read(args.file)
     left_out = [name for name in args.without.split(",") if name]
     for name in left_out:
         _remove(given, name, args.file)
-    system = args.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
+    system = args.system or told or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     if system is None:
-        raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join(_MARKS)}")
+        raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join((*_MARKS, *SYSTEMS))}")
     translation = _translate(system, given, args.gpus, args.file.parent)
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in translation.outcomes]
     print(
@@ -77,6 +81,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _read(file: Path) -> tuple[dict[str, Any], str]:
+    """Return the names and values of a file, and the system if the file is a command that names it."""
+    if file.suffix == ".json":
+        return read_json(file, UsageError), ""
+    if file.suffix != ".sh":
+        return load_values(file), ""
+    words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+    known = {"sft": "trl"} | {name.removeprefix("trl-"): name for name in SYSTEMS}
+    names = [Path(word).stem for word in words]
+    scripts = [at for at, word in enumerate(words) if names[at] in known and ("trl" in words[:at] or word != names[at])]
+    at = scripts[0] if scripts else -1
+    if at < 0:
+        raise UsageError(f"{file}: no command such as `trl dpo --model_name_or_path ...`")
+    values: dict[str, Any] = {}
+    for word in words[at + 1 :]:
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            values[name] = yaml.safe_load(value) if has_value else True
+        elif values and values[name] is True:
+            values[name] = yaml.safe_load(word)
+        elif values:
+            values[name] = [*(values[name] if isinstance(values[name], list) else [values[name]]), yaml.safe_load(word)]
+    config = values.pop("config", None)
+    return {**(load_values(file.parent / config) if config else {}), **values}, known[names[at]]
+
+
 def _remove(given: dict[str, Any], name: str, file: Path) -> None:
     """Remove a dotted name. Raises UsageError if it is not there."""
     *sections, last = name.split(".")
@@ -92,4 +122,6 @@ def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Pat
         return translate_axolotl(given, num_gpus)
     if system == "llama-factory":
         return translate_llamafactory(given, num_gpus, folder)
-    return (translate_trl if system == "trl" else translate_training_arguments)(given, num_gpus=num_gpus)
+    if system.startswith("trl"):
+        return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
+    return translate_training_arguments(given, num_gpus=num_gpus)

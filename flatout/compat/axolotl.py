@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatout.compat import translation as t
+from flatout.compat.preference import RL, RL_NAMES, RL_ROWS, RL_TEMPLATES, defaults_of, row_format, rules_of_method
 from flatout.compat.training_arguments import MODEL_ARGUMENTS, PACKED, TRAINING_ARGUMENTS, interval
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 from flatout.compat.trl import held_out, lora_rules, template
@@ -39,7 +40,46 @@ def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translatio
         defaults |= {"lora_r": 8, "lora_alpha": 8}
     if given.get("fsdp_config") and not given.get("fsdp"):
         defaults["fsdp"] = "full_shard"
-    return t.translate(given, AXOLOTL, defaults=defaults, num_gpus=num_gpus, aliases=_SAME)
+    table, aliases = AXOLOTL, _SAME
+    if given.get("rl") in RL:
+        method, loss = RL[given["rl"]]
+        found = defaults_of(method, {"loss_type": loss})
+        defaults |= {name: found[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in found}
+        table, aliases = {**AXOLOTL, **_judged(method, loss)}, {**_SAME, **RL_NAMES}
+    return t.translate(given, table, defaults=defaults, num_gpus=num_gpus, aliases=aliases)
+
+
+def _judged(method: str, loss: str) -> dict[str, Rule]:
+    """Return the rules of rl: its loss, and its data sets."""
+    rules = rules_of_method(method, loss)
+    del rules["max_length"], rules["metric_for_best_model"]
+    entry = {
+        **_DATASET, "field_chosen": t.to("columns.chosen"),
+        "field_rejected": t.to("columns.rejected"),
+    }  # fmt: skip
+
+    def sources(given: Given) -> Became:
+        settings: dict[str, Any] = {"data.sources": []}
+        for each in given.value:
+            template, _, rows = str(each.get("type")).partition(".")
+            if (
+                template not in RL_TEMPLATES
+                or rows not in RL_ROWS | {"default"}
+                or (rows == "default") != (template == "chat_template")
+            ):
+                raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
+            source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
+            settings["data.sources"].append({**source, "format": row_format(method)})
+            if (ours := RL_TEMPLATES[template]) and settings.setdefault("data.template", ours) != ours:
+                raise RefusedError("types of different templates: convert them apart")
+        return Became(settings)
+
+    return {
+        **rules,
+        "rl": rules["loss_type"],
+        "datasets": sources,
+        "excess_length_strategy": t.any_value("what is too long is left out whole"),
+    }
 
 
 def _is_lora(values: Mapping[str, Any]) -> bool:

@@ -7,20 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from flatout.compat import translation as t
+from flatout.compat.preference import require_kind
 from flatout.compat.training_arguments import NULLABLE, PACKED, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 from flatout.compat.trl import held_out, lora_rules, names_of, saved_modules, template
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
-_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"} | {
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label"} | {
     name: name for name in ("messages", "history", "system", "tools", "chosen", "rejected")
 }
+# the format of the rows of a stage that compares or judges answers
+_JUDGED = {"dpo": "preference", "rm": "preference", "kto": "kto"}
+_KTO = ("kto",)
 # its loss of pairs -> the kind of objective, and its settings -> the field of the objective and the kinds that have it
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 _FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "pref_beta": ("beta", tuple(_LOSSES.values())),
+    "pref_beta": ("beta", (*_LOSSES.values(), *_KTO)),
     "pref_ftx": ("sft_weight", tuple(_LOSSES.values())),
+    "kto_chosen_weight": ("desirable_weight", _KTO),
+    "kto_rejected_weight": ("undesirable_weight", _KTO),
     "simpo_gamma": ("gamma", ("simpo",)),
     "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
 }
@@ -58,8 +64,10 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
     }  # fmt: skip
     if given.get("finetuning_type", "lora") == "lora":
         defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(given.get("lora_rank") or 8)}
+    if given.get("stage") in ("dpo", "kto"):
+        defaults |= {"pref_beta": 0.1}
     if given.get("stage") == "dpo":
-        defaults |= {"pref_loss": "sigmoid", "pref_beta": 0.1, "pref_ftx": 0.0}
+        defaults |= {"pref_loss": "sigmoid", "pref_ftx": 0.0}
         defaults |= {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
     data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
     table = {**LLAMA_FACTORY, **data}
@@ -83,8 +91,7 @@ def _sources(given: Given, folder: Path) -> Became:
     if given.all.get("stage") == "pt" and any(source["format"] != "text" for source in sources):
         raise RefusedError("stage: pt needs rows of text; set data.sources")
     for name, source in zip(names, sources, strict=True):
-        if (source["format"] == "preference") != (given.all.get("stage") == "dpo"):
-            raise RefusedError(f"{name}: stage: dpo needs data sets with ranking: true, and no other stage takes them")
+        _check_stage(str(given.all.get("stage")), name, source["format"])
     if given.name != "max_samples":
         return Became({"data.sources": sources})
     limit = int(given.number())
@@ -93,6 +100,17 @@ def _sources(given: Given, folder: Path) -> Became:
     if any(_num_rows(source["path"]) > limit for source in sources):
         raise RefusedError("it counts each data set, data.num_samples counts all: leave it out, or cut the files")
     return Became(note="no data set has more rows")
+
+
+def _check_stage(stage: str, name: str, rows: str) -> None:
+    """Raise RefusedError for rows that the stage does not take."""
+    wanted = _JUDGED.get(stage)
+    if wanted and rows != wanted:
+        what = "ranking: true" if wanted == "preference" else "a column kto_tag"
+        raise RefusedError(f"{name}: stage: {stage} needs data sets with {what}")
+    if not wanted and rows in _JUDGED.values():
+        needed = "dpo or rm" if rows == "preference" else "kto"
+        raise RefusedError(f"{name}: its rows compare or judge answers, for stage: {needed}")
 
 
 def _num_rows(path: str) -> float:
@@ -112,6 +130,8 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
         source["path"] = str(root / entry["file_name"])
     if entry.get("ranking"):
         source["format"] = "preference"
+    elif "label" in source.get("columns", {}):
+        source["format"] = "kto"
     if source["format"] == "alpaca" and set(source.get("columns", ())) == {"instruction"}:
         source |= {"format": "text", "columns": {"text": source["columns"]["instruction"]}}
     return source
@@ -120,25 +140,31 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
 def _stage(given: Given) -> Became:
     if given.value == "pt":
         return Became({"data.loss_type": "all", "data.too_long": "split"}, PACKED, check=True)
-    if given.value == "dpo":
-        return Became({"data.too_long": "drop"}, "pairs over cutoff_len are left out whole, not cut", check=True)
+    if given.value in _JUDGED:
+        # pref_loss names the loss of dpo
+        kinds = {"rm": "reward", "kto": "kto"}
+        kind = {"objective.kind": require_kind(kinds[given.value])} if given.value in kinds else {}
+        return Became(
+            {**kind, "data.too_long": "drop"}, "answers over cutoff_len are left out whole, not cut", check=True
+        )
     if given.value != "sft":
-        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft, pt and dpo")
+        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft, pt, {', '.join(_JUDGED)}")
     return Became({"data.too_long": "truncate"})
 
 
 def _preference(given: Given) -> Became:
-    """Translate a setting of stage: dpo, which no other stage reads."""
-    if given.all.get("stage") != "dpo":
-        return Became(note="only stage: dpo reads it")
-    kind = _LOSSES.get(str(given.all["pref_loss"]))
+    """Translate a setting of stage: dpo or kto, which no other stage reads."""
+    stage = given.all.get("stage")
+    if stage not in ("dpo", "kto"):
+        return Became(note="only stage: dpo and kto read it")
+    kind = "kto" if stage == "kto" else _LOSSES.get(str(given.all["pref_loss"]))
     if kind is None:
         raise RefusedError(f"pref_loss: {given.all['pref_loss']!r:.40} is not one of {', '.join(_LOSSES)}")
-    if given.name == "pref_loss":
+    if given.name == "pref_loss" and stage == "dpo":
         return Became({"objective.kind": kind})
-    field, kinds = _FIELDS[given.name]
+    field, kinds = _FIELDS.get(given.name, ("", ()))
     if kind not in kinds:
-        return Became(note=f"pref_loss: {given.all['pref_loss']} does not read it")
+        return Became(note=f"{kind} does not read it")
     # ORPO's loss has the chosen answer's cross-entropy of itself
     return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.compat import translation as t
+from flatout.compat.preference import defaults_of, row_format, rules_of_method
 from flatout.compat.training_arguments import MODEL_ARGUMENTS, NULLABLE, SFT_DEFAULTS, TRAINING_ARGUMENTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 
@@ -115,13 +116,25 @@ TRL: Mapping[str, Rule] = {
 }
 
 
-def translate_trl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
-    """Translate a YAML of `trl sft` or of the alignment handbook."""
-    defaults: dict[str, Any] = {**SFT_DEFAULTS, "use_peft": False}
+def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "") -> Translation:
+    """Translate a YAML of `trl sft` or of the alignment handbook, or of a trainer of preferences (`LOSSES`)."""
+    defaults: dict[str, Any] = {**(defaults_of(method, given) if method else SFT_DEFAULTS), "use_peft": False}
     if given.get("use_peft"):
         defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     if given.get("eval_strategy", "no") != "no":
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
         defaults.pop("max_length")
-    return t.translate(given, TRL, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+    table = {**TRL, **rules_of_method(method), **_judged(row_format(method))} if method else TRL
+    return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+
+
+def _judged(name: str) -> dict[str, Rule]:
+    """Return the rules of data sets whose rows have this format."""
+
+    def rule(given: Given) -> Became:
+        became = TRL[given.name](given).settings
+        sources = [{**source, "format": name} for source in became.get("data.sources", ())]
+        return Became({**became, **({"data.sources": sources} if sources else {})})
+
+    return t.each("dataset_name datasets dataset_config dataset_train_split dataset_mixture", rule)

@@ -141,7 +141,7 @@ def test_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("rl: dpo", "rl: losses of pairs are not translated; set objective.kind and data.sources"),
+        ("rl: grpo", "rl: write dpo, ipo, simpo, orpo or kto"),
         ("reward_model: true", "reward_model: reward training is not supported"),
         ("processor_type: AutoProcessor", "processor_type: images and audio cannot be trained on"),
         ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins: axolotl.integrations.diffusion"),
@@ -234,14 +234,14 @@ def test_llamafactory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("stage: kto", "stage: kto is not supported"),
+        ("stage: ppo", "stage: ppo is not supported"),
         ("stage: dpo", "dataset: own: stage: dpo needs data sets with ranking: true"),
         ("{stage: dpo, dataset: pairs, pref_loss: hinge}", "pref_loss: 'hinge' is not one of sigmoid, ipo, orpo"),
         ("{stage: dpo, dataset: pairs, ref_model: org/m}", "ref_model: the reference is the model before training"),
         ("finetuning_type: oft", "finetuning_type: 'oft' is not supported"),
         ("dataset: missing", "dataset: 'missing' is not in"),
         ("dataset: pictures", "dataset: pictures: columns: images: only text can be trained on"),
-        ("dataset: pairs", "dataset: pairs: stage: dpo needs data sets with ranking: true, and no other stage"),
+        ("dataset: pairs", "dataset: pairs: its rows compare or judge answers, for stage: dpo or rm"),
         ("max_samples: 2", "max_samples: it counts each data set"),
         ("template: qwen3_vl", "template: 'qwen3_vl' is not one of llama3"),
         ("quantization_bit: 8", "quantization_bit: only 4 bits"),
@@ -316,7 +316,7 @@ def test_training_arguments_need_a_model(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_names_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = AXOLOTL + "rl: dpo\ncurriculum_sampling: true\n"
+    text = AXOLOTL + "rl: grpo\ncurriculum_sampling: true\n"
     assert "2 problems" in problems(tmp_path, text, capsys)
     assert converted(tmp_path, text, "--without", "rl,curriculum_sampling")["method"] == "lora"
     assert "--without lr:" in problems(tmp_path, text, capsys, "--without", "lr")
@@ -346,3 +346,169 @@ def test_errors_know_the_names_of_others(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "run.yaml").write_text(f"model: m\n{name}: 1\n")
     assert main(["plan", str(tmp_path / "run.yaml")]) == 2
     assert f"{name}: unknown key; did you mean {OF_OTHERS[name]}?" in capsys.readouterr().err
+
+
+DPO = """\
+model_name_or_path: org/model
+dataset_name: org/pairs
+use_peft: true
+lora_r: 16
+lora_dropout: 0.1
+precompute_ref_log_probs: true
+learning_rate: 5e-6
+"""
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TRL's own defaults": ("", {"kind": "dpo", "beta": 0.1}),
+    "robust": (
+        "{loss_type: robust, label_smoothing: 0.1, beta: 0.3}",
+        {"kind": "dpo", "beta": 0.3, "label_smoothing": 0.1, "robust": True},
+    ),
+    "robust without wrong labels is dpo": ("loss_type: [robust]", {"kind": "dpo", "beta": 0.1}),
+    "ipo": ("{loss_type: ipo, beta: 0.05}", {"kind": "ipo", "beta": 0.05}),
+    "sigmoid_norm": ("{loss_type: sigmoid_norm, beta: 5}", {"kind": "dpo_norm", "beta": 5.0}),
+    "a weighted sum": (
+        "{loss_type: [sigmoid, sft], loss_weights: [1.0, 0.2]}", {"kind": "dpo", "beta": 0.1, "sft_weight": 0.2},
+    ),
+    "rpo_alpha": ("rpo_alpha: 0.5", {"kind": "dpo", "beta": 0.1, "sft_weight": 0.5}),
+    "conservative": ("label_smoothing: 0.1", {"kind": "dpo", "beta": 0.1, "label_smoothing": 0.1}),
+    "trl-cpo": ("", {"kind": "cpo", "beta": 0.1, "sft_weight": 1.0}),
+    "trl-cpo simpo": (
+        "{loss_type: simpo, beta: 2, simpo_gamma: 1, cpo_alpha: 0}",
+        {"kind": "simpo", "beta": 2.0, "gamma": 1.0, "sft_weight": 0.0},
+    ),
+    "trl-cpo simpo as it is": (
+        "loss_type: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 1.0},
+    ),
+    "trl-orpo": ("beta: 0.2", {"kind": "orpo", "beta": 0.2}),
+    "trl-reward": ("center_rewards_coefficient: 0.01", {"kind": "reward", "centering": 0.01}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_losses_of_trl(tmp_path: Path, case: str) -> None:
+    change, objective = PAIRS[case]
+    system = case.split()[0] if case.startswith("trl-") else "trl-dpo"
+    values = converted(tmp_path, yaml.safe_dump(yaml.safe_load(DPO) | (yaml.safe_load(change) or {})), "--from", system)
+    assert values["objective"] == objective
+    assert values["data"] == {
+        "sources": [{"path": "org/pairs", "split": "train", "format": "preference"}],
+        "max_tokens": 1024,
+        "too_long": "drop",
+    }
+    # disable_dropout is on there, also for adapters
+    assert values["lora"]["dropout"] == 0.0
+    assert values["optim"]["lr"] == 5e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("loss_type: hinge", "loss_type: 'hinge' is not one of sigmoid, robust, ipo, sigmoid_norm"),
+        ("loss_type: [sigmoid, ipo]", "loss_type: ['sigmoid', 'ipo'] is not one of sigmoid"),
+        ("{loss_type: [sigmoid, sft], loss_weights: [0.5, 1]}", "loss_weights: the weight of sigmoid is 0.5; write 1"),
+        ("sync_ref_model: true", "sync_ref_model: a reference that follows the model is not supported"),
+        ("f_divergence_type: js_divergence", "f_divergence_type: only reverse_kl is supported"),
+        ("reference_free: true", "reference_free: the loss has a reference"),
+        ("ld_alpha: 0.5", "ld_alpha: not supported"),
+        ("ref_model: org/other", "ref_model: the reference is the model before training"),
+    ],
+)
+def test_losses_of_trl_that_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    text = yaml.safe_dump(yaml.safe_load(DPO) | yaml.safe_load(change))
+    assert message in problems(tmp_path, text, capsys)
+
+
+def test_what_is_off_or_unread_is_no_refusal(tmp_path: Path) -> None:
+    more = "{sync_ref_model: false, ref_model_sync_steps: 64, f_divergence_type: reverse_kl, disable_dropout: false, "
+    more += "max_prompt_length: 512, generate_during_eval: true, metric_for_best_model: eval_rewards/accuracies}"
+    values = converted(tmp_path, yaml.safe_dump(yaml.safe_load(DPO) | yaml.safe_load(more)), "eval.fraction=0.1")
+    assert values["lora"]["dropout"] == 0.1
+    assert values["eval"]["best"] == "rewards/accuracies"
+
+
+def test_the_trainer_of_a_file_that_names_none_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "model_name_or_path: org/model\ndataset_name: org/pairs\nbeta: 0.2\n"
+    assert "beta is read by several trainers of TRL; name yours by --from trl-dpo|trl-cpo" in problems(
+        tmp_path, text, capsys
+    )
+    assert converted(tmp_path, text, "--from", "trl-orpo")["objective"] == {"kind": "orpo", "beta": 0.2}
+    (tmp_path / "out.yaml").unlink()
+    assert converted(tmp_path, text + "loss_type: ipo\n")["objective"] == {"kind": "ipo", "beta": 0.2}
+
+
+@pytest.mark.parametrize(
+    "start", ["trl dpo --config more.yaml", "accelerate launch --num_processes 1 trl/scripts/dpo.py --config more.yaml"]
+)
+def test_a_command_of_trl(tmp_path: Path, start: str) -> None:
+    (tmp_path / "more.yaml").write_text("dataset_name: org/pairs\nbeta: 0.5\n")
+    text = f"#!/bin/bash\nexport A=1\n{start} \\\n  --model_name_or_path org/model --use_peft \\\n"
+    text += "  --beta=0.3 --loss_type sigmoid sft --loss_weights 1 0.1 # loss\n"
+    values = converted(tmp_path, text, name="run.sh")
+    assert values["objective"] == {"kind": "dpo", "beta": 0.3, "sft_weight": 0.1}
+    assert (values["method"], values["model"]["name"]) == ("lora", "org/model")
+
+
+@pytest.mark.parametrize(
+    ("change", "objective"),
+    [
+        ("rl: dpo", {"kind": "dpo", "beta": 0.1}),
+        ("{rl: dpo, rl_beta: 0.2, dpo_label_smoothing: 0.1, rpo_alpha: 1}",
+         {"kind": "dpo", "beta": 0.2, "label_smoothing": 0.1, "sft_weight": 1.0}),
+        ("{rl: ipo, rl_beta: 0.2}", {"kind": "ipo", "beta": 0.2}),
+        ("{rl: simpo, rl_beta: 2, simpo_gamma: 1.2, cpo_alpha: 0.5}",
+         {"kind": "simpo", "beta": 2.0, "gamma": 1.2, "sft_weight": 0.5}),
+        ("{rl: orpo, orpo_alpha: 0.3}", {"kind": "orpo", "beta": 0.3}),
+    ],
+)  # fmt: skip
+def test_rl_of_axolotl(tmp_path: Path, change: str, objective: dict[str, Any]) -> None:
+    pairs = {
+        "path": "a/b", "type": "chat_template.default", "field_messages": "turns", "field_chosen": "good",
+        "field_rejected": "bad", "split": "train",
+    }  # fmt: skip
+    given = yaml.safe_load(AXOLOTL) | {"datasets": [pairs]} | yaml.safe_load(change)
+    del given["val_set_size"]
+    values = converted(tmp_path, yaml.safe_dump(given))
+    assert values["objective"] == objective
+    columns = {"messages": "turns", "chosen": "good", "rejected": "bad"}
+    (source,) = values["data"]["sources"]
+    assert source == {"path": "a/b", "format": "preference", "split": "train", "columns": columns}
+    assert values["data"]["too_long"] == "drop"
+    intel = {**given, "datasets": [{"path": "a/b", "type": "chatml.intel"}]}
+    (tmp_path / "out.yaml").unlink()
+    assert converted(tmp_path, yaml.safe_dump(intel))["data"]["template"] == "chatml"
+
+
+@pytest.mark.parametrize("kind", ["zephyr.nectar", "user_defined.default", "chat_template", "chatml.default"])
+def test_rows_of_rl_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    given = yaml.safe_load(AXOLOTL) | {"rl": "dpo", "datasets": [{"path": "a/b", "type": kind}]}
+    assert f"datasets: type '{kind}' is not supported" in problems(tmp_path, yaml.safe_dump(given), capsys)
+
+
+def test_kto_of_every_system(tmp_path: Path) -> None:
+    objective = {"kind": "kto", "beta": 0.1, "desirable_weight": 1.5}
+    values = converted(tmp_path, DPO + "desirable_weight: 1.5\n")
+    assert values["objective"] == objective
+    assert values["data"]["sources"][0]["format"] == "kto"
+    (tmp_path / "out.yaml").unlink()
+    given = yaml.safe_load(AXOLOTL) | {"rl": "kto", "kto_desirable_weight": 1.5}
+    given["datasets"] = [{"path": "a/b", "type": "llama3.intel"}]
+    values = converted(tmp_path, yaml.safe_dump(given))
+    assert values["objective"] == objective
+    assert (values["data"]["sources"], values["data"]["template"]) == ([{"path": "a/b", "format": "kto"}], "llama-3")
+    (tmp_path / "out.yaml").unlink()
+    columns = {"messages": "messages", "kto_tag": "label"}
+    write_dataset_info(tmp_path, tagged={"file_name": "own.json", "formatting": "sharegpt", "columns": columns})
+    given = yaml.safe_load(LLAMA_FACTORY) | {"stage": "kto", "dataset": "tagged", "kto_chosen_weight": 1.5}
+    values = converted(tmp_path, yaml.safe_dump(given))
+    assert values["objective"] == objective
+    assert values["data"]["sources"][0]["format"] == "kto"
+
+
+def test_llamafactory_of_rewards(tmp_path: Path) -> None:
+    write_dataset_info(tmp_path, pairs={"file_name": "own.json", "ranking": True})
+    given = yaml.safe_load(LLAMA_FACTORY) | {"stage": "rm", "dataset": "pairs"}
+    values = converted(tmp_path, yaml.safe_dump(given))
+    assert values["objective"] == {"kind": "reward"}
+    assert values["data"]["sources"][0]["format"] == "preference"
