@@ -195,6 +195,7 @@ class Trl:
             torch.cuda.empty_cache()
 
     def _train(self, trial: Trial, num_steps: int, precomputed: bool) -> dict[str, Any]:
+        import pyarrow as pa
         import trl.trainer.dpo_trainer as module
         from datasets import Dataset
         from peft import LoraConfig
@@ -240,9 +241,11 @@ class Trl:
             precompute_ref_log_probs=precomputed, precompute_ref_batch_size=TRL_REFERENCE_PAIRS,
         )  # fmt: skip
         rows = self.rows[-(1 + num_steps) * self.args.pairs :]
+        # named here, as some versions of dill cannot hash a table
+        data = Dataset(pa.Table.from_pylist(rows), fingerprint=f"rows{len(rows)}")
         self.trainer = Trainer(
-            model=self.model, args=config, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer,
-            callbacks=[Clock()], peft_config=adapter,
+            model=self.model, args=config, train_dataset=data, processing_class=self.tokenizer, callbacks=[Clock()],
+            peft_config=adapter,
         )  # fmt: skip
         self.trainer.train()
         found = {
