@@ -28,9 +28,12 @@ def run(script: str, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 
-def test_rows_are_measured_in_processes_of_their_own_and_compared_with_the_first(tmp_path):
+def test_rows_are_measured_in_processes_of_their_own_and_compared_with_the_first(tmp_path, monkeypatch, capfd):
     words = ["--rows", "full-fp32,packed", "--shape", "tiny", "--steps", "4", "--samples", "2", "--lengths", "chain"]
-    lines = run("throughput.py", *words, "--out", str(tmp_path), "device=cpu", "compile=off").splitlines()
+    script = str(ROOT / "benchmarks" / "throughput.py")
+    monkeypatch.setattr(sys, "argv", [script, *words, "--out", str(tmp_path), "device=cpu", "compile=off"])
+    throughput.main()
+    lines = capfd.readouterr().out.splitlines()
     full, packed, compared = (json.loads(line) for line in lines if line.startswith("{"))
     assert (full["row"], packed["row"]) == ("full-fp32", "packed")
     assert len(full["losses"]) == len(packed["losses"]) == 4

@@ -68,6 +68,20 @@ def strike(run_dir: Path, attempt: int, rank: int, number: int) -> float:
     return time.time()
 
 
+def kill_launcher(process: subprocess.Popen[str], run_dir: Path, attempt: int) -> None:
+    """Kill the command once this attempt has made steps; its ranks must save and end."""
+    folder = run_dir / "logs" / f"attempt-{attempt}"
+    deadline = time.monotonic() + DEADLINE_S
+    while len(RankReport.read_all(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    wait_for_steps(run_dir, num_steps_told(run_dir) + 3)
+    process.kill()
+    while any(Path(f"/proc/{rank.pid}").exists() for rank in RankReport.read_all(folder)):
+        assert time.monotonic() < deadline, "a rank was left running"
+        time.sleep(0.1)
+    assert [rank.exit_code for rank in RankReport.read_all(folder)] == [75, 75]
+
+
 def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come() -> None:
     """The launcher's socket connects others to a stopped rank 0, and torch's store waits without a limit."""
     script = str(Path(__file__).with_name("joining_ranks.py"))
@@ -110,19 +124,22 @@ def test_a_rank_that_is_stopped_while_it_starts_ends_the_command(tiny: Any, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
-    """SIGKILL rank 0, which holds the watch; then SIGSTOP rank 1; the run ends by itself where one process ends."""
+def test_a_killed_rank_a_stopped_one_and_a_killed_launcher(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """SIGKILL rank 0, which holds the watch; SIGSTOP rank 1; SIGKILL the launcher: the run ends as one process ends.
+
+    Ranks whose launcher is gone are told by the kernel, save once and stop; the same command goes on from there.
+    """
     from flatout.trainer.run import train
 
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 120})
     made["checkpoint"] = {"every_steps": 5}
     run_dir = tmp_path / "run"
-    process = launch(tiny.config(run_dir, **made, faults={"hang_s": HANG_S, "max_restarts": 2}), tmp_path)
+    config = tiny.config(run_dir, **made, faults={"hang_s": HANG_S, "max_restarts": 2})
+    process = launch(config, tmp_path)
     strike(run_dir, 0, rank=0, number=signal.SIGKILL)
     stopped_at = strike(run_dir, 1, rank=1, number=signal.SIGSTOP)
-    train(tiny.config(tmp_path / "alone", **{**made, "gpus": None}))
+    kill_launcher(process, run_dir, attempt=2)
     output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 0, output
     assert "restart 1 of 2" in output
     (killed,) = (r for r in RankReport.read_all(run_dir / "logs" / "attempt-0") if r.exit_code == 7)
     assert killed.lost_rank == 0
@@ -139,6 +156,12 @@ def test_a_killed_and_a_stopped_rank(tiny: Any, tmp_path: Path) -> None:
     assert lost["phase"] in ("start", "step", "sum", "save")
     # how soon is proved with a clock in test_heartbeat
     assert datetime.fromisoformat(lost["time"]).timestamp() >= int(stopped_at)
+    again = launch(config, tmp_path)
+    train(tiny.config(tmp_path / "alone", **{**made, "gpus": None}))
+    output = again.communicate(timeout=DEADLINE_S)[0]
+    assert again.returncode == 0, output
+    assert "resume     from step" in output
+    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 121))
     weights = [load_file(f / "checkpoints/step-120/model.safetensors") for f in (run_dir, tmp_path / "alone")]
     for name, tensor in weights[1].items():
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-6, atol=1e-9)
@@ -284,26 +307,3 @@ def test_a_rank_that_is_lost_twice_is_left_out(tiny: Any, tmp_path: Path, metric
     assert "restart 1 of 3 with 2 rank(s) here" in output
     assert "restart 2 of 3 with 1 rank(s) here" in output
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 121))
-
-
-@pytest.mark.slow
-def test_a_killed_supervisor_leaves_no_rank_and_loses_no_step(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    """Its launcher is told by the kernel, the ranks save once and stop, and the same command goes on from there."""
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 60})
-    run_dir = tmp_path / "run"
-    config = tiny.config(run_dir, **made, checkpoint={"every_steps": None})
-    process = launch(config, tmp_path)
-    wait_for_steps(run_dir, 5)
-    process.kill()
-    process.communicate(timeout=DEADLINE_S)
-    ranks = RankReport.read_all(run_dir / "logs" / "attempt-0")
-    deadline = time.monotonic() + DEADLINE_S
-    while any(Path(f"/proc/{rank.pid}").exists() for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    ranks = RankReport.read_all(run_dir / "logs" / "attempt-0")
-    assert [rank.exit_code for rank in ranks] == [75, 75], ranks
-    again = launch(config, tmp_path)
-    output = again.communicate(timeout=DEADLINE_S)[0]
-    assert again.returncode == 0, output
-    assert "resume     from step" in output
-    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 61))

@@ -64,9 +64,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.chdir(folder):
         for name in ("chats", "code"):
             assert main(["data", "build", "chats.jsonl", "--name", name, "--tokenizer", "Qwen/Qwen3-0.6B"]) == 0
-        for name in ("run", "a", "b", "c"):
+        for name in ("run", "a"):
             assert main(["train", "run.yaml", f"name={name}"]) == 0
-    shutil.copytree(folder / "runs" / "run", folder / "demo-run" / "run")
+    for copy in ("runs/b", "runs/c", "demo-run/run"):
+        shutil.copytree(folder / "runs" / "a", folder / copy)
     return folder
 
 
