@@ -105,7 +105,8 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import Setup, build_run
-    from flatout.trainer.decide import gpu_of, plan_run
+    from flatout.trainer.decide import plan_run
+    from flatout.trainer.gpu import gpu_of
     from flatout.trainer.run import train
     from flatout.trainer.step import accumulate_gradients
 

@@ -17,10 +17,11 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
 from flatout.track.callback import Reporter
 from flatout.track.console import ConsoleCallback, PhaseCallback
+from flatout.track.run_log import RUN_FILES
 from flatout.track.trackers import require_installed
 
-# any of them makes a folder a run's
-_FILES_OF_A_RUN = ("metrics.jsonl", "train.log", "checkpoints", "final")
+# what a run that lost its own files may still hold
+_RESULTS = ("checkpoints", "final")
 # set by launchers that start a command again by themselves, and their values in a process that they did not start
 _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
@@ -39,7 +40,7 @@ def move_aside(
             f"--restart starts over each time the command runs, and {found} is set by a launcher that runs it more "
             "than once; use another name, or move the run folder away by hand"
         )
-    if not any((config.folder / name).exists() for name in _FILES_OF_A_RUN):
+    if not any((config.folder / name).exists() for name in (*RUN_FILES, *_RESULTS)):
         return
     durable_io, folder = DurableIO(), config.folder.resolve()
     model = Path(config.model.name).resolve()

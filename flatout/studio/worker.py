@@ -112,7 +112,8 @@ def plan(
     emit(log="loading torch and transformers")
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import DEVICES
-    from flatout.trainer.decide import gpu_of, plan_run
+    from flatout.trainer.decide import plan_run
+    from flatout.trainer.gpu import gpu_of
     from flatout.trainer.preview import summarize_plan
 
     if device and device not in DEVICES:

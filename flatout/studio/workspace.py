@@ -23,6 +23,7 @@ from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import open_lock, take_lock
+from flatout.track.run_log import RUN_FILES
 
 UPLOADS = "uploads"
 MAX_UPLOAD_BYTES = 2 << 30
@@ -31,7 +32,6 @@ MAX_DEPTH, MAX_ENTRIES = 4, 20_000
 # folders of many files of which none is for a person to pick
 _SKIPPED = {"built_dataset", "checkpoints", "logs", "node_modules", "__pycache__", "site-packages"}
 _MODEL_FILES = {"config.json", "tokenizer.json", "adapter_config.json"}
-_RUN_FILES = {"metrics.jsonl", "train.log"}
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Workspace:
                 break
             folder = Path(parent)
             is_model = {"config.json", "tokenizer.json"} <= set(files)
-            if not _RUN_FILES.isdisjoint(files):
+            if not {*RUN_FILES}.isdisjoint(files):
                 found.runs.append(self.relative(folder))
             elif is_model:
                 found.models.append(self.relative(folder))

@@ -24,6 +24,8 @@ _RECORDS: Mapping[str, TypeAdapter[Any]] = {
 }
 _START, _END = TypeAdapter(RunStart), TypeAdapter(RunEnd)
 
+RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
+"""Any of them makes a folder a run's."""
 # no figure of a run is so great: a line with a greater one is damaged
 MAX_NUMBER = 1e24
 # bytes read at once while catching up with a long file

@@ -1,14 +1,13 @@
-"""Decisions made before a model is loaded: the GPU to plan for, the tokens, the plan of every step, and its memory."""
+"""Decisions made before a model is loaded: the tokens, the plan of every step, and its memory."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.compatibility import config_changes
@@ -23,16 +22,14 @@ from flatout.data.reference import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.io.kept_facts import hashes_of
-from flatout.models.load.model import gpu_features
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.models.scoring import Scoring
 from flatout.objectives.load import load_objective
 from flatout.objectives.protocol import Objective
 from flatout.optim.lr_schedule import warmup_note
 from flatout.parallel.control_group import ControlGroup
-from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
-from flatout.planner.devices import CONTEXT_BYTES, Device, weakest
+from flatout.planner.devices import Device
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
@@ -130,11 +127,7 @@ def plan_run(
     store, columns = open_tokens(config.data, config, reporter, objective), objective.needed_columns
     scoring = scoring_of(config, objective, store)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
-    num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
-    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
-    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
-        lost |= {"of": store.meta.counts["rows"]}
-        reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
+    _report_tokens(store, reporter)
     shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
@@ -161,16 +154,28 @@ def plan_run(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
-    facts = (fingerprints, objective, counted, scoring, device, sharing, False, (unpackable, unsharable), others)
-    return PlannedRun(shape, store, plan, eval_sets, prompts, parallel_layout, memory, *facts)
+    return PlannedRun(
+        shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
+        memory=memory, fingerprints=fingerprints, objective=objective, normalizers=counted, scoring=scoring,
+        device=device, sharing=sharing, problems=(unpackable, unsharable), mismatched=others,
+    )  # fmt: skip
+
+
+def _report_tokens(store: TokenStore, reporter: Reporter) -> None:
+    """Report how many samples and tokens there are, and the rows of which something was lost."""
+    num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
+    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
+    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
+        lost |= {"of": store.meta.counts["rows"]}
+        reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
 
 
 def _split(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
     """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
     if not config.eval.fraction:
         return SplitStore(store, None, None)
-    whole = store.hashes, store.unit_offsets
-    train_ids, eval_ids = split_held_out(store.row_keys, config.eval.fraction, config.seed, *whole)
+    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
+    train_ids, eval_ids = split_held_out(*facts)
     if num_copies := store.num_samples - len(np.unique(store.hashes)):
         told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
         reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
@@ -327,43 +332,6 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
             )
 
 
-def gpu_of(config: Config, rank: Rank) -> Device | None:
-    """Return the GPU that this process will train on and the bytes it may use; None on the CPU.
-
-    A single process gets the free memory. Several ranks get the total (less the context), as all must plan the same
-    micro-batches; so do deterministic runs, whose plan must not depend on other processes. Raises ResourceError as
-    `choose_device` does.
-    """
-    device = choose_device(config.wanted_device, rank)
-    if device.type != "cuda":
-        return None
-    num_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    if rank.world > 1 or config.deterministic:
-        num_bytes = total_bytes - CONTEXT_BYTES
-    return Device(torch.cuda.get_device_name(device), num_bytes, *gpu_features(device))
-
-
-def weakest_gpu(config: Config, rank: Rank, meet: Callable[[], ControlGroup]) -> Device | None:
-    """Return the GPU that all ranks plan for: the one with the least memory. None on the CPU.
-
-    Several ranks connect with `meet` to exchange theirs. Raises ResourceError as `gpu_of` does, and UsageError if
-    `model.precision: auto` would resolve differently on some.
-    """
-    gpu = gpu_of(config, rank)
-    if gpu is None or rank.world == 1:
-        return gpu
-    gathered = meet().all_gather((socket.gethostname(), asdict(gpu)))
-    gpus = [Device(**values) for _, values in gathered]
-    without = [index for index, one in enumerate(gpus) if not one.has_bf16]
-    if config.model.precision == "auto" and 0 < len(without) < len(gpus):
-        index = without[0]
-        raise UsageError(
-            f"rank {index} on {gathered[index][0]} has a {gpus[index].name}, which has no bf16 hardware, but other "
-            "ranks' GPUs have it: set model.precision: fp16 or fp32, or exclude that GPU"
-        )
-    return weakest(gpus)
-
-
 def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -> None:
     """Raise on every rank if one has other settings (UsageError) or other data (DataError) than rank 0.
 
@@ -379,9 +347,7 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
     first, *others = group.all_gather(mine)
     for index, other in enumerate(others, start=1):
         who = f"rank {index} on {other['host']}"
-        changes = [
-            change for change in config_changes(first["config"], other["config"]) if change.key not in NODE_LOCAL
-        ]
+        changes = [one for one in config_changes(first["config"], other["config"]) if one.key not in NODE_LOCAL]
         if changes:
             said = "; ".join(f"{change.key} is {change.now!r}, but {change.saved!r} on rank 0" for change in changes)
             raise UsageError(f"{who} has different settings: {said}; start every node with the same settings")

@@ -44,8 +44,9 @@ from flatout.track.start_up import StartUpClock
 from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import Setup, build_run
-from flatout.trainer.decide import plan_run, require_same_run, weakest_gpu
+from flatout.trainer.decide import plan_run, require_same_run
 from flatout.trainer.evaluate import evaluate_now
+from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps, save
 from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.passes import PassesStopped

@@ -27,7 +27,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
-from flatout.trainer.decide import PlannedRun, plan_run, weakest_gpu
+from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.state import Run
 from flatout.trainer.step import accumulate_gradients
 

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from flatout.errors import DataError, UsageError, next_steps
 from flatout.io.redact import redacted
-from flatout.track.run_log import RunLog, read_run
+from flatout.track.run_log import RUN_FILES, RunLog, read_run
 from flatout.track.summary import summarize
 
 RUNS = Path("runs")
-# any of them makes a folder a run's
-_RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
 # a name that ends like a file is never that of a model on the hub
 _FILE_ENDINGS = (
     ".yaml", ".yml", ".json", ".jsonl", ".csv", ".txt", ".py", ".gguf", ".safetensors", ".bin", ".pt", ".html"
@@ -85,7 +83,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _RUN_FILES)
+    return any((folder / name).is_file() for name in RUN_FILES)
 
 
 def open_runs(folders: Sequence[Path]) -> dict[str, RunLog]:

@@ -9,7 +9,7 @@ from flatout.config.read import make_config
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device, weakest
-from flatout.trainer import decide
+from flatout.trainer import gpu
 
 
 def test_all_ranks_plan_for_what_each_can() -> None:
@@ -26,13 +26,13 @@ def test_all_ranks_plan_for_what_each_can() -> None:
 
 def test_one_precision_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     new, old = Device("H200", 139 * GIB), Device("T4", 15 * GIB, has_bf16=False)
-    monkeypatch.setattr(decide, "gpu_of", lambda config, rank: new)
+    monkeypatch.setattr(gpu, "gpu_of", lambda config, rank: new)
 
     def plan_for(precision: str, *gpus: Device) -> Device | None:
         config = make_config({"model": {"name": "m", "precision": precision}})
-        gathered = [(host, asdict(gpu)) for host, gpu in zip("ab", gpus, strict=True)]
+        gathered = [(host, asdict(one)) for host, one in zip("ab", gpus, strict=True)]
         group = SimpleNamespace(all_gather=lambda mine: gathered)
-        return decide.weakest_gpu(config, Rank(0, 2), lambda: group)
+        return gpu.weakest_gpu(config, Rank(0, 2), lambda: group)
 
     with pytest.raises(UsageError, match=r"rank 1 on b has a T4, .* set model\.precision"):
         plan_for("auto", new, old)
