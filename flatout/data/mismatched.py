@@ -58,7 +58,7 @@ def mismatched(store: TokenStore) -> MismatchedStore:
     if count < 2:
         raise DataError(f"{store.folder}: one row, but this objective compares it with the answer to another; add rows")
     prompt_tokens, marks = _read_prompts(store)
-    answer_of = _answers(marks)
+    answer_of = _answers_of_others(marks)
     kept = np.minimum(lengths[answer_of] - prompt_tokens[answer_of], lengths.max() - prompt_tokens)
     num_labels = store.num_labels[answer_of]
     for index in np.flatnonzero(kept < lengths[answer_of] - prompt_tokens[answer_of]).tolist():
@@ -102,15 +102,11 @@ def _mixed(values: NDArray[np.integer]) -> NDArray[np.uint64]:
     return np.asarray(found ^ found >> np.uint64(29)) * _MULTIPLIER
 
 
-def _answers(marks: NDArray[np.uint64]) -> NDArray[np.int64]:
+def _answers_of_others(marks: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return for each sample one that follows it in a fixed random cycle: if there is one near, of another prompt."""
-    order = np.argsort(_mixed(np.arange(len(marks))), kind="stable")
-    answer_of = np.empty(len(marks), np.int64)
-    answer_of[order] = np.roll(order, -1)
-    for shift in range(2, min(_TRIES, len(marks))):
+    order, answer_of = np.argsort(_mixed(np.arange(len(marks))), kind="stable"), np.arange(len(marks))
+    for shift in (*range(1, min(_TRIES, len(marks))), 1):
         if not (same := marks[answer_of[order]] == marks[order]).any():
             break
         answer_of[order[same]] = np.roll(order, -shift)[same]
-    if (same := marks[answer_of[order]] == marks[order]).any():
-        answer_of[order[same]] = np.roll(order, -1)[same]
     return answer_of

@@ -32,7 +32,7 @@ class _Sums:
         """See Observer."""
         labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
         found = sums_of(self._objective, labels, estimates=True)
-        self.sums += torch.stack(found).detach().double()
+        self.sums += torch.stack(found).double()
 
 
 def start_estimates(run: Run, step: StepPlan) -> None:

@@ -34,7 +34,8 @@ ONE_ROUNDING = "tests/parity/test_one_rounding.py"
 ROUTERS = "tests/parity/test_experts_router.py"
 FALLBACK = "tests/unit/models/test_compile_fallback.py"
 UNITS = "tests/property/test_unit_properties.py"
-PAIRS = "tests/unit/trainer/test_preference.py::test_loss_and_gradients_are_those_of_plain_torch"
+LOSSES = "tests/unit/trainer/test_losses.py::test_a_step_is_that_of_plain_torch_however_it_is_cut"
+KTO = "tests/unit/trainer/test_kto.py"
 REFERENCE = "tests/unit/trainer/test_reference.py"
 STEP_0 = f"{REFERENCE}::test_step_0_is_its_reference_to_the_bit[lora]"
 COLUMNS = "tests/unit/trainer/test_batch_columns.py"
@@ -111,7 +112,8 @@ BUGS = (
     Bug("a margin of the wrong sign", "_margin", "good - bad", "bad - good", f"{RENDERED}[UltraFeedback]"),
     Bug("rejected answers learnt", "make_normalizers", "_require_good_answers(X, Y)", "None",
         "tests/unit/trainer/test_preference_data.py::test_an_objective_refuses_data_of_another_kind"),
-    Bug("evaluation leaves dropout off", "inference", "X.model.train()", "None", f"{EXACT}::test_evaluation_equals"),
+    Bug("evaluation leaves dropout off", "inference", "module.training = True", "module.training = False",
+        f"{EXACT}::test_evaluation_equals"),
     Bug("evaluation with dropout", "inference", "X.model.eval()", "None", f"{EXACT}::test_evaluation_equals"),
     Bug("rows repeated to fill the last step", "RunPlan._block", "np.arange(X, min(Y, Z))", "np.arange(X, Y) % Z",
         "tests/property/test_plan_properties.py"),
@@ -176,21 +178,22 @@ BUGS = (
     Bug("two roundings", "LoraProduct.forward", "operands.total_with(low, b, use_kernel=False)",
         "[operands.total(x) + F.linear(low, b)]", ONE_ROUNDING),
     Bug("a pair the wrong way round", "Preference.__call__", "self.losses(chosen, rejected)",
-        "self.losses(rejected, chosen)", f"{PAIRS}[simpo-shared]"),
-    Bug("beta on one side", "CPO.losses", "self.beta * (X - Y)", "self.beta * X - Y", f"{PAIRS}[cpo-shared, several]"),
+        "self.losses(rejected, chosen)", f"{LOSSES}[simpo-packed, shared]"),
+    Bug("beta on one side", "CPO.losses", "self.beta * (X - Y)", "self.beta * X - Y", f"{LOSSES}[cpo-packed, shared]"),
     Bug("the mean of a micro-batch", "Preference.__call__", "(losses + X if Y else losses).sum()",
-        "(losses + X if Y else losses).mean()", f"{PAIRS}[dpo, smoothed-several]"),
+        "(losses + X if Y else losses).mean()", f"{LOSSES}[dpo, smoothed-packed]"),
     Bug("lengths that count prompts", "Preference.__call__", "labels.sample_lengths", "(labels.sample_lengths + 5)",
-        f"{PAIRS}[ipo-shared]"),
-    Bug("a margin with the wrong sign", "SimPO.losses", "X - self.gamma", "X + self.gamma", f"{PAIRS}[simpo-shared]"),
+        f"{LOSSES}[ipo-packed, shared]"),
+    Bug("a margin with the wrong sign", "SimPO.losses", "X - self.gamma", "X + self.gamma",
+        f"{LOSSES}[simpo-packed, shared]"),
     Bug("robust without its normalizer", "DPO.losses", "(right - wrong) / X", "right - wrong",
-        f"{PAIRS}[dpo, robust-rows]"),
+        f"{LOSSES}[dpo, robust-rows]"),
     Bug("the loss of SFT forgotten", "Preference.__call__", "losses + self.sft_weight * nll", "losses",
-        f"{PAIRS}[simpo and SFT-rows]"),
+        f"{LOSSES}[simpo and SFT-rows]"),
     Bug("sums of the neighbouring sample", "LabelTokens.by_sample",
         "torch.segment_reduce(values, 'sum', lengths=X, unsafe=True, initial=0)",
         "torch.segment_reduce(values, 'sum', lengths=self.sample_lengths, unsafe=True, initial=0).roll(1)",
-        f"{PAIRS}[dpo_norm-whole]"),
+        f"{LOSSES}[dpo_norm-packed]"),
     Bug("the reference of the wrong sample", "_fill_column", "found[sample_id]", "found[unknown[0]]", STEP_0),
     Bug("the reference of the trained model", "build_run", "compute_reference(run)",
         "(restore(run, saved) if saved is not None else None, compute_reference(run))",
@@ -207,6 +210,21 @@ BUGS = (
         f"{REFERENCE}::test_another_adapter_can_be_the_reference"),
     Bug("what a killed pass knew is lost", "add_kept", "np.copyto(values, kept, where=X)", "None",
         f"{REFERENCE}::test_a_killed_pass_goes_on_to_the_bit"),
+    Bug("z of the micro-batch", "KTO.__call__", 'X.estimates["kl"]', "ratios.detach().mean()", f"{LOSSES}[kto-packed]"),
+    Bug("z with a gradient", "KTO.__call__", 'X.estimates["kl"]',
+        'X.estimates["kl"] + ratios.mean() - ratios.detach().mean()', f"{LOSSES}[kto-rows]"),
+    Bug("z of each rank alone", "_estimate", "run.strategy.sum_values(X)", "(X * run.rank.world)",
+        "tests/unit/trainer/test_losses.py::test_ranks_take_that_step_too[some]"),
+    Bug("z below 0", "KTO.__call__", "X.clamp(min=0)", "X", f"{LOSSES}[kto, weighted-packed]"),
+    Bug("labels the wrong way round", "KTO.__call__", 'X.column("label").bool()', '~X.column("label").bool()',
+        f"{LOSSES}[kto-packed]"),
+    Bug("a weight on one side", "KTO.__call__", "X.where(~desirable, self.desirable_weight)",
+        "X.where(~desirable, 1.0)", f"{LOSSES}[kto, weighted-rows]"),
+    Bug("a prompt with its own answer", "_answers_of_others", "return answer_of", "return np.arange(len(marks))",
+        f"{KTO}::test_each_prompt_gets_the_answer_to_another"),
+    Bug("the reference of its own answer", "mismatched",
+        "replace(column, fingerprint=xxh3_128_hexdigest(X))", "column",
+        f"{KTO}::test_a_file_of_labels_trains_alike_on_any_number_of_ranks[two]"),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
 )  # fmt: skip
 
