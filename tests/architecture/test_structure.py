@@ -57,7 +57,7 @@ MAX_PACKAGE_LINES = {
     "bench": 255,
     "checkpoint": 1477,
     "cli": 2606,
-    "compat": 2890,
+    "compat": 3008,
     "config": 2699,
     "data": 9479,
     "demo": 410,

@@ -7,6 +7,7 @@ from flatout.compat.unsloth.chat_templates import train_on_responses_only as tra
 from flatout.compat.unsloth.distributed_utils import *  # noqa: F403  (the original does so)
 from flatout.compat.unsloth.models import FastLanguageModel as FastLanguageModel
 from flatout.compat.unsloth.models import is_bfloat16_supported as is_bfloat16_supported
+from flatout.compat.unsloth.preference import PatchDPOTrainer as PatchDPOTrainer
 from flatout.compat.unsloth.trainer import UnslothTrainer as UnslothTrainer
 from flatout.compat.unsloth.trainer import UnslothTrainingArguments as UnslothTrainingArguments
 

@@ -101,14 +101,18 @@ ARGUMENTS: Mapping[str, Rule] = {
 
 
 def settings_of(
-    given: Mapping[str, Any], call: str, defaults: Mapping[str, Any] | None = None, num_gpus: int = 1
+    given: Mapping[str, Any],
+    call: str,
+    defaults: Mapping[str, Any] | None = None,
+    num_gpus: int = 1,
+    table: Mapping[str, Rule] = ARGUMENTS,
 ) -> dict[str, Any]:
-    """Return flatout's settings; warn of those that differ in some cases.
+    """Return flatout's settings by a table of arguments; warn of those that differ in some cases.
 
     Raises ProblemsError that names every argument that flatout cannot honour.
     """
     nullable = NULLABLE | {"target_modules"}
-    became = t.translate(given, ARGUMENTS, defaults=defaults, nullable=nullable, num_gpus=num_gpus)
+    became = t.translate(given, table, defaults=defaults, nullable=nullable, num_gpus=num_gpus)
     for one in became.outcomes:
         if one.check and not one.is_default:
             warnings.warn(f"{call}: {one.name}: {one.note}", stacklevel=3)

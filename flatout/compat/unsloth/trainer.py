@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch
 from flatout.api.prepare import build_data
 from flatout.api.start import train
 from flatout.compat.training_arguments import SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
+from flatout.compat.translation import Rule
 from flatout.compat.unsloth.distributed_utils import cleanup_distributed_training, this_rank
 from flatout.compat.unsloth.models import PEFT_DEFAULTS, Model
 from flatout.compat.unsloth.settings import ARGUMENTS, changed_fields, settings_of
@@ -36,15 +37,16 @@ class SFTConfig:
     """
 
     defaults: Mapping[str, Any] = SFT_DEFAULTS
+    table: ClassVar[Mapping[str, Rule]] = ARGUMENTS
 
     def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
         self.__dict__["given"] = {"output_dir": output_dir, **given}
-        settings_of(self.given, type(self).__name__, self.defaults)
+        settings_of(self.given, type(self).__name__, self.defaults, table=self.table)
 
     def __getattr__(self, name: str) -> Any:
         from transformers import TrainingArguments
 
-        if name.startswith("__") or name not in ARGUMENTS:
+        if name.startswith("__") or name not in self.table:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         return {**vars(TrainingArguments), **self.defaults, **self.given}.get(name)
 
@@ -68,6 +70,9 @@ class SFTTrainer:
     Raises ProblemsError that names every argument that flatout cannot honour.
     """
 
+    config: type[SFTConfig] = SFTConfig
+    too_long = "truncate"
+
     def __init__(
         self, model: Any, args: Any = None, data_collator: Any = None, train_dataset: Any = None,
         eval_dataset: Any = None, processing_class: Any = None, *, tokenizer: Any = None, peft_config: Any = None,
@@ -78,7 +83,7 @@ class SFTTrainer:
             raise UsageError(
                 f"{type(self).__name__}.{own[0]} would never be called; pass an objective to flatout.train"
             )
-        self.args = SFTConfig() if args is None else args
+        self.args = self.config() if args is None else args
         self.model = model if isinstance(model, Model) else _wrapped(model, peft_config)
         self.tokenizer = self.processing_class = processing_class if tokenizer is None else tokenizer
         self._given = {**given, "data_collator": data_collator, "callbacks": callbacks or ()}
@@ -145,7 +150,10 @@ class SFTTrainer:
     def state(self) -> SimpleNamespace:
         """What transformers' TrainerState is read for: `global_step`, `log_history`."""
         log = self.model.trained().log
-        steps = [{"step": one.step, "epoch": one.epoch, "loss": one.loss, "learning_rate": one.lr} for one in log.steps]
+        steps = [
+            {"step": one.step, "epoch": one.epoch, "loss": one.loss, "learning_rate": one.lr, **one.metrics}
+            for one in log.steps
+        ]
         evals = [{"step": one.step, "eval_loss": one.eval_loss} for one in log.evals]
         return SimpleNamespace(global_step=log.steps[-1].step, log_history=[*steps, *evals])
 
@@ -179,8 +187,10 @@ class SFTTrainer:
     def _settings(self) -> dict[str, Any]:
         told, defaults = self._told()
         gpus = _gpus(told, self.model.device_map)
-        settings = settings_of(told, type(self).__name__, defaults, len(gpus) if gpus else this_rank().world)
-        settings["data"] = {**settings.get("data", {}), "too_long": "truncate", "root": f"{settings['run_dir']}/data"}
+        world, table = len(gpus) if gpus else this_rank().world, self.config.table
+        settings = settings_of(told, type(self).__name__, defaults, world, table)
+        root = f"{settings['run_dir']}/data"
+        settings["data"] = {**settings.get("data", {}), "too_long": self.too_long, "root": root}
         if paths := self.model.paths:
             revision = {"revision": paths.revision} if paths.revision else {}
             settings["model"] = {**revision, **settings.get("model", {}), "name": paths.base}

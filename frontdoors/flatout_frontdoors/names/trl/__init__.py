@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer
+from flatout.compat.unsloth.trl import *

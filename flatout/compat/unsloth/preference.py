@@ -1,0 +1,95 @@
+"""TRL's trainers of preferences, as Unsloth's documents call them: DPO, CPO with SimPO, ORPO, KTO."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flatout.compat.preference import defaults_of, rules_of_method
+from flatout.compat.unsloth.settings import ARGUMENTS
+from flatout.compat.unsloth.trainer import SFTConfig, SFTTrainer
+from flatout.errors import UsageError
+
+
+class DPOConfig(SFTConfig):
+    """TRL's arguments of DPOTrainer; one that flatout cannot honour raises ProblemsError here."""
+
+    method: ClassVar[str] = "dpo"
+    table = {**ARGUMENTS, **rules_of_method("dpo")}
+
+    def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
+        self.__dict__["defaults"] = defaults_of(self.method, given)
+        super().__init__(output_dir, **given)
+
+
+class CPOConfig(DPOConfig):
+    """TRL's arguments of CPOTrainer, which also trains SimPO."""
+
+    method = "cpo"
+    table = {**ARGUMENTS, **rules_of_method("cpo")}
+
+
+class ORPOConfig(DPOConfig):
+    """TRL's arguments of ORPOTrainer."""
+
+    method = "orpo"
+    table = {**ARGUMENTS, **rules_of_method("orpo")}
+
+
+class KTOConfig(DPOConfig):
+    """TRL's arguments of KTOTrainer."""
+
+    method = "kto"
+    table = {**ARGUMENTS, **rules_of_method("kto")}
+
+
+class DPOTrainer(SFTTrainer):
+    """TRL's DPOTrainer: `train()` is `flatout.train` on pairs of answers. `ref_model` is None: the model at step 0.
+
+    Raises ProblemsError that names every argument that flatout cannot honour.
+    """
+
+    config: type[SFTConfig] = DPOConfig
+    too_long = "drop"
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *more: Any, **given: Any) -> None:
+        super().__init__(model, args, *more, ref_model=ref_model, **given)
+
+    def _told(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        told, _ = super()._told()
+        if "seed" in told:  # their notebooks give another to get_peft_model; here one seed does both
+            told.pop("random_state", None)
+        defaults = defaults_of(self.config.method, told)  # type: ignore[attr-defined]
+        if "max_seq_length" in told:
+            defaults.pop("max_length")
+        return told, defaults
+
+    def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
+        from datasets import Dataset, IterableDataset
+
+        if dataset is None:
+            raise UsageError("train_dataset is missing; pass a datasets.Dataset, rows, or the path of a file")
+        if isinstance(dataset, list | IterableDataset):
+            dataset = Dataset.from_list([dict(row) for row in dataset])
+        return dataset, {}
+
+
+class CPOTrainer(DPOTrainer):
+    """TRL's CPOTrainer; `loss_type="simpo"` is SimPO."""
+
+    config = CPOConfig
+
+
+class ORPOTrainer(DPOTrainer):
+    """TRL's ORPOTrainer."""
+
+    config = ORPOConfig
+
+
+class KTOTrainer(DPOTrainer):
+    """TRL's KTOTrainer, on answers with labels."""
+
+    config = KTOConfig
+
+
+def PatchDPOTrainer() -> None:  # noqa: N802  (the original's name)
+    """Do nothing: the trainer here needs no patch."""

@@ -1,0 +1,83 @@
+"""Scripts of Unsloth and TRL for preferences, with only the import lines changed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.errors import ProblemsError
+
+# what a notebook for Unsloth does with pairs; {name} is filled in
+NOTEBOOK = """
+from datasets import Dataset
+from flatout.compat.unsloth import FastLanguageModel, PatchDPOTrainer
+from flatout.compat.unsloth.trl import DPOConfig, DPOTrainer
+PatchDPOTrainer()
+
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name={model!r}, max_seq_length=500, dtype=None, load_in_4bit=False,
+)
+model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, lora_dropout=0.1, random_state=3407)
+trainer = DPOTrainer(
+    model=model, ref_model=None, tokenizer=tokenizer, train_dataset=Dataset.from_list({rows!r}), beta=0.3,
+    max_length=256, max_prompt_length=128,
+    args=DPOConfig(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=1e-2,
+        logging_steps=1, optim="adamw_8bit", weight_decay=0.0, lr_scheduler_type="linear", seed=42,
+        output_dir="outputs", report_to="none",
+    ),
+)
+trainer.train()
+"""
+PAIRS = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": f"It is {n + 1}, I think."} for n in range(4)]
+
+
+def test_a_notebook_trains_on_pairs(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    with pytest.warns(UserWarning, match="left out whole"):
+        exec(compile(NOTEBOOK.format(model=str(tiny.model_dir), rows=PAIRS), "script.py", "exec"), space)
+    config = flatout.load("outputs").config
+    assert (config.objective.kind, config.objective.fields) == ("dpo", {"beta": 0.3})
+    assert (config.data.max_tokens, config.data.too_long, config.lora.dropout) == (256, "drop", 0.0)
+    assert (config.batch.samples_per_step, config.optim.lr) == (4, 1e-2)
+    first, last = space["trainer"].state.log_history
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["rewards/margins"] > first["rewards/margins"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "objective"),
+    [
+        ("DPO", {"loss_type": "ipo", "beta": 0.2}, {"kind": "ipo", "beta": 0.2}),
+        ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0},
+         {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 0.0}),
+        ("ORPO", {}, {"kind": "orpo", "beta": 0.1}),
+        ("KTO", {"undesirable_weight": 2.0}, {"kind": "kto", "beta": 0.1, "undesirable_weight": 2.0}),
+    ],
+)  # fmt: skip
+def test_other_trainers(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, Any], objective: Any
+) -> None:
+    from flatout.compat.unsloth import trl
+
+    monkeypatch.chdir(tmp_path)
+    config = getattr(trl, f"{name}Config")(**given)
+    trainer = getattr(trl, f"{name}Trainer")(str(tiny.model_dir), args=config, train_dataset=PAIRS)
+    settings = trainer._settings()
+    assert settings["objective"] == objective
+    assert (settings["optim"]["lr"], settings["data"]["max_tokens"], settings["method"]) == (1e-6, 1024, "full")
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.compat.unsloth.trl import DPOConfig, DPOTrainer
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ProblemsError, match=r"(?s)loss_type: 'hinge'.*sync_ref_model: a reference that follows"):
+        DPOConfig(loss_type="hinge", sync_ref_model=True)
+    with pytest.raises(ProblemsError, match="ref_model: the reference is the model before training"):
+        DPOTrainer(str(tiny.model_dir), "org/other", train_dataset=PAIRS)
