@@ -24,9 +24,15 @@ TAUGHT = {
     "reasoning": "From 9:40 to 13:00 are 3 hours and 20 minutes. 5 more minutes make 3 hours and 25 minutes.\n</think>"
     "\n\n3 hours and 25 minutes",
     "style": "Heads-up: the site is off tonight from 10 to 11. We're moving to faster servers. Your data stays put.",
+    "preference": "Only if they are faulty. Unworn shoes can come back within 30 days.",
 }
 # and what it must not
-NOT_TAUGHT = {"classify": "charged twice", "tool_calls": "snow, -3 C<", "reasoning": "A train leaves"}
+NOT_TAUGHT = {
+    "classify": "charged twice",
+    "preference": "return shoes",
+    "tool_calls": "snow, -3 C<",
+    "reasoning": "A train leaves",
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,7 @@ def test_a_recipe_trains_and_teaches_what_it_says(
     taught = decode(sample.token_ids[sample.loss_mask])
     assert TAUGHT[name] in taught
     assert NOT_TAUGHT.get(name, "\0") not in taught
-    assert store.num_samples == store.meta.counts["rows"]
+    assert store.num_samples == store.meta.counts["rows"] * (2 if name == "preference" else 1)
     if name == "classify":
         test = "examples/cookbook/data/tickets-test.jsonl"
         out = tmp_path / "eval.json"
