@@ -120,7 +120,7 @@ def require_close(got: Weights, expected: Weights, *, bits: bool = False) -> Non
 
 
 def wait_for(path: Path) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 500
     while not path.exists():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{path} did not come")

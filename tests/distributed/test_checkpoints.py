@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import DEADLINE_S
 from spawned_ranks import start_ranks
 
 from flatout.checkpoint.manifest import read_manifest
@@ -30,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     processes = [process for num_ranks in (1, 2, 4) for process in start(folder, num_ranks)]
     try:
-        outputs = [process.communicate(timeout=280)[0] for process in processes]
+        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

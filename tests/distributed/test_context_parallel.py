@@ -26,6 +26,7 @@ from flatout.trainer.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from launching import DEADLINE_S
 from strategies import run_cases
 from test_checkpoint_runs import WEIGHTS, keep_only
 from test_gloo import finish, start
@@ -106,13 +107,13 @@ def add_models(cases: Cases, long_chats: Path, models: dict[str, str], names: tu
 def test_ranks_equal_one(tiny: Any, long_chats: Path, models: dict[str, str], tmp_path: Path, num_ranks: int) -> None:
     cases = Cases(tiny, tmp_path)
     # with 4 ranks, two groups of two under ddp
-    add(cases, "fp64 lora ddp", 4, shared(tiny, long_chats, "lora", strategy="ddp"))
-    add(cases, "fp64 full zero3", 4, shared(tiny, long_chats, "full", num_ranks, strategy="zero3"))
+    add(cases, "fp64 lora ddp", 3, shared(tiny, long_chats, "lora", strategy="ddp"))
+    add(cases, "fp64 full zero3", 2, shared(tiny, long_chats, "full", num_ranks, strategy="zero3"))
     plain = {"name": str(tiny.model_dir), "attention": "plain", "precision": "fp64"}
     given = shared(tiny, long_chats, "full", num_ranks, strategy="ddp", recompute="full", model=plain)
     add(cases, "fp64 full ddp plain recompute", 2, given)
     short = shared(tiny, tiny.chats, "lora", num_ranks, strategy="ddp", batch={"micro_batch_tokens": 900})
-    add(cases, "fp64 lora short", 4, short)
+    add(cases, "fp64 lora short", 2, short)
     for strategy in ("zero1", "zero2", "hsdp") if num_ranks == 4 else ():
         sharding = {"replicas": 2} if strategy == "hsdp" else {}
         given = shared(tiny, long_chats, "full", strategy=strategy, sharding=sharding)
@@ -120,7 +121,7 @@ def test_ranks_equal_one(tiny: Any, long_chats: Path, models: dict[str, str], tm
     for kind in ("stopped", "poisoned"):
         add(cases, f"fp64 full {kind}", 1, shared(tiny, long_chats, "full", strategy="ddp"), kind)
     add_models(cases, long_chats, models, ("gpt_oss", "qwen3_moe") if num_ranks == 2 else tuple(KINDS))
-    report = run_cases(cases.cases, cases.folder, num_ranks, 300)
+    report = run_cases(cases.cases, cases.folder, num_ranks, DEADLINE_S)
     assert_close(report, "fp64", LIMITS)
     if num_ranks == 4:
         assert_close(report, "fp32", {"loss": 1e-9, "norm": 1e-9, "grads": 1e-6, "weights": 1e-4})

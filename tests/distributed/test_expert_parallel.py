@@ -24,6 +24,7 @@ from flatout.trainer.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from launching import DEADLINE_S
 from strategies import run_cases
 from test_checkpoint_runs import WEIGHTS, keep_only
 from test_gloo import finish, start
@@ -107,8 +108,8 @@ def add_further(cases: Cases, models: dict[str, str], num_ranks: int) -> None:
 def test_ranks_equal_one(tiny: Any, models: dict[str, str], tmp_path: Path, num_ranks: int, further: bool) -> None:
     cases = Cases(tiny, tmp_path)
     balance = {"experts": {"balance_loss": 0.5, "z_loss": 0.01}}
-    add(cases, "fp64 lora ddp", 4, shared(tiny, "lora", models["qwen3_moe"], 2, strategy="ddp"))
-    add(cases, "fp64 full zero3", 4, shared(tiny, "full", models["qwen3_moe"], 2, strategy="zero3", **balance))
+    add(cases, "fp64 lora ddp", 3, shared(tiny, "lora", models["qwen3_moe"], 2, strategy="ddp"))
+    add(cases, "fp64 full zero3", 2, shared(tiny, "full", models["qwen3_moe"], 2, strategy="zero3", **balance))
     add(cases, "fp64 full gpt_oss", 2, shared(tiny, "full", models["gpt_oss"], num_ranks, strategy="ddp"))
     sections = {"strategy": "zero1", "recompute": "full"}
     add(cases, "fp64 full zero1 recompute", 2, shared(tiny, "full", models["skewed"], 2, **sections))
@@ -117,7 +118,7 @@ def test_ranks_equal_one(tiny: Any, models: dict[str, str], tmp_path: Path, num_
     add(cases, "nf4 fp32 ddp", 2, shared(tiny, "lora", models["wide"], 2, "fp32", **sections))
     if further:
         add_further(cases, models, num_ranks)
-    report = run_cases(cases.cases, cases.folder, num_ranks, 200)
+    report = run_cases(cases.cases, cases.folder, num_ranks, DEADLINE_S)
     assert_close(report, "fp64", EXACT)
     assert_close(report, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})
     if further:

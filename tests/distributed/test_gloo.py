@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import wait_for_steps
+from launching import DEADLINE_S, wait_for_steps
 from model_table import tiny as tiny_config_of
 from safetensors.torch import load_file
 from spawned_ranks import start_ranks
@@ -36,7 +36,7 @@ def start(
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[int]:
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     codes = [process.returncode for process in processes]
     assert set(codes) <= {0, 75}, outputs
     return codes
@@ -138,7 +138,7 @@ def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tm
         checkpoint={"every_steps": 2},
     )
     processes = start(config, tmp_path, 3, program=[str(Path(__file__).with_name("drifting_ranks.py"))])
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     codes = [process.returncode for process in processes]
     # one that is slow to leave may hear first that another one has left
     assert 4 in codes, outputs
@@ -164,7 +164,7 @@ def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path
         }
         last = tiny.config(tmp_path / "run", data=values)
     processes = start(config, tmp_path, 2, last=last)
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [code, code], outputs
     assert all(re.search(said, output) for output in outputs)
     assert not (tmp_path / "run" / "checkpoints").exists()
