@@ -85,6 +85,14 @@ PAIR: dict[str, tuple[Row, Row, list[Row], list[list[Row]], Row]] = {
         {"system": "be good", "prompt": "hello there", "chosen": "yes", "rejected": "no \n it is"}, {},
         [SYSTEM, *Q], [G, B], {},
     ),
+    "ms-swift": ({"messages": [*EARLIER, *G], "rejected_response": "no \n it is"}, {}, EARLIER, [G, B], {}),
+    "ms-swift's chats": ({"messages": [*EARLIER, *G], "rejected_messages": [*EARLIER, *B]}, {}, EARLIER, [G, B], {}),
+    "ms-swift's old rows": (
+        {"conversations": said("hello there", "yes"), "rejected_response": "no \n it is"}, {}, Q, [G, B], {},
+    ),
+    "the last answer is the chosen one": (
+        {"messages": [*Q, *G], "rejected": "no \n it is"}, {"format": "preference"}, Q, [G, B], {},
+    ),
     "hh-rlhf": ({"chosen": f"{HH}yes", "rejected": f"{HH}no \n it is"}, {}, Q, [G, B], {}),
     "names of one's own": (
         {"ask": "hello there", "good": "yes", "worse": "no \n it is"},
@@ -249,6 +257,27 @@ def test_a_row_that_is_no_pair_is_bad_and_counted(build: Build, change: Row, mes
     kept = build(rows, {"on_bad_row": "skip"})
     assert (kept.meta.counts["bad"], kept.meta.counts["pairs"], kept.num_samples) == (1, 2, 4)
     assert build([good] * 3).num_samples == 6
+
+
+CHAT_PAIR = {"messages": [*Q, *G], "rejected_response": "no"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rejected_response": "yes"}, r"messages\[1\] and rejected_response are equal, so neither is better"),
+        ({"rejected_response": None}, "rejected_response is missing; every answer needs its text"),
+        ({"messages": [*Q, *G, *Q]}, r"messages\[2\] is a turn of user, so rejected_response has no answer beside it"),
+        ({"messages": G}, r"messages\[0\] begins with an answer, and there is no prompt"),
+    ],
+)
+def test_a_chat_that_is_no_pair_is_bad_and_counted(build: Build, change: Row, message: str) -> None:
+    rows = [CHAT_PAIR, {**CHAT_PAIR, **change}, CHAT_PAIR]
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {message}"):
+        build(rows)
+    kept = build(rows, {"on_bad_row": "skip"})
+    assert (kept.meta.counts["bad"], kept.meta.counts["pairs"], kept.num_samples) == (1, 2, 4)
+    assert build([CHAT_PAIR] * 3).num_samples == 6
 
 
 def test_scores_that_contradict_the_pair_and_equal_tokens_are_bad(build: Build, tmp_path: Path) -> None:

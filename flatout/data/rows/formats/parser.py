@@ -46,6 +46,7 @@ from flatout.data.rows.formats.preference import (
     SCORES,
     columns_of,
     is_labelled,
+    is_pair,
     is_ranked,
     parse_kto,
     parse_preference,
@@ -112,7 +113,9 @@ def _holds_tree(row: Mapping[str, Any], reading: Reading) -> bool:
 
 _TURNS = ("role", "content", "from", "value")
 _ASKED = (*PROMPTS, "history", *CHAT_OPTIONAL)
-_pairs = FormatRule(parse_preference, (CHOSEN, REJECTED), (*_ASKED, MARGIN, *chain(*SCORES)), _TURNS)
+_pairs = FormatRule(
+    parse_preference, ((*CHOSEN, *CHAT_COLUMNS), REJECTED), (*_ASKED, MARGIN, *chain(*SCORES)), _TURNS, is_pair
+)
 _parse_messages = partial(parse_chat, role="role", content="content")
 # In the order of detection: distinctive columns first, since many chat sets also have a `text` or `prompt` column.
 RULES: dict[str, FormatRule] = {

@@ -24,7 +24,9 @@ PREFERENCES = ("preference", "reward", "ranked")
 """Formats whose rows become pairs of answers."""
 JUDGED = (*PREFERENCES, "kto")
 """Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
-CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
+# the answer to avoid beside a chat that ends with the other one, as ms-swift has it: the last turn, or the whole chat
+_BESIDE_CHAT = ("rejected_response", "rejected_messages")
+CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", *_BESIDE_CHAT)
 PROMPTS = ("prompt", "question", "instruction", "input", *CHAT_COLUMNS)
 """Columns of the prompt; the first that has something is read."""
 ANSWERS = ("answers", "responses", "completions", "candidates")
@@ -48,8 +50,17 @@ Given = tuple[str, object]
 
 def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
     """Parse a pair: chosen and rejected, each a text, a turn, or turns; with or without their prompt."""
-    names = [_named(row, reading, group) for group in (CHOSEN, REJECTED)]
-    answers = _conversations(row, origin, reading, [(name, row.get(name)) for name in names])
+    good, bad = (_named(row, reading, group) for group in (CHOSEN, REJECTED))
+    given: list[Given] = [(good, row.get(good)), (bad, row.get(bad))]
+    if good not in row and (chat := _first_column(row, reading, CHAT_COLUMNS)) is not None:
+        said = turns_at(row[chat], chat)
+        whole = bad == reading.name("rejected_messages")
+        given[0] = (chat, said) if whole else (f"{chat}[{len(said) - 1}]", said[-1:])
+        last = _turns(said[-1:], given[0][0], reading, "assistant").messages[0].role
+        if last != "assistant":
+            raise FieldError(f"{given[0][0]} is a turn of {last}, so {bad} has no answer beside it; add the chosen one")
+        row = row if whole else {**row, chat: said[:-1]}
+    answers = _conversations(row, origin, reading, given)
     columns, margin = {}, _margin(row, reading)
     if margin is not None:
         columns[MARGIN] = (margin,)
@@ -85,6 +96,11 @@ def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Prefe
     if completion is not None:
         answers = [(completion, row[completion])]
     return Preference(_conversations(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
+
+
+def is_pair(row: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether a row names its chosen answer, or has the last answer of its chat for it."""
+    return any(row.get(reading.name(name)) is not None for name in (*CHOSEN, *_BESIDE_CHAT))
 
 
 def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
