@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from flatout.data import registry
 from flatout.errors import DataError, FlatoutError, UsageError
 from flatout.io.durable_io import DurableIO, digest
-from flatout.io.file_lock import locked
+from flatout.io.file_lock import locked, open_lock, share_lock, take_lock
+from flatout.view.open_runs import RUNS, run_folders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# where a run names its sources
+_SETTINGS_FILES = ("config.yaml", "python.yaml")
 _TABLES = ("datasets.Dataset", "pandas.DataFrame", "pyarrow.Table")
 
 
@@ -37,7 +42,32 @@ def data_file(data: Any, folder: Path) -> str:
             f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
         )
     name = "rows.parquet" if kind in _TABLES else "rows.jsonl"
-    return str(_store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name)) / name)
+    found = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
+    _sweep(folder)
+    return str(found / name)
+
+
+# locks that say which copies this process uses, until it ends
+_IN_USE: dict[Path, int] = {}
+
+
+def _sweep(folder: Path) -> None:
+    """Remove copies of rows that no data set, no unfinished run of `runs` and no process uses."""
+    with locked(folder / ".lock", "another process that writes here"):
+        unfinished = [one for one in run_folders(RUNS) if not (one / "final").is_dir()]
+        files = [folder.parent / registry.FILE_NAME, *(one / name for one in unfinished for name in _SETTINGS_FILES)]
+        named = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
+        for copy in folder.glob("data-*"):
+            if copy.name in named or copy in _IN_USE:
+                continue
+            lock = folder / f".{copy.name}.lock"
+            fd = open_lock(lock)
+            try:
+                if take_lock(fd, lock):
+                    DurableIO().remove_tree(copy)
+                    DurableIO().remove_tree(lock)
+            finally:
+                os.close(fd)
 
 
 def _store(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
@@ -54,6 +84,9 @@ def _store(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
         with locked(folder / ".lock", "another process that writes here"):
             if not target.exists():
                 durable_io.rename(half_done, target)
+            if target not in _IN_USE:
+                _IN_USE[target] = open_lock(folder / f".{target.name}.lock")
+                share_lock(_IN_USE[target])
     finally:
         durable_io.remove_tree(half_done)
     return target

@@ -41,24 +41,38 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
 
 
 @spelled_for(Caller("python", ("plan",)))
-def plan(config: ConfigLike = None, *, ranks: int = 1, device: str | None = None, **settings: Any) -> PlanSummary:
+def plan(
+    config: ConfigLike = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: Any = None,
+    ranks: int = 1,
+    device: str | None = None,
+    **settings: Any,
+) -> PlanSummary:
     """Plan a run, as `flatout plan` does, without a GPU; print the result to read it.
 
-    `device` names the GPU to plan memory for, such as h100 or 4090. Raises as `flatout.train` does before its model.
+    `device` names the GPU to plan memory for, such as h100, 4090 or 12GB; cpu and cuda are the setting. By default, the
+    plan is for this machine. Model, tokenizer and data as for `flatout.train`, which says what is raised before a model
+    is loaded.
     """
     from flatout.parallel.rank import Rank
-    from flatout.planner.devices import DEVICES
+    from flatout.planner.devices import find_device
     from flatout.track.callback import Reporter
     from flatout.trainer.decide import plan_run
-    from flatout.trainer.preview import summarize_plan
+    from flatout.trainer.preview import plan_at_hand, summarize_plan
 
-    if device is not None and device.lower() not in DEVICES:
-        raise UsageError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if device in ("auto", "cpu", "cuda"):
+        settings, device = {**settings, "device": device}, None
+    gpu = None if device is None else find_device(device)
     if ranks < 1:
         raise UsageError(f"ranks is {ranks}; expected at least 1")
-    resolved = resolve_config(config, settings)
-    gpu = DEVICES[device.lower()] if device is not None else None
-    return summarize_plan(resolved, plan_run(resolved, Reporter(), Rank(0, ranks), lambda: gpu), gpu)
+    resolved, rank = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data), Rank(0, ranks)
+    if gpu is None:
+        planned, gpu, why_not = plan_at_hand(resolved, Reporter(), rank)
+        return summarize_plan(resolved, planned, gpu, why_not=why_not)
+    return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, lambda: gpu), gpu)
 
 
 @spelled_for(Caller("python", ("verify",)))

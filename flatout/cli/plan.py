@@ -18,7 +18,7 @@ from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
-from flatout.planner.devices import DEVICES, Device
+from flatout.planner.devices import DEVICES, Device, find_device
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback, PhaseCallback
@@ -39,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
     gpu = parser.add_mutually_exclusive_group()
-    gpu.add_argument("--device", metavar="GPU", help="plan memory for this GPU: h200, h100, 4090 ...; all: for each")
+    gpu.add_argument(
+        "--device",
+        metavar="GPU",
+        help="plan memory for this GPU: h200, 4090, 12GB ...; all: for each (this machine)",
+    )
     gpu.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run: plan for its GPU as measured")
     parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
     yes = "take columns that are proposed where no format has those of the rows"
@@ -49,13 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
-    if args.ranks is not None and not 1 <= args.ranks <= MAX_RANKS:
-        raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
-    if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
-        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number above 0")
+    _check_numbers(args)
     name = (args.device or "").lower()
-    if name not in ("", "all", *DEVICES):
-        raise UsageError(f"--device is {args.device}; expected one of {', '.join(DEVICES)}, or all")
+    if name not in ("", "all"):
+        find_device(name)
     if name == "all" and args.step is not None:
         raise UsageError("--step prints the micro-batches for one GPU; name it with --device")
     config, recorder = load_config(args.config, args.overrides), MemoryCallback()
@@ -64,17 +65,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks is {num_ranks}, but gpus names {len(config.gpus)}; leave one of them out")
     rank = Rank(0, num_ranks)
 
-    def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, Device | None]:
+    def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, Device | None, str | None]:
         changed = config.model_copy(update={"data": data})
         with ConsoleCallback(Console(stderr=True)) as console:
             console.on_phase("importing torch and transformers")
             import_transformers()
             from flatout.trainer.decide import plan_run
+            from flatout.trainer.preview import plan_at_hand
 
-            device, reporter = _device(changed, name, args.measured), Reporter(recorder, PhaseCallback(console))
-            return changed, plan_run(changed, reporter, rank, lambda: device), device
+            reporter = Reporter(recorder, PhaseCallback(console))
+            if not name and args.measured is None:
+                return changed, *plan_at_hand(changed, reporter, rank)
+            device = _device(changed, name, args.measured)
+            return changed, plan_run(changed, reporter, rank, lambda: device), device, None
 
-    config, planned, device = with_columns(plan_with, config.data, takes=args.yes)
+    config, planned, device, why_not = with_columns(plan_with, config.data, takes=args.yes)
     from flatout.trainer.preview import fit_devices, summarize_plan
 
     if name == "all":
@@ -88,9 +93,16 @@ def run(args: argparse.Namespace) -> int:
         step = plan.step(args.step)
         print(json.dumps(asdict(step)) if args.json else "\n".join(step_lines(step)))
         return 0
-    summary = summarize_plan(config, planned, device, args.tokens_per_s)
+    summary = summarize_plan(config, planned, device, args.tokens_per_s, why_not)
     print(json.dumps(_plain_values(summary)) if args.json else rows(summary.rows(recorder.events)))
     return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.ranks is not None and not 1 <= args.ranks <= MAX_RANKS:
+        raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
+    if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
+        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number above 0")
 
 
 def _device(config: Config, name: str, measured: Path | None) -> Device | None:
@@ -103,7 +115,7 @@ def _device(config: Config, name: str, measured: Path | None) -> Device | None:
     if name == "all" and config.full.update == "backward":
         # its steps must fit in one pass, which no plan without a GPU has
         return max(DEVICES.values(), key=lambda one: one.memory_bytes)
-    return DEVICES.get(name)
+    return None if name == "all" else find_device(name)
 
 
 def _plain_values(summary: PlanSummary) -> dict[str, Any]:

@@ -90,6 +90,11 @@ def take_lock(fd: int, path: Path) -> bool:
     return True
 
 
+def share_lock(fd: int) -> None:
+    """Lock an open file beside others that share it, so that nobody takes it until this process ends."""
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 @contextmanager
 def locked(path: Path, what: str, log: Callable[[str], None] = to_stderr, limit_s: float = LIMIT_S) -> Iterator[None]:
     """Hold the lock file `path`; wait while another process has it, and `log` once that `what` is awaited.

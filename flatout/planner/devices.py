@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from flatout.errors import UsageError
 from flatout.planner.memory.correction import Correction
 
 GIB = 1 << 30
@@ -70,6 +71,16 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         "t4": _device("T4", 14.5, has_bf16=False, has_fp8=False),
     }
 )
+
+
+def find_device(name: str) -> Device:
+    """Return a GPU by its name, or one of a size such as 12GB, with all arithmetic. Raises UsageError for another."""
+    size = re.fullmatch(r"(\d{1,4}(?:\.\d+)?) ?gi?b", name.lower())
+    if size and float(size[1]) * GIB > CONTEXT_BYTES:
+        return _device(f"a GPU of {size[1]} GiB", float(size[1]))
+    if (device := DEVICES.get(name.lower().removeprefix("rtx").strip())) is None:
+        raise UsageError(f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB")
+    return device
 
 
 # dense TFLOP/s with fp32 accumulation, from the vendors' data sheets: name pattern -> arithmetic -> peak

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config.spelling import STUDIO, spelled
-from flatout.errors import FlatoutError, ResourceError, UsageError, first_line
+from flatout.errors import FlatoutError, ResourceError, first_line
 from flatout.io.redact import printable, redacted
 from flatout.launch.ranks import end_with_parent
 from flatout.studio.workspace import Workspace
@@ -111,15 +111,13 @@ def plan(
     config = Workspace(Path()).config(settings, overrides)
     emit(log="loading torch and transformers")
     from flatout.parallel.rank import Rank
-    from flatout.planner.devices import DEVICES
+    from flatout.planner.devices import find_device
     from flatout.trainer.decide import plan_run
     from flatout.trainer.gpu import gpu_of
     from flatout.trainer.preview import summarize_plan
 
-    if device and device not in DEVICES:
-        raise UsageError(f"device {device!r:.50} is unknown; choose one of {', '.join(DEVICES)}")
     rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
-    gpu = DEVICES[device] if device else gpu_of(config, rank)
+    gpu = find_device(device) if device else gpu_of(config, rank)
     planned = plan_run(config, Reporter(callback), rank, lambda: gpu)
     summary = summarize_plan(config, planned, gpu, tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory

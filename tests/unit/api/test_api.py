@@ -205,3 +205,58 @@ def test_names_stay_functions_and_the_import_is_light() -> None:
         "assert set(dir(flatout)) >= {'Config', 'train', 'load'}\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from flatout.api.inputs import data_file
+print(data_file([{"text": sys.argv[1]}], Path("data/in_memory")))
+"""
+
+
+def test_copies_of_rows_that_nothing_uses_are_swept(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def written(text: str) -> Path:
+        """A copy of rows that a process has written and left."""
+        command = [sys.executable, "-c", WRITE, text]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return Path(done.stdout.strip())
+
+    def named_by(run: str, copy: Path, *, is_finished: bool) -> None:
+        (Path("runs") / run / "final").mkdir(parents=True) if is_finished else (Path("runs") / run).mkdir(parents=True)
+        (Path("runs") / run / "train.log").touch()
+        (Path("runs") / run / "config.yaml").write_text(f"data: {{sources: [{{path: {copy}}}]}}")
+
+    copy = written("of nothing")
+    unfinished = written("of a run to go on with")
+    assert not copy.exists()  # nothing used the first when the second came
+    named_by("stopped", unfinished, is_finished=False)
+    finished = written("of a finished run")
+    named_by("done", finished, is_finished=True)
+    flatout.build_data([{"text": "a text"}], tokenizer=str(tiny.model_dir), name="mine")
+    assert unfinished.exists()
+    assert not finished.exists()
+    flatout.build_data([{"text": "another"}], tokenizer=str(tiny.model_dir), name="other")
+    names = {path.name for path in Path("data/in_memory").glob("data-*")}
+    assert len(names) == 3  # both sets and the run
+    assert written("of a later process").exists()
+    assert {path.name for path in Path("data/in_memory").glob("data-*")} > names
+
+
+@pytest.mark.parametrize("data", ["rows", "path"])
+def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given: Any = rows_of(tiny) if data == "rows" else str(tiny.chats)
+    settings = {name: value for name, value in SETTINGS.items() if name != "device"}
+    here = flatout.plan(model=str(tiny.model_dir), data=given, device="cpu", **settings)
+    assert str(here).startswith("fits ")
+    assert "that this computer has free; it trains on its CPU" in str(here)
+    assert str(flatout.plan(model=str(tiny.model_dir), data=given, device="12GB", **settings)).startswith("fits ")
+    with pytest.raises(flatout.FlatoutError, match="which need about"):
+        flatout.plan(model=str(tiny.model_dir), data=given, device="0.61GB", **settings)
+    with pytest.raises(flatout.FlatoutError, match="device '12 apples' is unknown; choose one of b200"):
+        flatout.plan(model=str(tiny.model_dir), data=given, device="12 apples", **settings)

@@ -171,7 +171,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml name=\"my run\"", 2, "name: use letters, digits, dots, dashes and underscores, at most 64, got 'my run'; set nam", "train run.yaml name=my-run"),
     ("train run.yaml --restart --resume", 2, "there is no option --resume"),
     ("train run.yaml --dry-run", 2, "--dry-run needs --tmux; use `flatout plan` to see what a run will do"),
-    ("plan run.yaml --device 5090ti", 2, "--device is 5090ti"),
+    ("plan run.yaml --device 5090ti", 2, "device '5090ti' is unknown; choose one of b200, h200"),
     ("plan run.yaml --gpu 4090", 2, "plan: there is no option --gpu"),
     ("plan run.yaml --ranks 0", 2, "--ranks is 0; expected 1 to 100,000"),
     ("init q.yaml --model model --data odd.csv", 3, "map yours, such as columns: {instruction: alpha, output: beta} or --column instruction=alpha --column output=beta"),

@@ -93,7 +93,7 @@ def test_a_named_gpu_gets_a_decision_and_its_longest_document(run_file, capsys):
     assert "fp8 weights transposed once" in fp8["decision"]
     assert fp8["num_micro_batches"] == large["num_micro_batches"]
     assert main(["plan", str(run_file), "--device", "4091"]) == 2
-    assert "--device is 4091; expected one of b200, h200" in capsys.readouterr().err
+    assert "device '4091' is unknown; choose one of b200, h200" in capsys.readouterr().err
 
 
 def test_every_card_gets_a_line_without_a_gpu(run_file, capsys):
