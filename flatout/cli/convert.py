@@ -21,7 +21,7 @@ from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
 from flatout.config.read import dump_config, load_values, make_config
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.io.json_file import read_json
 
 # system -> names that its files have, and other systems' files do not
@@ -31,6 +31,10 @@ _MARKS = {
     "trl": {"model_name_or_path", "dataset_name", "dataset_mixture"},
     "arguments": {"per_device_train_batch_size", "learning_rate", "num_train_epochs", "output_dir"},
 }
+
+
+# names without which a file says nothing that can be trained
+_NEEDED = {"base_model", "model_name_or_path", "datasets", "dataset", "dataset_name", "stage", "rl", "adapter"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +60,14 @@ def run(args: argparse.Namespace) -> int:
     if system is None:
         raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join((*_MARKS, *SYSTEMS))}")
     translation = _translate(system, given, args.gpus, args.file.parent)
-    table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in translation.outcomes]
+    # what needs a decision stands first
+    outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
+    table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
     print(
         rows([*table, *((name, "left out") for name in left_out)], 32),
         file=sys.stdout if args.to else sys.stderr,
     )
-    settings = translation.checked(str(args.file))
+    settings = translation.checked(str(args.file), _without(translation, given, args.without))
     template = settings.get("data", {}).get("template") or ""
     if "{%" in template:  # text of a template
         if args.to is None:
@@ -105,6 +111,16 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
             values[name] = [*(values[name] if isinstance(values[name], list) else [values[name]]), yaml.safe_load(word)]
     config = values.pop("config", None)
     return {**(load_values(file.parent / config) if config else {}), **values}, known[names[at]]
+
+
+def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> str:
+    """Return the step that leaves out every refused name; none if one of them stands inside another, or is needed."""
+    refused = [outcome.name for outcome in translation.outcomes if outcome.kind == "refused"]
+    if any(name not in given or name in _NEEDED for name in refused):
+        return ""
+    names = ",".join(filter(None, [left_out, *refused]))
+    instead = f" instead of --without {left_out} --without={left_out}" if left_out else ""
+    return next_steps((f"--without={names}{instead}", "if the run can do without them"))
 
 
 def _remove(given: dict[str, Any], name: str, file: Path) -> None:

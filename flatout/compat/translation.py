@@ -98,10 +98,10 @@ class Translation:
         """Return one line for each refused name."""
         return [f"{outcome.name}: {outcome.note}" for outcome in self.outcomes if outcome.kind == "refused"]
 
-    def checked(self, origin: str) -> dict[str, Any]:
-        """Return `settings`. Raises ProblemsError that names every refused setting and `origin`."""
+    def checked(self, origin: str, steps: str = "") -> dict[str, Any]:
+        """Return `settings`. Raises ProblemsError with `origin`, every refused setting, and `steps`."""
         if problems := self.problems():
-            raise ProblemsError(origin, problems)
+            raise ProblemsError(origin, problems, steps)
         return self.settings
 
 

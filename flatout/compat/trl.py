@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,12 +60,20 @@ def held_out(given: Given) -> Became:
     return Became({"eval.fraction": share})
 
 
+# a peer's copy of what the models of a family have
+_OWN_TEMPLATE = "the tokenizer's own template stands in for it; `flatout data template MODEL` shows that"
+
+
 def template(names: Mapping[str, str | None]) -> Rule:
     """Translate a named template, or the text or file of one. A text is written to a file beside the configuration."""
 
     def rule(given: Given) -> Became:
         text = str(given.value)
         if text not in names and "{%" not in text and not text.endswith(".jinja"):
+            model = str(given.all.get("model_name_or_path") or given.all.get("base_model") or "")
+            family = re.match("[a-z]{3,}", text)
+            if family and family[0] in model.lower() and not re.search("vl|vision|omni|audio", text):
+                return Became({}, _OWN_TEMPLATE, check=True)
             known = ", ".join(names)
             raise RefusedError(f"{text!r:.40} is not one of {known}; leave it out to use the tokenizer's own")
         ours = names.get(text, text)

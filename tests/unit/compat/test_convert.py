@@ -330,6 +330,56 @@ def test_yaml_is_printed_without_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "sequence_len" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("system", "name", "model"),
+    [
+        ("llama-factory", "qwen", "Qwen/Qwen2.5-7B-Instruct"),
+        ("llama-factory", "qwen3", "Qwen/Qwen3-8B"),
+        ("llama-factory", "mistral", "mistralai/Mistral-7B-Instruct-v0.3"),
+        ("llama-factory", "deepseek3", "deepseek-ai/DeepSeek-V3"),
+        ("axolotl", "gemma3", "google/gemma-3-1b-it"),
+        ("axolotl", "phi_35", "microsoft/Phi-3.5-mini-instruct"),
+    ],
+)
+def test_the_template_of_a_models_family_is_the_tokenizers_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, name: str, model: str
+) -> None:
+    is_axolotl = system == "axolotl"
+    change = {"base_model": model, "chat_template": name} if is_axolotl else {
+        "model_name_or_path": model, "template": name}  # fmt: skip
+    given = yaml.safe_load(AXOLOTL if is_axolotl else LLAMA_FACTORY) | change
+    if not is_axolotl:
+        write_dataset_info(tmp_path)
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(given))
+    out = tmp_path / "out.yaml"
+    assert main(["convert", str(tmp_path / "theirs.yaml"), "--to", str(out)]) == 0, capsys.readouterr().err
+    assert "template" not in yaml.safe_load(out.read_text())["data"]
+    assert "stands in for it" in out.read_text()
+    # the same name with a model of another family
+    other = given | {"base_model" if is_axolotl else "model_name_or_path": "org/other"}
+    assert f"{name!r} is not one of" in problems(tmp_path, yaml.safe_dump(other), capsys)
+
+
+def test_refusals_come_first_and_the_command_that_leaves_them_out_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(f"{AXOLOTL}unheard_of: 1\nunfrozen_parameters: [lm_head]\n")
+    assert main(["convert", "theirs.yaml", "--to", "out.yaml"]) == 2
+    printed = capsys.readouterr()
+    names = [line.split()[0] for line in printed.out.splitlines() if line[0] != " "]
+    assert names[:2] == ["unheard_of", "unfrozen_parameters"]
+    step = printed.err.splitlines()[-1].split("#")[0].split()
+    assert step == ["flatout", "convert", "theirs.yaml", "--to", "out.yaml", "--without=unheard_of,unfrozen_parameters"]
+    assert main(step[1:]) == 0
+    assert Path("out.yaml").exists()
+    capsys.readouterr()
+    assert main(["convert", "theirs.yaml", "--without", "unheard_of"]) == 2
+    step = capsys.readouterr().err.splitlines()[-1].split("#")[0].split()
+    assert step == ["flatout", "convert", "theirs.yaml", "--without=unheard_of,unfrozen_parameters"]
+    assert main(step[1:]) == 0
+
+
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "of no known trainer" in problems(tmp_path, "colour: blue\n", capsys)
     assert "of no known trainer" in problems(tmp_path, "model: {name: m}\n", capsys)
