@@ -17,6 +17,7 @@ from flatout.config.spelling import Caller, spelled_for
 from flatout.errors import UsageError
 from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
+from flatout.view.facts import headline
 from flatout.view.open_runs import find_run
 
 if TYPE_CHECKING:
@@ -144,7 +145,12 @@ class Run:
         return "\n".join([f"Run({str(self.folder)!r})", *lines])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(repr(self))}</pre>"
+        log = self.log
+        rows = [(name, value, note) for name, value, note in headline(summarize(log))] if log.steps else []
+        cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        steps = "\n".join(line for line in summary_lines(summarize(log), next_commands(log)) if "flatout" in line)
+        shown = f"<b>{escape(str(self.folder))}</b> {escape(log.state)}"
+        return f"<div>{shown}</div><table>{cells}</table>{f'<pre>{escape(steps)}</pre>' if steps else ''}"
 
     def _model(self) -> tuple[Any, Any]:
         if self._loaded is None:

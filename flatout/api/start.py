@@ -6,8 +6,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -33,7 +33,8 @@ from flatout.launch.launch_mode import Nodes, RunHere, SpawnRanks, choose_launch
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
 from flatout.launch.supervise import Supervisor
 from flatout.track.callback import Callback, deliver
-from flatout.track.console import ConsoleCallback, RankOutput
+from flatout.track.console import RankOutput
+from flatout.track.notebook import open_console
 from flatout.track.run_log import LineFollower, read_end, read_start, record_of
 from flatout.track.trackers import require_installed
 
@@ -114,7 +115,8 @@ def train(
         prepare_torch(place.environment)
         from flatout.trainer.run import train as train_here
 
-        return Run(train_here(resolved, callbacks=callbacks).folder)
+        with _without_bars():
+            return Run(train_here(resolved, callbacks=callbacks).folder)
     DurableIO().make_dir(resolved.folder)
     file, text = resolved.folder / "python.yaml", dump_config(resolved, only_given=True)
     if redacted(text) != text:
@@ -128,6 +130,21 @@ def train(
         end = read_end(resolved.folder)
         raise _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}")
     return Run(resolved.folder)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars out of what a run shows."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _launch_mode(config: Config) -> RunHere | SpawnRanks:
@@ -177,7 +194,7 @@ def start_ranks(
             secret = secret_of_nodes(env)
             kind = HostRendezvous if nodes.index == 0 else ClientRendezvous
             rendezvous = kind(nodes, secret, join_s=faults.join_s, log=to_stderr)
-        console = stack.enter_context(ConsoleCallback(shows_all=shows_all))
+        console = stack.enter_context(open_console(shows_all=shows_all))
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         try:

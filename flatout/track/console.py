@@ -54,6 +54,9 @@ class ConsoleCallback(Callback):
     `step_line_s` prints a step at least that often instead. `clock` is in seconds.
     """
 
+    # whether it shows evaluations in a table, and not as lines
+    tabulates = False
+
     def __init__(
         self,
         console: Console | None = None,
@@ -252,6 +255,8 @@ class RankOutput:
             record = record_of(line)
             if isinstance(record, StepRecord):
                 self._console.on_step(record)
+            elif isinstance(record, EvalRecord) and self._console.tabulates:
+                self._console.on_eval(record)
         self._stream.flush()
 
 

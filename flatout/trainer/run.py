@@ -38,6 +38,7 @@ from flatout.parallel.shards import global_tensors, is_sharded
 from flatout.planner.devices import Device
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
+from flatout.track.notebook import open_console
 from flatout.track.record import RunEnd
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.start_up import StartUpClock
@@ -150,7 +151,7 @@ def open_run(
     """Lock the run folder within `stack`; return the first rank's reporter, and what to call once a peer is lost."""
     require_folders(config.folder)
     lock = stack.enter_context(RunLock(config.folder))
-    shown = console or stack.enter_context(ConsoleCallback(every_record=config.log_every_steps != 1))
+    shown = console or stack.enter_context(open_console(every_record=config.log_every_steps != 1))
     folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
     # after the run folder, whose files its process reads
     trackers = TrackerProcess(config.folder, config.track.to, partial(shown.on_stage, "track"))

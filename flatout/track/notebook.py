@@ -1,0 +1,130 @@
+"""The console of a notebook: one bar and one table that grow in place, and what a start says folded away."""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from typing import Any
+
+from rich.console import Console
+
+from flatout.io.redact import printable
+from flatout.track.console import INDENT, PLAIN_LINES, ConsoleCallback
+from flatout.track.record import EvalRecord, RunEnd, StepRecord
+from flatout.track.summary import short_count, short_time
+
+_HEAD = ("step", "loss", "evaluation", "tokens/s", "left")
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def open_console(**options: Any) -> ConsoleCallback:
+    """Return the console of this process; `options` are those of ConsoleCallback."""
+    return NotebookConsole() if in_notebook() else ConsoleCallback(**options)
+
+
+class NotebookConsole(ConsoleCallback):
+    """Shows a run as one output of a cell. Its lines, and those of rank 0 of several, are folded up to the first step.
+
+    The table has about PLAIN_LINES steps and every evaluation; train.log and metrics.jsonl have all.
+    """
+
+    tabulates = True
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+        # a launcher then passes the lines of rank 0 on, and its steps as records
+        self.is_terminal = True
+        self._start: list[str] = []
+        self._later: list[str] = []
+        self._rows: dict[int, tuple[StepRecord | None, EvalRecord | None]] = {}
+        self._last_row = 0
+        self._output: Any = None
+        self._drawn = ""
+
+    def print_line(self, line: str, style: str = "", styled: int = 0) -> None:
+        if line.startswith(f"{'eval':<{INDENT - 1}} step "):  # of rank 0 of several: the table has it
+            return
+        with self._lock:
+            (self._later if self._rows else self._start).append(printable(line))
+            self.tick()
+
+    def on_step(self, record: StepRecord) -> None:
+        with self._lock:
+            # the newest step is shown until the next one, and stays if it is due
+            if self._last_row and self._last_row in self._rows:
+                before = self._rows[self._last_row]
+                kept = [step for step in self._rows if step < self._last_row]
+                is_due = self._last_row - max(kept, default=-record.num_steps) >= record.num_steps / PLAIN_LINES
+                if before[1] is None and not is_due:
+                    del self._rows[self._last_row]
+            self._rows[record.step] = (record, None)
+            self._last_row, self._record, self._recorded_s = record.step, record, self._clock()
+            self._phase_began_s = self._recorded_s
+            self.on_phase("step", record.step + 1)
+            self.tick()
+
+    def on_eval(self, record: EvalRecord) -> None:
+        with self._lock:
+            self._rows[record.step] = (self._rows.get(record.step, (None, None))[0], record)
+            self.tick()
+
+    def on_end(self, end: RunEnd) -> None:
+        with self._lock:
+            self._phase = ""
+            self.tick()
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            self._phase = ""
+            self.tick()
+
+    def tick(self) -> None:
+        """Draw what has changed."""
+        from IPython.display import HTML, display
+
+        with self._lock:
+            html = self._html()
+            if html == self._drawn:
+                return
+            self._drawn = html
+            if self._output is None:
+                self._output = display(HTML(html), display_id=True)
+            else:
+                self._output.update(HTML(html))
+
+    def _html(self) -> str:
+        record, parts = self._record, []
+        if record is not None:
+            parts.append(f'<progress max="{record.num_steps}" value="{record.step}"></progress>')
+            parts.append(f"step {record.step:,} of {record.num_steps:,}")
+        if self._phase and self._phase != "step":
+            waited_s = round(self._clock() - self._phase_began_s)
+            parts.append(escape(f"{self._phase_text()} {short_time(waited_s)}"))
+        elif self._phase and record is not None:
+            parts.append(f"{short_time(record.eta_s)} left")
+        head = f"<div>{' &middot; '.join(parts)}</div>" if parts else ""
+        start = escape("\n".join(self._start))
+        folded = f"<details><summary>start</summary><pre>{start}</pre></details>" if start else ""
+        later = f"<pre>{escape(chr(10).join(self._later))}</pre>" if self._later else ""
+        return head + folded + self._table() + later
+
+    def _table(self) -> str:
+        if not self._rows:
+            return ""
+        cells = "".join(f"<th>{name}</th>" for name in _HEAD)
+        lines = []
+        for step, (record, evaluation) in sorted(self._rows.items()):
+            found = [f"{step:,}", "", "", "", ""]
+            if record is not None:
+                found[1], found[3] = f"{record.loss:.4f}", short_count(record.tokens_per_s)
+                found[4] = short_time(record.eta_s)
+            if evaluation is not None:
+                found[2] = f"{evaluation.eval_loss:.4f}{' (best)' if evaluation.is_best else ''}"
+            lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in found)}</tr>")
+        return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
