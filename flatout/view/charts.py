@@ -76,7 +76,8 @@ def figure(
     legend = f'<ul class="legend">{"".join(items)}</ul>' if items else ""
     return (
         f'<figure class="chart{" wide" if is_wide else ""}"><figcaption><h3>{text(title)}'
-        f'<span class="unit">{text(unit)}</span></h3>{legend}</figcaption>{"".join(plots)}</figure>'
+        f'<span class="unit">{text(unit)}</span></h3>{legend}'
+        f'<button type="button" class="csv" data-csv="{text(title)}">CSV</button></figcaption>{"".join(plots)}</figure>'
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,8 +28,8 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     if first is not None and last is not None:
         found.append(("Training loss", f"{last:.4f}", f"{first:.4f} at the start"))
     if one := summary.evaluation:
-        note = f"best after step {one.best_step:,}; {one.first:.4f} first, {one.last:.4f} last"
-        found.append(("Evaluation loss", f"{one.best:.4f}", note))
+        found.append(("Evaluation loss", f"{one.last:.4f}", f"{one.first:.4f} at the first evaluation"))
+        found.append(("Best evaluation loss", f"{one.best:.4f}", f"after step {one.best_step:,}"))
     found.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
     if summary.num_steps:
         label = f"{short_count(summary.num_label_tokens)} label tokens"
@@ -48,6 +48,20 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         note = ", ".join(f"{name} {short_time(parts[name])}" for name in greatest if parts[name])
         found.append(("Lost time", short_time(sum(parts.values())), note))
     return found
+
+
+# figures of which one run's is the best, and which it is
+BETTER: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "Training loss": min, "Evaluation loss": min, "Best evaluation loss": min, "Throughput": max, "MFU": max,
+}  # fmt: skip
+
+
+def number_of(shown: str) -> float | None:
+    """Return the number that a figure shows, None if it shows none."""
+    try:
+        return float(shown.rstrip("%").replace(",", ""))
+    except ValueError:
+        return None
 
 
 def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from flatout.track.record import describe_event
 from flatout.track.run_log import RunLog
-from flatout.track.summary import short_count, summarize
+from flatout.track.summary import ROUTINE_EVENTS, short_count, summarize
 from flatout.view.charts import bar_plot, figure
 from flatout.view.curves import curves
 from flatout.view.facts import (
+    BETTER,
     changed_settings,
     different_settings,
     headline,
+    number_of,
     plan_rows,
     results,
     settings_of,
@@ -39,9 +42,15 @@ def run_fragment(log: RunLog) -> str:
         bars = bar_plot("samples", plan.length_edges, plan.length_counts, "tokens in a sample")
         lengths = figure("Sample lengths", [bars], unit=f"samples; {plan.num_samples:,} in all", is_wide=True)
         packing = draw_packing(plan.packing, plan.padded)
-    changed = changed_settings(settings)
+    changed, answers, started = changed_settings(settings), list(_answers(log)), start_rows(log)
+    contents = (
+        ("curves", "Curves", True), ("answers", "Answers", answers), ("plan", "Plan", log.start),
+        ("start", "Start-up", started), ("packing", "Packing", packing), ("events", "Events", log.events),
+        ("settings", "Settings", settings),
+    )  # fmt: skip
     return render(
         "run.html",
+        contents=contents,
         log=log,
         summary=summary,
         badge=_BADGES[summary.outcome],
@@ -49,10 +58,10 @@ def run_fragment(log: RunLog) -> str:
         headline=headline(summary),
         charts=curves({summary.name: log}),
         plan_rows=plan_rows(log),
-        start_rows=start_rows(log),
+        start_rows=started,
         lengths=lengths,
         packing=packing,
-        answers=list(_answers(log)),
+        answers=answers,
         kinds=Counter(str(event.get("kind")) for event in log.events).most_common(),
         events=[_event(event) for event in log.events[-MAX_EVENTS:]],
         changed=[(name, show(value), show(default)) for name, (value, default) in changed.items()],
@@ -63,14 +72,26 @@ def run_fragment(log: RunLog) -> str:
 def runs_fragment(logs: Mapping[str, RunLog]) -> str:
     """Return the body of a page that compares runs, each by its name."""
     summaries = {name: summarize(log) for name, log in logs.items()}
+    figures = results(list(summaries.values()))
     return render(
         "runs.html",
         names=list(logs),
-        results=results(list(summaries.values())),
+        header=[name for name, *_ in figures],
+        results=zip(logs, zip(*(_marked(*row) for row in figures), strict=True), strict=True),
         settings=different_settings(list(logs.values())),
         charts=curves(logs),
         warnings=[(name, warning) for name, summary in summaries.items() for warning in summary.warnings],
     )
+
+
+def _marked(name: str, *values: str) -> list[tuple[str, bool]]:
+    """Return the figures of runs, each with whether it is the best; only of one that not all runs have."""
+    numbers = [number_of(value) for value in values]
+    known = {one for one in numbers if one is not None}
+    if name not in BETTER or len(known) < 2:
+        return [(value, False) for value in values]
+    best = BETTER[name](known)
+    return [(value, number == best) for value, number in zip(values, numbers, strict=True)]
 
 
 def _lead(log: RunLog) -> str:
@@ -102,8 +123,17 @@ def _answers(log: RunLog) -> Iterator[tuple[str, str | None, list[tuple[int, str
         yield prompt, references[prompt], [every[index] for index in shown], every
 
 
-def _event(event: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return time, kind and facts of an event."""
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """An event as the page lists it; `routine`: every healthy run has it."""
+
+    time: str
+    kind: str
+    facts: str
+    routine: bool
+
+
+def _event(event: Mapping[str, Any]) -> _Event:
     kind = str(event.get("kind"))
     facts = describe_event(kind, {name: fact for name, fact in event.items() if name not in ("time", "kind")})
-    return str(event.get("time", ""))[:19].replace("T", " "), kind, facts
+    return _Event(str(event.get("time", ""))[:19].replace("T", " "), kind, facts, kind in ROUTINE_EVENTS)

@@ -86,12 +86,53 @@
     show(canvas, places[Math.min(places.length - 1, Math.max(0, index))] / 1000, 0);
   });
 
+  // What a cell stands for, to sort by: a time, a number with its unit, or its text.
+  function worth(text) {
+    const parts = /^(\d+):(\d+):(\d+)/.exec(text);
+    if (parts) return parts[1] * 3600 + parts[2] * 60 + Number(parts[3]);
+    const found = /^-?[\d,.]+/.exec(text), unit = { k: 1e3, M: 1e6, B: 1e9, T: 1e12 };
+    return found ? Number(found[0].replaceAll(",", "")) * (unit[text[found[0].length]] ?? 1) : text === "–" ? Infinity : text;
+  }
+
+  function sort(head) {
+    const body = head.closest("table").tBodies[0], way = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    const rows = [...body.rows].map((row) => [worth(row.cells[head.cellIndex].textContent), row]);
+    rows.sort(([a], [b]) => way * (typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1));
+    body.append(...rows.map(([, row]) => row));
+    for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", way > 0 ? "ascending" : "descending");
+  }
+
+  // Saves a table, or the points of the chart that is shown.
+  function save(button) {
+    const figure = button.closest("figure"), table = button.closest("section")?.querySelector("table");
+    let rows = [];
+    if (figure) {
+      const canvas = [...figure.querySelectorAll(".canvas")].find((one) => one.checkVisibility());
+      const data = JSON.parse(canvas.dataset.tip);
+      rows = [["series", data.x, "value"], ...data.series.flatMap((one) => one.x.map((x, index) => [one.n, x, one.y[index] ?? ""]))];
+    } else {
+      rows = [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+    }
+    // a text that begins like a formula stays a text in a spreadsheet
+    const cell = (value) => `"${String(value).replace(/^([=+@]|-(?![\d.]))/, "'$1").replaceAll('"', '""')}"`;
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([rows.map((row) => row.map(cell).join(",")).join("\n") + "\n"], { type: "text/csv" }));
+    link.download = (button.dataset.csv || "chart").replace(/[^\w-]+/g, "-").toLowerCase() + ".csv";
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
   document.addEventListener("click", (event) => {
     const button = event.target.closest?.("button");
     if (!button) return;
     if (button.dataset.toggle === "theme") {
       root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
       remember("theme", root.dataset.theme);
+    } else if (button.dataset.sort !== undefined) {
+      sort(button.closest("th"));
+    } else if (button.dataset.csv) {
+      save(button);
     } else if (button.dataset.switch) {
       root.dataset[button.dataset.switch] = button.dataset.value;
       remember(button.dataset.switch, button.dataset.value);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from synthetic_run import write_synthetic_run
 
 from flatout.cli.main import main
 from flatout.track.run_log import read_run
+from flatout.track.summary import ROUTINE_EVENTS
 
 webdriver = pytest.importorskip("selenium.webdriver")
 
@@ -131,3 +133,55 @@ def test_charts_are_complete_without_the_script(browser: Any, pages: dict[str, P
         assert all(plot.find_element("css selector", ".x").text for plot in plots)
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_runs_are_rows_that_sort_with_the_best_marked_and_figures_are_saved(
+    browser: Any, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    open_page(browser, pages["two runs"])
+    heads = "return [...document.querySelectorAll('#results thead th')].map((one) => one.textContent)"
+    names = "return [...document.querySelectorAll('#results tbody th')].map((one) => one.textContent)"
+    cells = "return [...document.querySelectorAll('#results tbody tr')].map((r) => r.cells[arguments[0]].textContent)"
+    at = browser.execute_script(heads).index("Evaluation loss")
+    orders = []
+    for _ in range(2):
+        click(browser, f"#results th:nth-child({at + 1}) button")
+        losses = [float(one) for one in browser.execute_script(cells, at)]
+        orders.append(browser.execute_script(names))
+        assert losses == sorted(losses, reverse=len(orders) == 2)
+        best = browser.execute_script(
+            "return [...document.querySelectorAll('#results .best')].map((one) => one.textContent)"
+        )
+        assert f"{min(losses):.4f}" in best
+    assert orders[0] == orders[1][::-1]
+    click(browser, "#results [data-csv]")
+    click(browser, ".chart [data-csv]")
+    files = [tmp_path / "runs.csv", tmp_path / "loss.csv"]
+    for _ in range(600):
+        if all(file.exists() and file.stat().st_size for file in files):
+            break
+        browser.execute_async_script("setTimeout(arguments[0], 100)")
+    with files[0].open(newline="") as file:
+        table = list(csv.reader(file))
+    assert table[0][0] == "Run"
+    assert [row[0] for row in table[1:]] == orders[1]
+    with files[1].open(newline="") as file:
+        points = list(csv.reader(file))
+    assert points[0] == ["series", "step", "value"]
+    assert len(points) > 100
+
+
+def test_what_is_routine_is_folded(browser: Any, pages: dict[str, Path]) -> None:
+    open_page(browser, pages["one run"])
+    shown = """
+    return [...document.querySelectorAll('.events tbody tr')].filter((row) => row.checkVisibility())
+      .map((row) => row.cells[1]?.textContent)
+    """
+    kinds = set(browser.execute_script(shown))
+    assert "skipped" in kinds
+    assert kinds.isdisjoint(ROUTINE_EVENTS)
+    browser.execute_script("document.querySelectorAll('#events details').forEach((one) => { one.open = true; })")
+    assert "saved" in browser.execute_script(shown)
+    for link in browser.find_elements("css selector", ".contents a"):
+        assert browser.find_element("css selector", link.get_dom_attribute("href")).is_displayed()

@@ -35,6 +35,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.loads += [str(value) for name, value in attrs if name in ("src", "href", "action", "poster", "data")]
+        self.loads = [value for value in self.loads if value[:1] != "#"]  # a place in the page
         assert not any(name.startswith("on") for name, _ in attrs)
         if tag not in VOID:
             self.open.append(tag)
