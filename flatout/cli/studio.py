@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     port = f"port on 127.0.0.1 ({DEFAULT_PORT}); 0: any free one"
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="N", help=port)
+    models = "a folder outside this one whose models may be read; repeatable"
+    parser.add_argument("--models", type=Path, action="append", default=[], metavar="DIR", help=models)
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
 
 
@@ -28,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve the current folder until Ctrl-C. Returns 0; raises UsageError, and ResourceError for a port in use."""
     if not 0 <= args.port < 1 << 16:
         raise UsageError(f"--port is {args.port}; expected 0 to 65535")
+    if lost := next((folder for folder in args.models if not folder.is_dir()), None):
+        raise UsageError(f"--models {lost}: there is no such folder; name one that holds model folders")
     try:
         from flatout.studio.server import serve
     except ModuleNotFoundError as error:
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with tempfile.TemporaryDirectory(prefix="flatout-studio-") as private:
-            serve(Path.cwd(), args.port, print, on_ready)
+            serve(Path.cwd(), args.port, print, on_ready, args.models)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

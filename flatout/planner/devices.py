@@ -76,8 +76,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 def find_device(name: str) -> Device:
     """Return a GPU by its name, or one of a size such as 12GB, with all arithmetic. Raises UsageError for another."""
     size = re.fullmatch(r"(\d{1,4}(?:\.\d+)?) ?gi?b", name.lower())
-    if size and float(size[1]) * GIB > CONTEXT_BYTES:
-        return _device(f"a GPU of {size[1]} GiB", float(size[1]))
+    # drivers report a little less than a card's name says
+    if size and (total_gib := 0.98 * float(size[1])) * GIB > CONTEXT_BYTES:
+        return _device(f"a GPU of {size[1]} GB", total_gib)
     if (device := DEVICES.get(name.lower().removeprefix("rtx").strip())) is None:
         raise UsageError(f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB")
     return device

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from flatout.config.names import dotted_names
+from flatout.config.objective import OBJECTIVES
 from flatout.config.schema import SourceConfig
 from flatout.config.spelling import STUDIO, spelled
 from flatout.config.template import describe_setting
@@ -30,12 +32,20 @@ from flatout.studio.guard import Guard
 from flatout.studio.jobs import Job, Worker
 from flatout.studio.trainings import Trainings
 from flatout.studio.workspace import MAX_UPLOAD_BYTES, Workspace
+from flatout.track.run_log import read_run
 from flatout.view.open_runs import open_runs
-from flatout.view.report import runs_fragment
+from flatout.view.page import page
+from flatout.view.report import run_fragment, runs_fragment
 
 MAX_BODY_BYTES = 1 << 20
 SAMPLES_PER_PAGE = 5
 LINES = "application/x-ndjson"
+# settings of the form that a button sets, by its name; those that fit a card are tried in their order
+PRESETS = {
+    "LoRA": {"method": "lora", "base.storage": "model"},
+    "QLoRA": {"method": "lora", "base.storage": "nf4"},
+    "Full": {"method": "full"},
+}
 DATA_SETTINGS = (
     "data.name", "model.name", "data.max_tokens", "data.loss_type", "data.template", "data.on_bad_row", "data.dedupe",
 )  # fmt: skip
@@ -43,8 +53,9 @@ DATA_SETTINGS = (
 RUN_SETTINGS = (
     ("Model", ("model.name", "method", "base.storage", "lora.rank", "lora.alpha", "model.precision")),
     ("Steps", ("batch.samples_per_step", "batch.epochs", "batch.max_steps", "optim.lr", "schedule.kind")),
+    ("Loss", ("objective.kind", "optim.max_grad_norm")),
     ("Evaluation and saving", ("eval.fraction", "eval.every_steps", "checkpoint.every_steps")),
-    ("Machine", ("device", "memory", "recompute")),
+    ("Machine", ("gpus", "device", "memory", "recompute")),
 )
 
 
@@ -78,6 +89,16 @@ class _Samples(_Body):
     count: int = Field(default=SAMPLES_PER_PAGE, ge=1, le=100)
 
 
+class _Out(_Folder):
+    to: Literal["merged", "gguf", "ollama", "vllm", "mlx"]
+
+
+class _Push(_Folder):
+    repo: str = Field(min_length=1)
+    merged: bool = False
+    private: bool = True
+
+
 class _Turn(_Body):
     prompt: str
     run: str
@@ -88,19 +109,28 @@ class _Chat(_Body):
     run: str
     turns: list[_Turn]
     prompt: str = Field(min_length=1)
+    system: str = ""
     max_new_tokens: int = Field(ge=1, le=8192)
     temperature: Literal[0] | Annotated[float, Field(ge=0.01, le=5)] | None = None
 
 
-JOBS: dict[str, type[_Body]] = {"build": _Build, "samples": _Samples, "plan": _Plan, "chat": _Chat}
+JOBS: dict[str, type[_Body]] = {
+    "build": _Build, "samples": _Samples, "plan": _Plan, "chat": _Chat, "out": _Out, "push": _Push,
+}  # fmt: skip
+# jobs that another job's worker does
+_WORKERS = {"samples": "plan", "out": "chat", "push": "chat"}
+ACTIONS = ("train", "stop", "resume", "delete")
 # the pages, and the step of the road that each belongs to
 PAGES = {"data": "data", "plan": "plan", "runs": "runs", "run": "runs", "compare": "runs", "chat": "chat"}
 BodyType = TypeVar("BodyType", bound=_Body)
 
 
-def make_app(root: Path, token: str, port: int, log: Callable[[str], None]) -> Guard:
-    """Return studio for the workspace `root`; `log` gets one sentence about the runs that go on when it ends."""
-    studio = Studio(Workspace(root))
+def make_app(root: Path, token: str, port: int, log: Callable[[str], None], models: Sequence[Path] = ()) -> Guard:
+    """Return studio for the workspace `root`; `log` gets one sentence about the runs that go on when it ends.
+
+    `models` are folders outside it whose models may be read.
+    """
+    studio = Studio(Workspace(root, models))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -116,10 +146,12 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None]) -> G
         Mount("/static", StaticFiles(packages=files)),
         Route("/api/run", studio.live),
         Route("/api/build", studio.follow_build),
+        Route("/api/settings", studio.settings),
+        Route("/report", studio.report),
         Route("/api/upload", studio.upload, methods=["POST"]),
         Route("/api/cancel", studio.cancel, methods=["POST"]),
         *(Route(f"/api/{kind}", studio.run_job, methods=["POST"]) for kind in JOBS),
-        *(Route(f"/api/{action}", studio.control, methods=["POST"]) for action in ("train", "stop", "resume")),
+        *(Route(f"/api/{action}", studio.control, methods=["POST"]) for action in ACTIONS),
         *(Route(f"/{name}", studio.page) for name in PAGES),
     ]
     handlers: dict[Any, Any] = dict.fromkeys((FlatoutError, ClientDisconnect, OSError), studio.refuse)
@@ -131,7 +163,7 @@ class Studio:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.trainings = workspace, Trainings(workspace)
-        self.workers = {name: Worker(workspace.root) for name in ("build", "plan", "chat")}
+        self.workers = {name: Worker(workspace.root, workspace.models) for name in ("build", "plan", "chat")}
         self._templates = Environment(loader=PackageLoader("flatout.studio", "assets"), autoescape=True)
 
     async def entry(self, request: Request) -> Response:
@@ -150,7 +182,8 @@ class Studio:
             sets = list(registry.load(workspace.data_root).values())
             shown = query.get("name") or (sets[-1].name if sets else "")
             facts |= run_settings() | {"sets": sets, "shown": shown, "per_page": SAMPLES_PER_PAGE, "devices": DEVICES}
-            facts |= {"free_name": workspace.free_run_name(), "max_upload_bytes": MAX_UPLOAD_BYTES}
+            facts |= {"free_name": workspace.free_run_name(), "max_upload_bytes": MAX_UPLOAD_BYTES, "presets": PRESETS}
+            facts["objectives"] = list(OBJECTIVES)
         if name in ("data", "plan", "runs", "chat"):
             facts["survey"] = workspace.survey()
         if name in ("runs", "chat"):
@@ -181,8 +214,8 @@ class Studio:
         kind = request.url.path.rpartition("/")[2]
         body = await _read(request, JOBS[kind])
         facts = body.model_dump()
-        for name in {"source", "run"} & facts.keys():
-            self.workspace.inside(facts[name])
+        for name in {"source", "run", "folder"} & facts.keys():
+            self.workspace.inside(facts[name], is_model=kind == "chat")
         try:
             config = self.workspace.config(body.settings, body.overrides) if isinstance(body, _Settings) else None
         except UsageError as error:
@@ -194,9 +227,22 @@ class Studio:
             speed = await run_in_threadpool(self.trainings.measured_speed, config)
             facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
         if kind == "chat":
+            system = facts.pop("system")
+            facts["turns"] = [*([{"system": system}] if system else []), *facts["turns"]]
             facts["gpus_in_use"] = await run_in_threadpool(self.trainings.gpus_in_use)
         # a long build keeps neither plans nor samples waiting
-        return _stream(self.workers["plan" if kind == "samples" else kind].submit(kind, **facts))
+        return _stream(self.workers[_WORKERS.get(kind, kind)].submit(kind, **facts))
+
+    def settings(self, request: Request) -> Response:
+        """The settings of a run that differ from their defaults, as text by dotted name: where another one starts."""
+        return JSONResponse(self.trainings.settings(self.workspace.inside(request.query_params.get("folder", ""))))
+
+    def report(self, request: Request) -> Response:
+        """The page of a run, as `flatout report` writes it, to save."""
+        folder = self.workspace.inside(request.query_params.get("folder", ""))
+        content = page(f"{folder.name} · flatout", run_fragment(read_run(folder)))
+        name = re.sub(r"[^\w.-]+", "-", folder.name)
+        return HTMLResponse(content, headers={"content-disposition": f'attachment; filename="{name}.html"'})
 
     async def follow_build(self, request: Request) -> Response:
         """The build that runs, for a page that is opened meanwhile; an empty answer if there is none."""
@@ -217,7 +263,8 @@ class Studio:
             shown = await run_in_threadpool(self.trainings.start, config)
         else:
             shown = (await _read(request, _Folder)).folder
-            act = self.trainings.stop if action == "stop" else self.trainings.resume
+            runs = self.trainings
+            act = {"stop": runs.stop, "resume": runs.resume, "delete": runs.delete}[action]
             await run_in_threadpool(act, self.workspace.inside(shown))
         if action != "stop":
             # before the run measures the memory that is free; a build goes on

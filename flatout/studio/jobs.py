@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,8 +59,8 @@ class Job:
 class Worker:
     """A child process that answers one request at a time; it starts with the first one and keeps what it loaded."""
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._lock = root, asyncio.Lock()
+    def __init__(self, root: Path, models: Sequence[Path] = ()) -> None:
+        self._root, self._models, self._lock = root, models, asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._was_cancelled = False
         self.current: Job | None = None
@@ -101,6 +101,7 @@ class Worker:
             self._was_cancelled = False
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "flatout.studio.worker"),  # -P: modules of the workspace are not imported
+                *map(str, self._models),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=self._root,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +20,11 @@ TOKEN_BYTES = 32
 SHUTDOWN_S = 2
 
 
-def serve(root: Path, port: int, log: Callable[[str], None], on_ready: Callable[[str], None]) -> None:
+def serve(
+    root: Path, port: int, log: Callable[[str], None], on_ready: Callable[[str], None], models: Sequence[Path] = ()
+) -> None:
     """Serve the workspace `root` until Ctrl-C; `port` 0 is any free one. `on_ready` gets the address with its token.
+    Models in the folders `models` may be read, too.
 
     Raises ResourceError if the port cannot be used.
     """
@@ -37,7 +40,7 @@ def serve(root: Path, port: int, log: Callable[[str], None], on_ready: Callable[
         listener.listen()
         port, token = listener.getsockname()[1], secrets.token_urlsafe(TOKEN_BYTES)
         config = uvicorn.Config(
-            make_app(root, token, port, log),
+            make_app(root, token, port, log, models),
             log_level="error",
             access_log=False,  # addresses have the token
             ws="none",

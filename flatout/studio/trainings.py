@@ -14,13 +14,14 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
-from flatout.config.read import load_config
+from flatout.config.names import as_yaml
+from flatout.config.read import flatten, load_config, make_config
 from flatout.config.schema import Config
 from flatout.config.template import render_template
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
-from flatout.io.file_lock import holder_of
+from flatout.io.file_lock import RunLock, holder_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
 from flatout.track.record import StepRecord
@@ -86,6 +87,30 @@ class Trainings:
         with self._lock:
             self._require_free(folder)
             self._spawn(folder, file)
+
+    def delete(self, folder: Path) -> None:
+        """Remove a run that does not train, with all it wrote. Raises UsageError for a folder that is no run's."""
+        shown = self._workspace.relative(folder)
+        with self._lock:
+            self._require_free(folder)
+            if shown not in self._workspace.survey().runs:
+                raise UsageError(f"{shown} is not the folder of a run; choose one from the list")
+            with RunLock(folder, "delete"):
+                self._drawings.pop(folder, None)
+                DurableIO().remove_tree(folder)
+
+    def settings(self, folder: Path) -> dict[str, str]:
+        """Return a run's settings that differ from their defaults, as YAML by dotted name, but its name and folder."""
+        file, shown = _settings_file(folder), self._workspace.relative(folder)
+        if file is None:
+            raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml, so it has no settings to start from")
+        given = dict(flatten(load_config(file).model_dump(mode="json", exclude_unset=True)))
+        usual = dict(flatten(make_config({"model": {"name": "-"}}).model_dump(mode="json")))
+        return {
+            name: value if isinstance(value, str) else as_yaml(value)
+            for name, value in given.items()
+            if name not in ("name", "run_dir") and usual.get(name) != value
+        }
 
     def stop(self, folder: Path) -> None:
         """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""

@@ -16,8 +16,9 @@ from io import TextIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.config.folders import free_folder
 from flatout.config.spelling import STUDIO, spelled
-from flatout.errors import FlatoutError, ResourceError, first_line
+from flatout.errors import FlatoutError, ResourceError, UsageError, first_line
 from flatout.io.redact import printable, redacted
 from flatout.launch.ranks import end_with_parent
 from flatout.studio.workspace import Workspace
@@ -40,7 +41,9 @@ def main() -> None:
         answers.write(json.dumps(line) + "\n")
         answers.flush()
 
-    functions: dict[str, Callable[..., Any]] = {"build": build, "samples": samples, "plan": plan, "chat": chat}
+    functions: dict[str, Callable[..., Any]] = {
+        "build": build, "samples": samples, "plan": plan, "chat": chat, "out": out, "push": push,
+    }  # fmt: skip
     for text in sys.stdin:
         request = json.loads(text)
         try:
@@ -52,11 +55,15 @@ def main() -> None:
             emit(error=f"unexpected {type(error).__name__}: {printable(redacted(first_line(error)))}")
 
 
+def _workspace() -> Workspace:
+    return Workspace(Path(), [Path(folder) for folder in sys.argv[1:]])
+
+
 def build(
     settings: Mapping[str, str], overrides: Sequence[str], source: str, format: str, replaces: bool, emit: Emit
 ) -> str:
     """Tokenize a file of the workspace into a data set; return its name. `settings` are those of `data`."""
-    workspace = Workspace(Path())
+    workspace = _workspace()
     path = workspace.relative(workspace.inside(source))
     sources = json.dumps([{"path": path, "hub": False, "format": format}])
     config = workspace.config(settings, [f"data.sources={sources}", *overrides])
@@ -81,7 +88,7 @@ def samples(name: str, first: int, count: int, emit: Emit) -> dict[str, Any]:
     from flatout.data.tokenizer import load_tokenizer
     from flatout.view.samples import overview, sample_list, statistics
 
-    root = Workspace(Path()).data_root
+    root = _workspace().data_root
     store = TokenStore.open(registry.entry_dir(root, registry.find(root, name)), verify=False)
     tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens)
     listed = sample_list(store, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), first, count)
@@ -108,14 +115,17 @@ def plan(
     measured_in: str = "",
 ) -> dict[str, Any]:
     """Plan the run of a form for `device` (empty: the one of this machine); return its figures and its rows of text."""
-    config = Workspace(Path()).config(settings, overrides)
+    config = _workspace().config(settings, overrides)
     emit(log="loading torch and transformers")
+    from flatout.models.load.source import weight_files
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
     from flatout.trainer.decide import plan_run
     from flatout.trainer.gpu import gpu_of
     from flatout.trainer.preview import summarize_plan
 
+    if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):
+        raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")
     rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
     gpu = find_device(device) if device else gpu_of(config, rank)
     planned = plan_run(config, Reporter(callback), rank, lambda: gpu)
@@ -144,13 +154,15 @@ def _loaded(folder: Path, device: torch.device) -> tuple[Any, Any, Any]:
     from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
 
     paths = resolve_model_paths(str(folder))
-    key = (str(folder), (folder / "final").stat().st_mtime_ns)
+    key = (str(folder), (folder / "final" if (folder / "final").is_dir() else folder).stat().st_mtime_ns)
     if key in _MODELS:
         return _MODELS[key]
     _MODELS.clear()
     model, tokenizer = load_trained(paths, device=device)
     base = model
-    if paths.adapter is None:
+    if paths.adapter is None and not (folder / "final").is_dir():
+        base = None  # a model that no run has trained
+    elif paths.adapter is None:
         began = load_config(folder / "config.yaml").model
         is_random = began.init == "random"
         base = None if is_random else load_for_inference(began.name, revision=began.revision, device=device)
@@ -181,10 +193,11 @@ def chat(
 ) -> dict[str, str]:
     """Answer `prompt` with a run's model and with its base; return both answers by side.
 
-    `turns` are the earlier ones: `prompt`, and each side's own answer. Sides are `run` and, if there is one, `base`.
+    `turns` are the earlier ones: `prompt`, and each side's own answer; the first may be a `system` prompt alone. Sides
+    are `run` and, if there is one, `base`.
     Raises ResourceError if a run trains on the same GPU; `gpus_in_use` has those of each run that trains.
     """
-    folder = Workspace(Path()).inside(run)
+    folder = _workspace().inside(run, is_model=True)
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,6 +217,9 @@ def chat(
             continue
         messages = []
         for turn in turns:
+            if "system" in turn:
+                messages.append({"role": "system", "content": turn["system"]})
+                continue
             messages += [{"role": "user", "content": turn["prompt"]}, {"role": "assistant", "content": turn[side]}]
         messages.append({"role": "user", "content": prompt})
         adapted = without_adapter(model) if side == "base" and base is model else nullcontext()
@@ -211,6 +227,32 @@ def chat(
         with redirect_stdout(_Pieces(emit, side)), adapted:
             found[side] = answer(one, tokenizer, messages, **options)
     return found
+
+
+def out(folder: str, to: str, emit: Emit) -> dict[str, str]:
+    """Merge a run's adapter, or write the run for another program; return where, and the command to use it."""
+    workspace = _workspace()
+    run = workspace.inside(folder)
+    target = free_folder(run / to) if (run / to).exists() else run / to
+    emit(log=f"writing {workspace.relative(target)}")
+    if to == "merged":
+        from flatout.models.merge import merge_adapter
+
+        said = merge_adapter(str(run), target, device="cpu")
+        return {"path": workspace.relative(target), "command": said}
+    from flatout.export.write import export
+
+    written = export(str(run), to, target)
+    return {"path": workspace.relative(target), "command": written.command}
+
+
+def push(folder: str, repo: str, merged: bool, private: bool, emit: Emit) -> dict[str, str]:
+    """Push a run to the hub with the token of this user; return its address."""
+    run = _workspace().inside(folder)
+    emit(log=f"pushing to {repo}")
+    from flatout.export.push import push as push_run
+
+    return {"path": push_run(run, repo, merged=merged, private=private), "command": ""}
 
 
 if __name__ == "__main__":

@@ -45,22 +45,27 @@ class Survey:
 
 
 class Workspace:
-    """The folder `root` and what may be read and written in it."""
+    """The folder `root` and what may be read and written in it; in the folders `models`, models may be read."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, models: Sequence[Path] = ()) -> None:
         self.root = root.resolve()
+        self.models = tuple(folder.resolve() for folder in models)
 
     @property
     def data_root(self) -> Path:
         """The folder of the registry and the built data sets."""
         return self.root / DataConfig().root
 
-    def inside(self, path: str) -> Path:
-        """Return the absolute path, links resolved. Raises SecurityError if it is outside the workspace."""
+    def inside(self, path: str, *, is_model: bool = False) -> Path:
+        """Return the absolute path, links resolved. Raises SecurityError if it is outside the workspace.
+
+        What `is_model` may be in the folders of models, too.
+        """
         try:
             found = (self.root / path).resolve()
             # some readers expand ~ to a home folder
-            if path.startswith("~") or not found.is_relative_to(self.root):
+            roots = (self.root, *(self.models if is_model else ()))
+            if path.startswith("~") or not any(map(found.is_relative_to, roots)):
                 raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
             with suppress(FileNotFoundError, NotADirectoryError):  # it may be made
                 found.stat()
@@ -93,6 +98,8 @@ class Workspace:
             kept = [] if is_model or is_deep else [name for name in folders if name[0] != "." and name not in _SKIPPED]
             folders[:] = sorted(kept)
         found.data_files.sort()
+        for folder in self.models:
+            found.models += [str(one) for one in (folder, *sorted(folder.iterdir())) if (one / "config.json").is_file()]
         return found
 
     def free_run_name(self) -> str:
@@ -107,6 +114,8 @@ class Workspace:
         own objective.
         """
         values: dict[str, Any] = {}
+        # a list or mapping in a field is YAML, as on the command line
+        lines = [f"{name}={value}" for name, value in settings.items() if value[:1] in ("[", "{")]
         for name, value in settings.items():
             *sections, leaf = name.split(".")
             holder = values
@@ -115,7 +124,7 @@ class Workspace:
                 if not isinstance(holder, dict):
                     raise UsageError(f"{name}: {section} is given as a value too; keep one")
             holder[leaf] = value
-        merged, problems = merge_overrides(values, [line.strip() for line in overrides if line.strip()])
+        merged, problems = merge_overrides(values, [*lines, *(line.strip() for line in overrides if line.strip())])
         if problems:
             raise ProblemsError("settings", problems)
         if isinstance(file := merged.get("deepspeed"), str):
@@ -126,8 +135,9 @@ class Workspace:
                 "objective.path: the file would run as code, which a page may not start; use objective.kind, or start "
                 "this run in a terminal: flatout train"
             )
+        models = {config.model.name, config.data.tokenizer}
         for path in (str(config.folder), *_paths(config)):
-            self.inside(path)  # a hub id, read as a path, is inside
+            self.inside(path, is_model=path in models)  # a hub id, read as a path, is inside
         return config
 
     async def receive(self, name: str, content: AsyncIterator[bytes]) -> str:

@@ -17,8 +17,8 @@ from flatout.planner.memory.budget import MemoryDecision, budget_bytes, longest_
 from flatout.planner.totals import PlanTotals, add_up, totals_lines
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun, plan_run
-from flatout.trainer.gpu import gpu_of
 from flatout.trainer.fit_memory import fit_plan
+from flatout.trainer.gpu import gpu_of
 from flatout.trainer.memory_check import largest_pass, size_of
 
 

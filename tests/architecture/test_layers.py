@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "compat": {"api", "cli", "config", "data", "launch", "models", "parallel", "track"},
     "bench": _BELOW_TRAIN | {"demo", "trainer"},
     "eval": {"data", "models", "rollout"},
-    "studio": _BELOW_TRAIN | {"launch", "trainer", "view"},
+    "studio": _BELOW_TRAIN | {"export", "launch", "trainer", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
     "verifier": _BELOW_TRAIN | {"trainer"},
     "doctor": _BELOW_TRAIN | {"trainer"},

@@ -193,6 +193,55 @@
       model.value = query.get("model") ?? tokenizer();
       data.addEventListener("change", () => { model.value = tokenizer(); });
 
+      // Sets fields of the form; what has none becomes a line below them.
+      function take(settings) {
+        const lines = [];
+        for (const [name, value] of Object.entries(settings)) {
+          const field = form.elements[name];
+          const isOther = field?.tagName === "SELECT" && ![...field.options].some((one) => one.value === value);
+          if (!field || isOther) lines.push(`${name}=${value}`); else field.value = value;
+        }
+        byId("overrides").value = lines.join("\n");
+        later();
+      }
+      for (const button of form.querySelectorAll("[data-preset]")) {
+        button.addEventListener("click", () => {
+          const preset = JSON.parse(button.dataset.preset);
+          for (const [name, value] of Object.entries(preset)) form.elements[name].value = value;
+          later();
+        });
+      }
+      async function takeFrom(folder) {
+        const told = byId("presets-status");
+        try {
+          take(await (await ask("/api/settings?folder=" + encodeURIComponent(folder))).json());
+          told.textContent = `settings of ${folder}`;
+        } catch (problem) { told.textContent = problem.message; }
+      }
+      byId("earlier").addEventListener("change", (event) => event.target.value && takeFrom(event.target.value));
+      // The first of the presets, then with fewer tokens, whose plan is not refused.
+      byId("fits").addEventListener("click", async () => {
+        const told = byId("presets-status"), tries = [["LoRA", 0], ["QLoRA", 0], ["QLoRA", 1024], ["QLoRA", 512]];
+        let why = "";
+        for (const [name, tokens] of tries) {
+          const button = [...form.querySelectorAll("[data-preset]")].find((one) => one.textContent === name);
+          const preset = JSON.parse(button.dataset.preset), settings = { ...settingsOf(form), ...preset };
+          const lines = overridesOf().filter((line) => !tokens || !line.startsWith("data.max_tokens="));
+          if (tokens) lines.push("data.max_tokens=" + tokens);
+          const words = name + (tokens ? ` with samples of at most ${count.format(tokens)} tokens` : "");
+          told.textContent = `trying ${words}`;
+          try {
+            const plan = await follow(await ask("/api/plan", { settings, overrides: lines, device: byId("device").value }), () => {});
+            if (plan.rows[0][0] === "does not fit") throw new Error(plan.rows[0][1]);
+            for (const [field, value] of Object.entries(preset)) form.elements[field].value = value;
+            byId("overrides").value = lines.join("\n");
+            told.textContent = `${words} fits`;
+            return later();
+          } catch (problem) { why = problem.message; }
+        }
+        told.textContent = "no preset fits: " + why;
+      });
+
       function adaptToMethod() {
         const full = form.elements.method.value === "full";
         for (const field of form.querySelectorAll('[data-setting^="lora."], [data-setting^="base."]')) field.hidden = full;
@@ -246,10 +295,11 @@
           draw(await follow(await ask("/api/plan", body), step));
           show(error, "");
           status.textContent = "up to date";
-          byId("plan").classList.remove("stale");
+          byId("plan").classList.remove("stale", "refused");
         } catch (problem) {
           show(error, problem.message);
           status.textContent = "";
+          byId("plan").classList.add("refused");
         } finally { isPlanning = false; }
         if (isStale) { isStale = false; plan(); }
       }
@@ -279,7 +329,7 @@
         } catch (problem) { show(byId("start-error"), problem.message); }
       });
       adaptToMethod();
-      plan();
+      if (query.get("from")) takeFrom(query.get("from")); else plan();
     },
 
     runs() {
@@ -332,7 +382,8 @@
         byId("stop").hidden = state !== "running";
         byId("stop").disabled = asked === "stop";
         byId("resume").hidden = !["stopped", "failed", "interrupted"].includes(state);
-        byId("talk").hidden = state !== "complete";
+        byId("talk").hidden = byId("take-away").hidden = state !== "complete";
+        byId("delete").hidden = state === "running";
         setTimeout(poll, state === "running" ? 1000 : 3000);
       }
       for (const action of ["stop", "resume"]) {
@@ -341,6 +392,21 @@
           try { await ask("/api/" + action, { folder }); asked = action; } catch (problem) { show(error, problem.message); }
         });
       }
+      byId("delete").addEventListener("click", async () => {
+        if (!confirm(`Delete ${folder} with its checkpoints and results? This cannot be undone.`)) return;
+        try { await ask("/api/delete", { folder }); location.href = "/runs"; } catch (problem) { show(error, problem.message); }
+      });
+      byId("to").addEventListener("change", () => { byId("repo-field").hidden = byId("to").value !== "push"; });
+      byId("take-away").addEventListener("submit", async (event) => {
+        event.preventDefault();
+        show(error, "");
+        const to = byId("to").value, told = byId("take-away-status");
+        try {
+          const body = to === "push" ? { folder, repo: byId("repo").value.trim() } : { folder, to };
+          const written = await follow(await ask(to === "push" ? "/api/push" : "/api/out", body), statusOf(told));
+          told.textContent = [`written: ${written.path}`, written.command].filter(Boolean).join(" · ");
+        } catch (problem) { show(error, problem.message); told.textContent = ""; }
+      });
       poll();
     },
 
@@ -385,7 +451,7 @@
         prompt.value = "";
         try {
           const heat = byId("temperature").value;
-          const body = { run: byId("run-choice").value, turns: mine, prompt: text, max_new_tokens: Number(byId("max-tokens").value), temperature: heat === "" ? null : Number(heat) };
+          const body = { run: byId("run-choice").value, turns: mine, prompt: text, system: byId("system").value.trim(), max_new_tokens: Number(byId("max-tokens").value), temperature: heat === "" ? null : Number(heat) };
           const answers = await follow(await ask("/api/chat", body), (line) => {
             if (mine !== turns) return;
             if (line.note) show(byId("chat-note"), line.note);
@@ -393,7 +459,7 @@
             status(line.piece ? { log: line.side === "run" ? "the run answers" : "its base model answers" } : line);
           });
           for (const side of ["run", "base"]) {
-            const said = answers[side] ?? "This run started from random weights, so there is no base model.";
+            const said = answers[side] ?? (byId("run-choice").selectedOptions[0].dataset.alone ? "This is a model alone." : "This run started from random weights, so there is no base model.");
             sides[side].textContent = said || "(an empty answer)";
             sides[side].classList.toggle("nothing", !answers[side]);
           }

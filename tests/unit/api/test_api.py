@@ -257,6 +257,6 @@ def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(
     assert "that this computer has free; it trains on its CPU" in str(here)
     assert str(flatout.plan(model=str(tiny.model_dir), data=given, device="12GB", **settings)).startswith("fits ")
     with pytest.raises(flatout.FlatoutError, match="which need about"):
-        flatout.plan(model=str(tiny.model_dir), data=given, device="0.61GB", **settings)
+        flatout.plan(model=str(tiny.model_dir), data=given, device="0.63GB", **settings)
     with pytest.raises(flatout.FlatoutError, match="device '12 apples' is unknown; choose one of b200"):
         flatout.plan(model=str(tiny.model_dir), data=given, device="12 apples", **settings)

@@ -120,8 +120,10 @@ def test_the_whole_road_runs_in_a_browser(browser: Any, studio: tuple[str, Path]
     build_data(page, tiny)
     plan_a_run(page)
     watch_stop_and_resume(page, workspace / "runs" / "first")
+    take_it_away(page, workspace / "runs" / "first")
     ask_both_models(page)
     compare_two_runs(page, workspace / "runs")
+    start_from_and_delete(page, workspace / "runs" / "second")
     assert not page.errors
 
 
@@ -179,10 +181,38 @@ def watch_stop_and_resume(page: Page, folder: Path) -> None:
     assert start.num_ranks == 2
 
 
+def take_it_away(page: Page, folder: Path) -> None:
+    """Merge the run and write it for llama.cpp, from its page."""
+    for to, file in (("merged", "merged/model.safetensors"), ("gguf", "gguf")):
+        page.fill("#to", to)
+        page.find("#take-away [type=submit]").click()
+        page.until(lambda to=to: f"written: runs/first/{to}" in page.text("#take-away-status"), to)
+        assert (folder / file).exists()
+
+
+def start_from_and_delete(page: Page, folder: Path) -> None:
+    """A run's settings fill the form; the run is gone after a question, and not before."""
+    address = page.driver.current_url.split("/compare")[0]
+    page.driver.get(f"{address}/run?folder=runs/second")
+    page.find("a[href^='/plan?from']").click()
+    page.until(lambda: page.text("#presets-status") == "settings of runs/second", "the settings")
+    assert page.find("[name='lora.rank']").get_property("value") == "4"
+    assert float(page.find("[name='batch.epochs']").get_property("value")) == 30
+    assert "optim.lr" not in page.find("#overrides").get_property("value")  # it has a field
+    page.driver.get(f"{address}/run?folder=runs/second")
+    for is_sure in (False, True):
+        page.find("#delete").click()
+        question = page.driver.switch_to.alert
+        assert "runs/second" in question.text
+        (question.accept if is_sure else question.dismiss)()
+        page.until(lambda is_sure=is_sure: folder.exists() != is_sure, "the answer")
+
+
 def ask_both_models(page: Page) -> None:
     page.find("#talk").click()
     page.fill("#prompt", "What is your name?")
     page.fill("#max-tokens", "12")
+    page.fill("#system", "Be brief.")
     page.find("#chat [type=submit]").click()
     page.find("#turns .answered")
     assert page.text(".side.run") != page.text(".side.base")

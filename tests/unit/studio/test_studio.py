@@ -25,7 +25,7 @@ from synthetic_run import write_synthetic_run  # noqa: E402
 from flatout.cli.main import main  # noqa: E402
 from flatout.config.read import load_config, make_config  # noqa: E402
 from flatout.config.schema import Config, DataConfig  # noqa: E402
-from flatout.errors import ResourceError, UsageError  # noqa: E402
+from flatout.errors import ResourceError, SecurityError, UsageError  # noqa: E402
 from flatout.io.file_lock import RunLock, holder_of, locked  # noqa: E402
 from flatout.studio import app as app_module  # noqa: E402
 from flatout.studio import jobs as jobs_module  # noqa: E402
@@ -461,6 +461,60 @@ def test_a_chat_beside_a_training_says_so_or_is_refused(
     shutil.rmtree(workspace / "runs")
 
 
+def test_models_outside_are_read_where_the_person_who_started_studio_allows_it(workspace: Path, tmp_path: Path) -> None:
+    shutil.copytree(workspace / "tiny-model", tmp_path / "models" / "other")
+    name = str(tmp_path / "models" / "other")
+    guard = make_app(workspace, TOKEN, PORT, print, [tmp_path / "models"])
+    with testclient.TestClient(guard, ADDRESS, headers={"origin": ADDRESS}) as client:
+        client.get("/", params={"token": TOKEN})
+        assert name in client.get("/plan").text
+        body = {"run": name, "turns": [], "prompt": "Hi", "system": "Be brief.", "max_new_tokens": 1, "temperature": 0}
+        *_, last = lines_of(client.post("/api/chat", json=body))
+        assert last["result"].keys() == {"run"}
+        # read as a model, and as nothing else
+        for override in (f"run_dir={name}/run", f"data.root={name}", f"eval.prompts={name}/config.json"):
+            answer = client.post("/api/plan", json={"settings": SETTINGS, "overrides": ["eval.fraction=0.1", override]})
+            assert "outside the workspace" in refusal(answer, 403)
+        assert "outside" in refusal(client.post("/api/delete", json={"folder": name}), 403)
+    config = Workspace(workspace, [tmp_path / "models"]).config({**SETTINGS, "model.name": name})
+    assert config.model.name == name
+    with pytest.raises(SecurityError, match="outside the workspace"):
+        Workspace(workspace).config({**SETTINGS, "model.name": name})
+    assert main(["studio", "--models", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_run_is_deleted_and_its_settings_start_another(client: Any, workspace: Path) -> None:
+    folder = write_synthetic_run(workspace / "runs" / "old", num_steps=20)
+    text = (
+        "{name: old, model: {name: tiny-model}, lora: {rank: 4}, eval: {prompts: [a, b], fraction: 0.1}, gpus: [0, 1]}"
+    )
+    (folder / "config.yaml").write_text(text)
+    found = client.get("/api/settings", params={"folder": "runs/old"}).json()
+    assert found == {
+        "model.name": "tiny-model", "lora.rank": "4", "eval.prompts": "[a, b]", "eval.fraction": "0.1",
+        "gpus": "[0, 1]",
+    }  # fmt: skip
+    again = Workspace(workspace).config({**found, "data.name": "chats"})
+    assert (again.lora.rank, again.gpus, again.eval.prompts) == (4, [0, 1], ["a", "b"])
+    answer = client.get("/report", params={"folder": "runs/old"})
+    assert answer.headers["content-disposition"] == 'attachment; filename="old.html"'
+    assert "<title>old · flatout</title>" in answer.text
+    with RunLock(folder):
+        assert "is locked by" in refusal(client.post("/api/delete", json={"folder": "runs/old"}), 409)
+    assert "not the folder of a run" in refusal(client.post("/api/delete", json={"folder": "tiny-model"}), 400)
+    assert (workspace / "tiny-model").is_dir()
+    assert client.post("/api/delete", json={"folder": "runs/old"}).json() == {"folder": "runs/old"}
+    assert not folder.exists()
+
+
+def test_a_model_without_weights_has_no_plan(client: Any, workspace: Path) -> None:
+    shutil.copytree(workspace / "tiny-model", workspace / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
+    body = {"settings": {**SETTINGS, "model.name": "empty-model"}}
+    *_, last = lines_of(client.post("/api/plan", json=body))
+    assert last["error"].startswith("empty-model has no *.safetensors weights")
+    shutil.rmtree(workspace / "empty-model")
+
+
 def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -483,7 +537,7 @@ def test_the_browser_gets_a_private_file_instead_of_the_token(
         path = Path(url.removeprefix("file://"))
         opened.put((url, path.read_text(), path.stat().st_mode & 0o777))
 
-    def serve(root: Path, port: int, log: Any, on_ready: Any) -> None:
+    def serve(root: Path, port: int, log: Any, on_ready: Any, models: Any = ()) -> None:
         on_ready(f"{ADDRESS}/?token={TOKEN}")
         found.append(opened.get())
 
