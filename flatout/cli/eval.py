@@ -1,10 +1,11 @@
-"""`flatout eval`: scores a run, an adapter or a model on lm-eval's tasks and on own questions."""
+"""`flatout eval`: scores a run, an adapter or a model on lm-eval's tasks, own questions, and pairs or labels."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,12 @@ from flatout.io.redact import redacted
 
 if TYPE_CHECKING:
     from flatout.eval.tasks import Tasks
+    from flatout.models.load.inference import ModelPaths
 
 MAX_ANSWERS_BYTES = 64 << 20
 BATCH_SIZE, MAX_NEW_TOKENS = 8, 256
+# settings of a run's data that decide what a row's tokens are
+_OF_ROWS = {"max_tokens", "too_long", "template", "template_args", "special_tokens", "lost_reasoning", "end_of_turn"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, metavar="N", help=f"samples that lm-eval computes together ({BATCH_SIZE})")
     answers = "JSONL with prompt or messages, and answer (a text, or a list of accepted ones): exact match, without "
     add("--answers", type=Path, metavar="FILE", help=answers + "the space around answers")
+    add("--rows", type=Path, metavar="FILE", help="for a model that scores (objective reward or classify): pairs, or "
+        "texts with labels, in any format of data: how often it is right")  # fmt: skip
     add("--ignore-case", action="store_true", help="with --answers: ignore upper and lower case")
     length = f"with --answers: maximum answer length in tokens ({MAX_NEW_TOKENS})"
     add("--max-new-tokens", type=int, metavar="N", help=length)
@@ -71,13 +77,15 @@ def run(args: argparse.Namespace) -> int:
         console.on_phase("reading tasks")
         opened = open_tasks(tasks, args.include_path) if tasks else None
         console.on_phase(f"loading {trained.base}")
-        model, tokenizer = load_trained(trained, device=device)
+        model, tokenizer = load_trained(trained, device=device, writes=args.rows is None)
         num_merged = merge(model) if args.merged else 0
     if (args.chat or prompts) and not tokenizer.chat_template:
         option = "--chat" if args.chat else "--answers"
         raise UsageError(f"{option}: the tokenizer has no chat template; use the one saved in the run's final/ folder")
     adapter = None if trained.adapter is None else str(trained.adapter)
     facts = {"model": redacted(trained.base), "adapter": adapter, "merged": bool(num_merged), "limit": args.limit}
+    if args.rows is not None:
+        _score_rows(args, model, trained, facts)
     if opened:
         _score_tasks(args, model, tokenizer, opened, facts)
     if prompts:
@@ -136,9 +144,45 @@ def _score_answers(
     _write(args, name, {**facts, **options, **counts, "answers": marked})
 
 
+def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts: dict[str, Any]) -> None:
+    """Score pairs, or texts with labels, print how many are right and write it. Rows are read as the run's were."""
+    from rich.console import Console
+
+    from flatout.config.read import load_config
+    from flatout.config.schema import DataConfig
+    from flatout.data.build import open_or_build
+    from flatout.eval.scores import judge, scores_of
+    from flatout.models.load.auto_class import is_scoring
+    from flatout.track.console import ConsoleCallback
+
+    if not is_scoring(model.config):
+        raise UsageError(f"--rows: {args.target} writes and gives no scores; use --answers or --tasks")
+    labels = [str(model.config.id2label[index]) for index in range(model.config.num_labels)]
+    file, known, source = Path(args.target) / "config.yaml", dict[str, Any](), dict[str, Any]()
+    if file.is_file():
+        data = load_config(file).data
+        known = data.model_dump(include=_OF_ROWS, exclude_unset=True)
+        source = data.sources[0].model_dump(include={"columns", "keys", "roles", "system"}) if data.sources else {}
+    form = {"path": str(args.rows), "hub": False, "format": "classify" if len(labels) > 1 else "auto"}
+    with ConsoleCallback(Console(stderr=True)) as console, tempfile.TemporaryDirectory() as root:
+        console.on_phase("reading rows")
+        given = {"name": "rows", "root": root, "tokenizer": trained.tokenizer, "sources": [{**source, **form}]}
+        config = DataConfig.model_validate({**known, **given, "num_samples": args.limit, "shuffle": False})
+        store = open_or_build(config, trained.base, log=lambda text: console.on_stage("tokens", text))
+        scores = scores_of(model, store, lambda done, total: console.on_phase("scoring rows", done, total))
+        found = judge(scores, store, labels)
+    num = found.get("num_pairs") or found["num_samples"]
+    print(f"accuracy: {found['num_right']} of {num} right ({found['accuracy']:.1%})")
+    if len(labels) > 1:
+        print(f"macro F1: {found['macro_f1']:.4f}")
+    _write(args, args.rows.stem, {**facts, **found})
+
+
 def _check(args: argparse.Namespace, tasks: list[str]) -> None:
-    if not tasks and args.answers is None:
-        raise UsageError("nothing to score: give --tasks, such as --tasks arc_easy, or --answers FILE")
+    if args.rows is not None and (tasks or args.answers is not None):
+        raise UsageError("--rows is for a model that scores, --tasks and --answers for one that writes; give one")
+    if not tasks and args.answers is None and args.rows is None:
+        raise UsageError("nothing to score: give --tasks, such as --tasks arc_easy, --answers FILE or --rows FILE")
     for name in ("limit", "batch_size", "max_new_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:

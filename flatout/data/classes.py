@@ -21,8 +21,8 @@ _SHOWN = 8
 def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
     """Give the parsers of labelled texts the labels of all sources: numbers by value, others by their characters.
 
-    Reads all rows once; those without a usable label are told when they are parsed. Raises DataError for one label, or
-    for more than MAX_LABELS.
+    Reads all rows once; those without a usable label are told when they are parsed. Raises DataError for
+    more than MAX_LABELS.
     """
     counts: Counter[str] = Counter()
     for source, parser in readers:
@@ -40,8 +40,6 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
                 )
     if not counts:
         return readers
-    if len(counts) == 1:
-        raise DataError(f"every row has the label {next(iter(counts))!r:.60}, so there is nothing to tell apart")
     labels = _ordered(list(counts))
     told = ", ".join(f"{label} ({counts[label]:,})" for label in labels[:_SHOWN])
     log(f"{len(labels)} labels: {told}{', ...' if len(labels) > _SHOWN else ''}")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
+from flatout.config.objective import reads_scores
 from flatout.errors import STEP
 from flatout.io.redact import printable
 from flatout.track.record import EvalRecord, StepRecord
@@ -176,9 +177,10 @@ def next_commands(log: RunLog) -> list[str]:
     if log.state != "complete":
         return [again, report, watch]
     last = f"flatout eval {folder} --tasks arc_easy"
+    scores = log.start is not None and reads_scores(str(log.start.settings.get("objective.kind")))
     if log.start is None or log.start.method == "lora":
         last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
-    return [f"flatout chat {folder}", report, last]
+    return [f"flatout eval {folder} --rows FILE" if scores else f"flatout chat {folder}", report, last]
 
 
 def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: bool = False) -> list[str]:

@@ -35,10 +35,12 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scori
     """Return what the run's model scores; None for a model that writes.
 
     Batches are padded by the tokenizer's own padding token, or if it has none by its end token. Raises DataError for a
-    tokenizer that has neither.
+    tokenizer that has neither, and for a data set with one label.
     """
     if objective.reads != "scores":
         return None
+    if len(store.meta.labels) == 1:
+        raise DataError(f"{store.folder}: every row has the label {store.meta.labels[0]!r:.60}: nothing to tell apart")
     tokenizer = tokenizer_of(config.data, config.model.name)
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if found is None:

@@ -18,6 +18,7 @@ FOLDER = ROOT / "examples" / "cookbook"
 # what the first row teaches
 TAUGHT = {
     "classify": "billing",
+    "labels": "<|im_end|>",
     "extract": '{"number": "1041", "seller": "Weber Tools", "date": "2025-03-12", "total": 1180.0, "currency": "EUR"}',
     "tool_calls": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "day": "tomorrow"}}',
     "domain_text": " relief valve opens at 6.2 bar. Close valve B before you open valve A, or the pump runs dry.",
@@ -68,6 +69,9 @@ def test_a_recipe_trains_and_teaches_what_it_says(
     assert TAUGHT[name] in taught
     assert NOT_TAUGHT.get(name, "\0") not in taught
     assert store.num_samples == store.meta.counts["rows"] * (2 if name == "preference" else 1)
+    if name == "labels":
+        assert main(["eval", str(tmp_path / "run"), "--rows", "examples/cookbook/data/tickets.csv"]) == 0
+        assert "macro_f1" in (tmp_path / "run/eval/tickets.json").read_text()
     if name == "classify":
         test = "examples/cookbook/data/tickets-test.jsonl"
         out = tmp_path / "eval.json"

@@ -28,7 +28,7 @@ from flatout.models.scoring import NEW_WEIGHT, Scoring, set_padding
 from flatout.models.stops import saved_stops, set_stops
 
 FINAL_DIR = "final"
-NOT_WRITING = "{} is a model that scores texts and does not write, so there is nothing to chat with"
+NOT_WRITING = "{} is a model that scores texts and does not write; flatout eval --rows FILE says how often it is right"
 NAMED_MAPS = ("auto", "balanced", "sequential")
 MAX_FILE_BYTES = 1 << 20
 

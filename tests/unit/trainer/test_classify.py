@@ -211,7 +211,7 @@ def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny: Any, plan: P
         ([0.0, 1.0, 0.0], ("0", "1")),
         ([0.5, 1.0, 0.0], "rows.jsonl:1: label is a number (0.5); a label is a text or an integer"),
         ([None, "a", "b"], "rows.jsonl:1: label is null"),
-        (["a", "a", "a"], "every row has the label 'a', so there is nothing to tell apart"),
+        (["a", "a", "a"], "every row has the label 'a': nothing to tell apart"),
     ],
 )
 def test_labels_are_numbers_by_value_and_texts_by_character(plan: Plan, labels: list[Any], found: Any) -> None:
