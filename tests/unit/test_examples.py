@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from flatout.config.schema import Config, SourceConfig
 from flatout.demo.write import write_demo
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# a loss, which the tests of objectives train with, and a script
-OTHERS = ("dpo.py", "lost_updates.py")
+# a loss, which the tests of objectives train with, and scripts
+OTHERS = ("dpo.py", "lost_updates.py", "short_answers.py")
 EXAMPLES = sorted(path for path in FOLDER.glob("*.*") if path.name not in OTHERS)
 NUM_ROWS = 40
 
@@ -93,3 +94,19 @@ def test_lost_updates_shows_the_figures_of_its_page() -> None:
     page = (FOLDER.parent / "docs" / "one-rounding.md").read_text()
     table = page[page.index("| share of a small update") :].split("\n\n")[0].splitlines()[2:]
     assert figures == pytest.approx([float(line.split("|")[2].split()[0]) for line in table], abs=0.03)
+
+
+def test_short_answers_makes_pairs_by_its_rule() -> None:
+    script = runpy.run_path(str(FOLDER / "short_answers.py"))
+    long, short, open_end = "Ice is 3.5 times as hard. It melts!", "Ice is frozen water.", "Ice is a solid that"
+    assert [script["is_short"](answer) for answer in (long, short, open_end, f" {short}\n")] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert script["pairs_of"](["a", "b", "c", "d"], [long, short, open_end, "No. Ice is not."]) == [
+        {"prompt": "a", "chosen": "Ice is 3.5 times as hard.", "rejected": long}
+    ]
+    asked = {text.format(topic) for topic in script["TOPICS"] for text in script["QUESTIONS"]}
+    assert len(asked) == 4 * len(script["TOPICS"]) == 160
