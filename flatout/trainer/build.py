@@ -355,6 +355,8 @@ def compile_model(
     if loader.num_boundaries is not None and compiled.num_compiled:
         place = planned.parallel_layout.place_of(setup.rank.index)
         sizes = count_sizes(planned.plan, place, size_buckets=loader.size_buckets)
+        if planned.mismatched is not None:
+            sizes += count_sizes(planned.mismatched.plan, place, size_buckets=loader.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):

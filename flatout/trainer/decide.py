@@ -296,6 +296,12 @@ def plan_evaluation(
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
         eval_sets.append(EvalSet(name, eval_store, eval_plan, make_normalizers(objective, eval_store)))
+    totals = [sum(own) for own in zip(*(each.normalizers.of(each.plan) for each in eval_sets), strict=True)]
+    if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
+        raise DataError(
+            f"eval.best: {config.eval.best} has no value on the evaluation data, which lacks the answers that it is a "
+            f"mean over; take other rows, or one of {', '.join(known)}"
+        )
     return tuple(eval_sets)
 
 

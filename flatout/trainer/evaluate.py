@@ -101,5 +101,5 @@ def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
 
 def _figures(run: Run, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
     metrics = run.planned.objective.means(sums, counts)
-    loss = metrics.pop("loss")
+    loss = metrics.pop("loss", 0.0)
     return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)

@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1286,
     "track": 2505,
-    "trainer": 5408,
+    "trainer": 5416,
     "verifier": 1115,
     "view": 1452,
 }

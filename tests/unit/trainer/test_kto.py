@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from unit_store import write_units
 
 from flatout.cli.main import main
@@ -178,7 +179,9 @@ def test_what_is_odd_about_labels_is_told(
         assert re.search(said, found[0]), found
 
 
-def test_a_set_with_one_label_trains_and_says_so(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_set_with_one_label_trains_and_says_so(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = written(tiny, tmp_path, [{**row, "label": True} for row in ROWS])
     assert main(["train", str(file), "batch.max_steps=1"]) == 0
     assert "all 15 answers are desirable, so nothing says what to avoid" in " ".join(
@@ -187,6 +190,10 @@ def test_a_set_with_one_label_trains_and_says_so(tiny: Any, tmp_path: Path, metr
     (line,) = metrics_of(tmp_path / "run")
     assert line["metrics"].keys() >= {"rewards/chosen", "kl"}
     assert not line["metrics"].keys() & {"rewards/rejected", "rewards/margins"}
+    # a figure over the answers that it lacks cannot choose a checkpoint
+    assert main(["train", str(file), "eval.best=rewards/chosen", f"run_dir={tmp_path / 'chosen'}"]) == 0
+    assert main(["train", str(file), "eval.best=rewards/margins", f"run_dir={tmp_path / 'margins'}"]) == 3
+    assert "rewards/margins has no value on the evaluation data" in " ".join(capsys.readouterr().err.split())
     # learnt as ordinary rows too
     assert main(["train", str(file), "objective=cross_entropy", f"run_dir={tmp_path / 'sft'}"]) == 0
 
@@ -195,3 +202,21 @@ def test_pairs_are_refused(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
     assert main(["train", str(written(tiny, tmp_path, rows))]) == 3
     assert "has no column 'label', which objective kto needs" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_compiles_nothing_during_steps_and_begins_at_the_reference(
+    tiny: Any, tmp_path: Path, metrics_of: Any, precision: str
+) -> None:
+    """As on the CPU, with compiled layers for both kinds of passes, over 15 steps of many sizes."""
+    rows = [{**row, "completion": row["completion"] * (k % 5 + 1)} for k, row in enumerate(ROWS * 4)]
+    file = written(tiny, tmp_path, [{**row, "prompt": f"{k}: {row['prompt']}"} for k, row in enumerate(rows)])
+    more = ["device=cuda", "deterministic=true", f"model.precision={precision}", "eval.fraction=0"]
+    assert main(["train", str(file), *more]) == 0
+    first, *others = metrics_of(tmp_path / "run")
+    assert first["loss"] == 0.5
+    assert not any(value for name, value in first["metrics"].items() if not name.startswith("logps"))
+    assert max(step["metrics"]["kl"] for step in others) > 0
+    assert '"kind": "compiled"' not in (tmp_path / "run" / "events.jsonl").read_text()
