@@ -51,6 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": f"What is {k}?", "chosen": f"A number, {k}.", "rejected": "No idea."} for k in range(24)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     (folder / "other-pairs.jsonl").write_text((folder / "pairs.jsonl").read_text())
+    (folder / "qa.csv").write_text("question,answer\n" + "".join(f"What is {k}?,A number {k}.\n" for k in range(40)))
     judged = [
         {"prompt": one["prompt"], "completion": one["chosen"], "label": k % 2 == 0} for k, one in enumerate(pairs)
     ]
