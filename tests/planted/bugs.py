@@ -37,6 +37,10 @@ UNITS = "tests/property/test_unit_properties.py"
 LOSSES = "tests/unit/trainer/test_losses.py::test_a_step_is_that_of_plain_torch_however_it_is_cut"
 KTO = "tests/unit/trainer/test_kto.py"
 REFERENCE = "tests/unit/trainer/test_reference.py"
+LABELS = "tests/unit/trainer/test_classify.py"
+SCORED = (
+    "tests/unit/trainer/test_reward.py::test_reward_and_its_gradients_are_those_of_transformers_and_peft[full-packed]"
+)
 STEP_0 = f"{REFERENCE}::test_step_0_is_its_reference_to_the_bit[lora]"
 COLUMNS = "tests/unit/trainer/test_batch_columns.py"
 PREFERENCE = "tests/unit/data/test_pair_rows.py"
@@ -112,6 +116,16 @@ BUGS = (
     Bug("a margin of the wrong sign", "_margin", "good - bad", "bad - good", f"{RENDERED}[UltraFeedback]"),
     Bug("rejected answers learnt", "make_normalizers", "_require_good_answers(X, Y)", "None",
         "tests/unit/trainer/test_preference_data.py::test_an_objective_refuses_data_of_another_kind"),
+    Bug("the token before the last is scored", "last_position", "np.flatnonzero(X)[-1:]", "np.flatnonzero(X)[-2:-1]",
+        f"{LABELS}::test_the_row_of_a_position_is_found_behind_shared_prefixes"),
+    Bug("scores of a pair exchanged", "Reward.__call__", "chosen, rejected = scores[:, 0], scores[:, 1]",
+        "chosen, rejected = scores[:, 1], scores[:, 0]", SCORED),
+    Bug("a margin of a reward of the wrong sign", "Reward.__call__", 'ahead - pairs.column("margin").to(ahead.dtype)',
+        'ahead + pairs.column("margin").to(ahead.dtype)', SCORED),
+    Bug("a score of the files drawn anew", "load_pretrained", "is_scoring(config) and NEW_WEIGHT in found",
+        "is_scoring(config)", f"{LABELS}::test_a_model_that_scores_does_not_write"),
+    Bug("labels of evaluation in their own order", "in_order_of", "labels.index(label)", "own.index(label)",
+        f"{LABELS}::test_evaluation_numbers_labels_as_training_does"),
     Bug("evaluation leaves dropout off", "inference", "module.training = True", "module.training = False",
         f"{EXACT}::test_evaluation_equals"),
     Bug("evaluation with dropout", "inference", "X.model.eval()", "None", f"{EXACT}::test_evaluation_equals"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from unit_store import write_units
@@ -21,6 +23,7 @@ from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import plan_run
+from flatout.trainer.run import train
 
 NUM_PAIRS, PER_STEP, NUM_STEPS, LR = 10, 4, 10, 0.05
 
@@ -162,3 +165,19 @@ def test_reward_and_its_gradients_are_those_of_transformers_and_peft(
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     alone = [plain["model"](**tokenizer([text], return_tensors="pt")).logits for text in texts]
     assert torch.allclose(ours.eval()(**batch).logits, torch.cat(alone), rtol=1e-5)
+
+
+def test_a_stopped_run_over_nf4_resumes_to_the_bit(tiny: Any, pairs: Any, tmp_path: Path) -> None:
+    config = config_of(
+        tiny, pairs[0], tmp_path / "run", method="lora", base={"storage": "nf4"}, optim={"lr": 1e-3},
+        model={"name": str(tiny.model_dir), "precision": "fp32"}, checkpoint={"every_steps": 2}, batch={"max_steps": 4},
+    )  # fmt: skip
+    adapter = tmp_path / "run/final/adapter_model.safetensors"
+    train(config)
+    whole = load_file(adapter)
+    for gone in ("final", "checkpoints/step-4"):
+        shutil.rmtree(tmp_path / "run" / gone)
+    train(config)
+    assert '"resumed"' in (tmp_path / "run/events.jsonl").read_text()
+    assert all(torch.equal(own, whole[name]) for name, own in load_file(adapter).items())
+    assert "base_model.model.score.weight" in whole
