@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import secrets
@@ -92,6 +94,18 @@ def _store(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     return target
 
 
+def _written(value: Any) -> str:
+    """Return a picture of Pillow's, or the bytes of one's file, as a data URI. Raises TypeError for another value."""
+    if isinstance(value, bytes):
+        return f"data:;base64,{base64.b64encode(value).decode()}"
+    if not type(value).__module__.startswith("PIL."):
+        raise TypeError(f"a value is a {type(value).__name__}")
+    file = io.BytesIO()
+    # a format without loss that has this mode of color
+    value.save(file, format="TIFF" if value.mode in ("CMYK", "YCbCr", "LAB", "HSV") else "PNG")
+    return _written(file.getvalue())
+
+
 def _write_rows(data: Any, kind: str, path: Path) -> None:
     if kind == "datasets.Dataset":
         data.to_parquet(str(path))
@@ -108,7 +122,7 @@ def _write_rows(data: Any, kind: str, path: Path) -> None:
             if not isinstance(row, Mapping):
                 raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as a dict")
             try:
-                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_written) + "\n")
             except (TypeError, ValueError) as error:
                 raise DataError(f"data: row {number}: {error}; use text, numbers, lists and mappings only") from error
 

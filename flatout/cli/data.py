@@ -48,14 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pairs", help="best_worst, adjacent or all: pairs of several answers with scores or ranks (best_worst)")
     add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
+    add("--media-root", type=Path, help="folder of relative paths of pictures (that of the file of rows)")
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
-    add(
-        "--template-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="template variable; repeatable",
-    )
+    add("--template-arg", action="append", default=[], metavar="NAME=VALUE", help="template variable; repeatable")
     add("--new-token", action="append", dest="new_tokens", help="token to add to the tokenizer; repeatable")
     add("--new-special-token", action="append", dest="new_special_tokens", help="the same for special tokens")
     add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
@@ -162,6 +157,7 @@ def _show(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from flatout.cli.show_pairs import colored, print_pair
+    from flatout.data.pictures.show import picture_lines, shortened
     from flatout.data.statistics import statistics_lines
     from flatout.data.token_store import TokenStore
     from flatout.data.tokenizer import load_tokenizer
@@ -177,7 +173,8 @@ def _show(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(meta.tokenizer, added=meta.added_tokens) if count > 0 else None
 
     def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False)) if tokenizer else ""
+        parts = shortened(token_ids, store.num_pictures > 0)
+        return "".join(f"{tokenizer.decode(ids, skip_special_tokens=False)}{more}" for ids, more in parts if tokenizer)
 
     if args.html:
         from flatout.io.own_output import write_output
@@ -199,7 +196,8 @@ def _show(args: argparse.Namespace) -> None:
         sizes = f"{len(token_ids)} tokens, {int(store.num_labels[index])} with loss"
         label = f", label {int(store.extra['label'][index])}" if meta.counts.get("labelled") else ""
         console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{label}) ---")
-        console.print(colored(token_ids, loss_mask, decode), end="\n\n")
+        console.print(colored(token_ids, loss_mask, decode))
+        console.print("".join(f"{line}\n" for line in picture_lines(store, index)))
     origin = f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};"
     print(printable(origin))
     loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))

@@ -18,6 +18,7 @@ ADVANCED: Mapping[str, str] = MappingProxyType(
         "model.attention": "to compare kernels, or to rule one out",
         "model.experts": "to compare with transformers' own loop",
         "data.tokenizer": "for data that another tokenizer than the model's has to read",
+        "data.media_root": "for rows whose pictures are in another folder than theirs",
         "data.new_special_tokens": "for formats whose own markers a model has to learn",
         "data.template_args": "for templates with switches of their own",
         "data.empty_reasoning": "for reasoning models trained on answers without reasoning",

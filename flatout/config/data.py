@@ -110,6 +110,8 @@ class DataConfig(Section):
     new_special_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """The same for special tokens: left out of decoded answers, and only the template writes them (see
     `special_tokens`)."""
+    media_root: Path | None = None
+    """Folder that the relative paths of pictures are below; null: the folder of the file of rows."""
     template: PathText | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca, plain or a .jinja file; null:
     the tokenizer's own."""

@@ -22,7 +22,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "changes rounding in every step": "base.compute base.backward full.compute full.hidden_states",
         "changes the precision of the trained weights": "full.weights",
         # content, tokenizer, template and mask are also compared by fingerprint; the settings fail earlier, by name
-        "changes the rows": "data.sources",
+        "changes the rows": "data.sources data.media_root",
         "changes the tokens": "data.tokenizer data.special_tokens data.new_tokens data.new_special_tokens",
         "changes the tokens and loss masks": "data.template data.template_args data.end_of_turn",
         "changes the samples and loss masks": "data.lost_reasoning",

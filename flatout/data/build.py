@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,12 @@ from numpy.typing import NDArray
 
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.data.build_report import BuildReport
+from flatout.data.build_report import BuildReport, timed
 from flatout.data.classes import labels_of, with_classes
+from flatout.data.columns import PICTURES
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
+from flatout.data.pictures.processor import processor_digest
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import RowSource, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
@@ -46,7 +47,13 @@ SETTINGS = (
     "on_bad_row", "num_samples", "shuffle", "seed",
 )  # fmt: skip
 """Settings of `data` that decide which tokens are stored."""
-LATER_SETTINGS: Mapping[str, Any] = {"new_tokens": [], "new_special_tokens": [], "end_of_turn": None, "dedupe": "off"}
+LATER_SETTINGS: Mapping[str, Any] = {
+    "new_tokens": [],
+    "new_special_tokens": [],
+    "end_of_turn": None,
+    "dedupe": "off",
+    "media_root": None,
+}
 """The same, left out of a fingerprint at these defaults: data sets built before they existed stay valid."""
 POLICIES = (
     "empty_reasoning", "lost_reasoning", "end_of_turn", "loss_type", "max_tokens", "too_long", "special_tokens",
@@ -59,8 +66,6 @@ _FINGERPRINT_VERSION = 2
 """Raised when the same rows and settings give other tokens."""
 
 _EARLIER = "by earlier rules of which tokens carry loss"
-TOLD_EVERY_S = 30.0
-"""How often a long build reports its progress."""
 # a refused build keeps an unfinished shard from so many tokens on
 _WORTH_KEEPING_TOKENS = 1 << 16
 _ROWS_TO_DETECT = 100
@@ -145,6 +150,8 @@ def _kept_store(
             return None, _change(found.meta, asked) or "its rows or the way they are read changed"
         log(f"{folder} was built before commits of hub sets were recorded; the run goes on with it")
         return found, ""
+    if found.meta.processor not in ("", meta.processor):
+        return None, f"{meta.tokenizer!r} has another image processor now"
     if not found.meta.has_earlier_rules:
         return found, ""
     if found.meta.fingerprint not in trained_on:
@@ -176,7 +183,9 @@ def _describe(
     # rows that are too long are left out by error as by drop, until the first of them ends the build
     too_long = "drop" if config.too_long == "error" else config.too_long
     tokens = {name: value for name, value in settings.items() if name not in _ONLY_REFUSING}
-    identity = content | {"settings": tokens | {"too_long": too_long}, "code": code_identity()["flatout"]}
+    processor = processor_digest(name)
+    made_by = {"processor": processor, "code": code_identity()["flatout"]}
+    identity = content | {"settings": tokens | {"too_long": too_long}, **made_by}
     meta = StoreMeta(
         name=config.name,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()),
@@ -186,6 +195,7 @@ def _describe(
         template_text=text,
         settings=settings,
         vocabulary_size=tokenizer.num_tokens,
+        processor=processor,
         sources=tuple(one.address or redacted(each.path) for one, each in zip(sources, config.sources, strict=True)),
     )
     return meta, identity
@@ -232,6 +242,8 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
         changes.append(f"tokenizer {old}, but {new} is configured")
     if built.template_text and built.template_text != wanted.template_text:
         changes.append(f"chat template {built.template!r}, but {wanted.template!r} is configured")
+    if built.processor and built.processor != processor_digest(wanted.tokenizer):
+        changes.append(f"another image processor than {wanted.tokenizer!r} has now")
     if built.sources != wanted.sources:
         changes.append(f"rows of {', '.join(built.sources)}, but {', '.join(wanted.sources)} is configured")
     for name, asked in wanted.settings.items():
@@ -264,6 +276,7 @@ def _build(
     for source, parser in readers:
         log_note(f"{source.name}: {parser.summary}")
     columns = own_columns(config, readers, log_note)
+    columns |= PICTURES if meta.processor and not columns else {}
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
     done = _Done(report, SeenRows(config.dedupe))
@@ -274,7 +287,7 @@ def _build(
         if done.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
         chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
-        told = _timed(progress, log, report.counts["rows"], total)
+        told = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             tokens = done.seen.without_repeated(read)
             append_chunk(writer, chunk, tokens, done.files)
@@ -286,6 +299,7 @@ def _build(
         report.close(writer.num_samples, writer.num_distinct())
         meta = replace(meta, files=tuple(map(redacted, done.files)), labels=labels_of(readers))
         meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
+        meta = meta if meta.counts.get("pictures") else replace(meta, processor="")
         if report.counts["conversations"]:
             facts = to_tokens.description
             meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()
@@ -302,25 +316,9 @@ def _build(
 def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str) -> SampleTokenizer:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
     policies = config.model_dump(include=set(POLICIES))
-    added = tuple(config.added_tokens.items())
-    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, added_tokens=added, **policies)
+    policies |= {"added_tokens": tuple(config.added_tokens.items()), "media_root": config.media_root}
+    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, **policies)
     return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
-
-
-def _timed(progress: Progress, log: Log, num_before: int, total: int | None) -> Callable[[int], None]:
-    """Return what to call with the rows done: it tells `progress`, and `log` every TOLD_EVERY_S."""
-    start_s = told_s = time.monotonic()
-
-    def tell(num_rows: int) -> None:
-        nonlocal told_s
-        progress(num_rows, total)
-        now_s = time.monotonic()
-        if now_s - told_s >= TOLD_EVERY_S:
-            told_s, per_s = now_s, (num_rows - num_before) / (now_s - start_s)
-            left = f" of about {total:,}, {max(total - num_rows, 0) / per_s:,.0f} s left" if total else ""
-            log(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
-
-    return tell
 
 
 @contextmanager

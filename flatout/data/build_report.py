@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -39,6 +40,9 @@ MAX_LISTED, MAX_LISTED_PROBLEMS = 200_000, 10_000
 _UNASKED = -1
 _MAX_LOST_TOKENS = 0.2  # share of label tokens that a length policy may lose which nobody asked for
 _MAX_TYPED = 0.1  # share of plain texts that may contain special tokens before the build stops
+
+TOLD_EVERY_S = 30.0
+"""How often a long build reports its progress."""
 
 
 @dataclass
@@ -228,6 +232,8 @@ class BuildReport:
             "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe: near)",
             "duplicates": "samples are duplicates; they are kept",
         }
+        if counts["pictures"]:
+            told["transparent_pictures"] = "pictures have transparent parts, which show their hidden color, often black"
         if counts["pairs"] or counts["labelled"]:
             told |= {
                 "too_long": "rows lost units: an answer is too long, and only whole units are kept",
@@ -281,3 +287,21 @@ class BuildReport:
             f"data set {self._config.name!r}: bad rows, so nothing was built (set data.on_bad_row: skip to drop them)"
             f"{lines}"
         )
+
+
+def timed(
+    progress: Callable[[int, int | None], None], log: Callable[[str], None], num_before: int, total: int | None
+) -> Callable[[int], None]:
+    """Return what to call with the rows done: it tells `progress`, and `log` every TOLD_EVERY_S."""
+    start_s = told_s = time.monotonic()
+
+    def tell(num_rows: int) -> None:
+        nonlocal told_s
+        progress(num_rows, total)
+        now_s = time.monotonic()
+        if now_s - told_s >= TOLD_EVERY_S:
+            told_s, per_s = now_s, (num_rows - num_before) / (now_s - start_s)
+            left = f" of about {total:,}, {max(total - num_rows, 0) / per_s:,.0f} s left" if total else ""
+            log(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
+
+    return tell

@@ -16,7 +16,7 @@ from flatout.config.objective import REFERENCE
 from flatout.errors import DataError, UsageError
 
 CHECKED = ConfigDict(strict=True, extra="forbid")
-Per = Literal["token", "sample", "unit"]
+Per = Literal["token", "sample", "unit", "picture", "byte"]
 
 
 @with_config(CHECKED)
@@ -24,8 +24,9 @@ Per = Literal["token", "sample", "unit"]
 class Column:
     """`dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte.
 
-    A value belongs to each token, sample or unit; `meaning` says what it is. `fingerprint` (32 hex digits) identifies
-    its content, and `file` holds it; both are empty before the column is written.
+    A value belongs to each token, sample, unit or picture, or is a byte of pictures; `meaning` says what it is.
+    `fingerprint` (32 hex digits) identifies its content, and `file` holds it; both are empty before the column is
+    written.
     """
 
     dtype: Literal["bits", "bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64"]
@@ -74,6 +75,18 @@ JUDGEMENTS = {
     "class": Column("int32", "sample", "the number of a text's label among those of the set, from 0"),
 }
 """Columns that rows of compared or labelled answers, and labelled texts, fill."""
+PICTURES = {
+    "num_pictures": Column("int32", "sample", "pictures of a sample"),
+    "picture_heights": Column("int32", "picture", "rows of pixels, as the picture is shown"),
+    "picture_widths": Column("int32", "picture", "pixels of a row, as the picture is shown"),
+    "picture_tokens": Column("int32", "picture", "tokens that stand for the picture"),
+    "picture_values": Column("int64", "picture", "numbers that the image processor makes of the picture"),
+    "picture_hashes": Column("uint64", "picture", "xxh3 of the picture's file"),
+    "picture_starts": Column("int64", "picture", "where its file begins in picture_bytes"),
+    "picture_sizes": Column("int64", "picture", "bytes of its file"),
+    "picture_bytes": Column("uint8", "byte", "the files of pictures, each once in a shard"),
+}
+"""Columns of a set with pictures."""
 _TYPES = ("bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64")
 _NAME = re.compile("[a-z][a-z_]*")
 HEADER_BYTES = 128
@@ -84,18 +97,22 @@ HEADER_BYTES = 128
 class Shard:
     """Consecutive samples; `xxh3` is the hash (32 hex digits) of their bytes in each column.
 
-    `num_units` is None where each sample is a unit.
+    `num_units` is None where each sample is a unit. `num_pictures` and `num_bytes` are those of PICTURES.
     """
 
     num_samples: Annotated[int, Field(ge=0)]
     num_tokens: Annotated[int, Field(ge=0)]
     xxh3: Mapping[str, str]
     num_units: Annotated[int, Field(ge=0)] | None = None
+    num_pictures: Annotated[int, Field(ge=0)] = 0
+    num_bytes: Annotated[int, Field(ge=0)] = 0
 
     def num_values(self, column: Column) -> int:
         """Return how many values of its file a column has in this shard, without the 0 that precedes `offsets`."""
         if column.per == "token":
             return -(-self.num_tokens // 8) if column.dtype == "bits" else self.num_tokens
+        if column.per in ("picture", "byte"):
+            return self.num_pictures if column.per == "picture" else self.num_bytes
         return self.num_samples if column.per == "sample" or self.num_units is None else self.num_units
 
 

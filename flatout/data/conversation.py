@@ -30,11 +30,24 @@ class ToolCall:
     call_id: str | None = None
 
 
+PICTURE = "\U000f5a14"
+"""The character that stands for a picture in the content of a message, and in a rendered conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSource:
+    """Where a picture is: a path, a data URI, or the bytes of its file. `place` is its field in the row."""
+
+    value: str | bytes
+    place: str
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn. `train` True or False decides about its loss; with None, `data.loss_type` does.
 
-    `silent` are character ranges of `content` that carry no loss even if the turn does: ascending, disjoint.
+    `silent` are character ranges of `content` that carry no loss even if the turn does: ascending, disjoint. `pictures`
+    are those that the PICTURE characters of `content` stand for, in their order.
     """
 
     role: Role
@@ -45,6 +58,7 @@ class Message:
     tool_call_id: str | None = None
     train: bool | None = None
     silent: tuple[tuple[int, int], ...] = ()
+    pictures: tuple[PictureSource, ...] = ()
 
 
 def is_empty(message: Message) -> bool:
@@ -65,6 +79,11 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
     found: tuple[str, ...] = ()
+
+    @property
+    def pictures(self) -> tuple[PictureSource, ...]:
+        """The pictures of all turns, in their order."""
+        return tuple(picture for message in self.messages for picture in message.pictures)
 
 
 @dataclass(frozen=True, slots=True)

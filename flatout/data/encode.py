@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +33,11 @@ class UnencodableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """`token_ids` int32 [L]; `loss_mask` bool [L], True for tokens inside a loss range."""
+    """`token_ids` int32 [L]; `loss_mask` bool [L], True for tokens inside a loss range; `pictures` in their order."""
 
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
+    pictures: tuple[Any, ...] = ()
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from flatout.config.data import Dedupe
 from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference, Sample, TokenRow
 from flatout.data.encode import TokenizedText
+from flatout.errors import DataError
 
 Decode = Callable[..., str]
 Hashes = NDArray[np.uint64]
@@ -50,6 +51,9 @@ def row_key(
     for piece in pieces:
         content.update(np.ascontiguousarray(piece.token_ids, np.int32).tobytes())
         content.update(piece.loss_mask.tobytes())
+        content.update(b"".join(picture.digest for picture in piece.pictures))
+    if policy == "near" and any(piece.pictures for piece in pieces):
+        raise DataError("data.dedupe: near compares texts, and equal texts ask about different pictures; set exact")
     if isinstance(sample, Preference):
         content.update(json.dumps([sample.units, sample.columns], sort_keys=True).encode())
     exact = np.frombuffer(content.digest(), np.uint64)

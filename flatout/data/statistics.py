@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.judged import unit_lines
+from flatout.data.pictures.show import picture_statistics
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import LOSING
 from flatout.errors import DataError
@@ -58,6 +59,7 @@ def statistics_lines(store: TokenStore) -> list[str]:
         f"label tokens {num_labels:,} ({num_labels / num_tokens:.1%})",
         *_about_turns(store, num_tokens - num_labels, num_labels),
         *unit_lines(store),
+        *picture_statistics(store),
         "length in tokens: " + "  ".join(f"p{share} {int(tokens)}" for share, tokens in spread.items()),
         *_lost(store),
         f"padding with naive batching: {padding}; with flatout: none",

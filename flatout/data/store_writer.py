@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from flatout.data.columns import (
     COLUMNS,
     HEADER_BYTES,
+    PICTURES,
     PREFIX_TOKENS,
     Column,
     Shard,
@@ -25,6 +26,7 @@ from flatout.data.columns import (
     fingerprint,
     npy_header,
 )
+from flatout.data.pictures.files import PictureFiles, picture_hashes
 from flatout.data.token_store import MANIFEST, VERSION, Manifest, StoreMeta
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError, ResourceError
@@ -127,6 +129,8 @@ class StoreWriter:
         self._hashes = {name: xxhash.xxh3_128() for name in self._columns}
         self._masks: list[NDArray[np.bool_]] = []
         self._shard_samples = self._shard_tokens = self._shard_units = self._shard_max = 0
+        self._shard_pictures = self._shard_bytes = 0
+        self.pictures = PictureFiles(self._lengths.get("picture_bytes", 0))
 
     @property
     def is_full(self) -> bool:
@@ -181,6 +185,7 @@ class StoreWriter:
         if not len(lengths):
             return
         counts = {"token": int(lengths.sum()), "sample": len(lengths), "unit": len(sizes)}
+        counts |= {"picture": len(columns.get("picture_sizes", ())), "byte": len(columns.get("picture_bytes", ()))}
         own = {k: column.checked(k, columns[k], counts[column.per]) for k, column in self._extra.items()}
         ends = np.cumsum(lengths)
         starts = ends - lengths
@@ -189,21 +194,22 @@ class StoreWriter:
         unit_starts = np.zeros(len(lengths), np.bool_)
         unit_starts[np.cumsum(sizes) - sizes] = True
         pieces = zip(starts.tolist(), ends.tolist(), strict=True)
-        digests = [xxhash.xxh3_64_intdigest(token_ids[a:b].tobytes() + loss_mask[a:b].tobytes()) for a, b in pieces]
+        digests = [
+            xxhash.xxh3_64_intdigest(token_ids[a:b].tobytes() + loss_mask[a:b].tobytes() + pictures)
+            for (a, b), pictures in zip(pieces, picture_hashes(own, len(lengths)), strict=True)
+        ]
         largest = int(token_ids.max())
         if largest > np.iinfo(self._columns["token_ids"].stored).max:
             raise ValueError(f"token id {largest} is beyond the ids that the store was opened for")
         with self._durable_io.resource_errors("write", self._folder):
-            self._write("token_ids", token_ids)
-            self._write("offsets", ends + (self._tokens + self._shard_tokens))
-            self._write("num_labels", np.add.reduceat(loss_mask, starts, dtype=np.int64))
-            self._write("hashes", np.array(digests, np.uint64))
-            self._write("files", files)
-            self._write("rows", rows)
-            self._write("unit_starts", unit_starts)
-            for name, values in own.items():
+            offsets = ends + (self._tokens + self._shard_tokens)
+            given: dict[str, NDArray[Any]] = {"token_ids": token_ids, "offsets": offsets, "files": files, "rows": rows}
+            counted = {"num_labels": np.add.reduceat(loss_mask, starts, dtype=np.int64), "unit_starts": unit_starts}
+            for name, values in {**given, **counted, "hashes": np.array(digests, np.uint64), **own}.items():
                 self._write(name, values)
         self._shard_units += len(sizes)
+        self._shard_pictures += counts["picture"]
+        self._shard_bytes += counts["byte"]
         self._masks.append(loss_mask)
         self._shard_samples += len(lengths)
         self._shard_tokens += int(ends[-1])
@@ -223,7 +229,8 @@ class StoreWriter:
             mask = np.concatenate(self._masks) if self._masks else np.zeros(0, np.bool_)
             self._write("loss_mask", np.packbits(mask, bitorder="little"))
             hashes = {name: hasher.hexdigest() for name, hasher in self._hashes.items()}
-            shard = Shard(self._shard_samples, self._shard_tokens, hashes, self._shard_units)
+            pictures = self._shard_pictures, self._shard_bytes
+            shard = Shard(self._shard_samples, self._shard_tokens, hashes, self._shard_units, *pictures)
             entry = {"shard": asdict(shard), "max_token_id": self._shard_max, "state": state}
             for file in self._files.values():
                 file.flush()
@@ -264,6 +271,8 @@ class StoreWriter:
         """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
         if self._shard_samples or not self.shards:
             self.close_shard({})
+        if self._extra.keys() >= PICTURES.keys() and not sum(shard.num_pictures for shard in self.shards):
+            self._drop_columns(PICTURES)
         with self._durable_io.resource_errors("write", self._folder):
             for name, file in self._files.items():
                 file.seek(0)
@@ -279,6 +288,17 @@ class StoreWriter:
         )
         self._durable_io.remove_tree(self._folder / _JOURNAL)
         self._durable_io.sync_tree(self._folder)
+
+    def _drop_columns(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._files.pop(name).close()
+            del self._columns[name]
+            self._durable_io.remove_tree(self._folder / f"{name}.npy")
+        held = self._columns.keys()
+        self.shards = [
+            replace(shard, xxh3={name: value for name, value in shard.xxh3.items() if name in held})
+            for shard in self.shards
+        ]
 
     def close(self) -> None:
         """Close the files, finished or not."""
@@ -303,7 +323,9 @@ def append_chunk(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files:
         origins = [chunk.rows[row].origin for row in again.piece_row]
         file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
         rows = np.array([origin.row_number for origin in origins], np.int64)
-        columns = {name: again.columns[name] for name in writer.own_columns}
+        columns = {name: again.columns[name] for name in writer.own_columns if name in again.columns}
+        if "picture_bytes" in writer.own_columns:
+            columns |= writer.pictures.columns(again.pictures or [()] * len(again.lengths))
         writer.append(again.token_ids, again.loss_mask, again.lengths, file_ids, rows, again.unit_sizes, columns)
 
 

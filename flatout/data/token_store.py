@@ -65,7 +65,7 @@ class StoreMeta:
     both are empty if there was none; `template_facts` describe it. `end_of_turn` is what it writes behind an answer,
     and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens. `mask_rules` is the
     version of the rules that chose what carries loss in conversations; 0 without any, and in stores of old. `labels`
-    are those that the column `class` numbers.
+    are those that the column `class` numbers. `processor` identifies the image processor of a set with pictures.
     """
 
     name: str
@@ -84,6 +84,7 @@ class StoreMeta:
     template_facts: TemplateDescription | None = None
     mask_rules: Annotated[int, Field(ge=0)] = 0
     labels: tuple[str, ...] = ()
+    processor: str = ""
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
@@ -231,6 +232,25 @@ class TokenStore:
         values = {name: np.asarray(self.extra[name][where[self.columns[name].per]]) for name in columns}
         return TokenSample(ids, loss_mask, values)
 
+    @cached_property
+    def picture_offsets(self) -> NDArray[np.int64]:
+        """Where the pictures of each sample begin among all, and their number: int64 [N + 1]; zeros without any."""
+        counts = self.extra.get("num_pictures", np.zeros(self.num_samples, np.int64))
+        return np.append(0, np.cumsum(counts, dtype=np.int64))
+
+    @property
+    def num_pictures(self) -> int:
+        """The pictures of all samples."""
+        return int(self.picture_offsets[-1])
+
+    def pictures(self, index: int) -> list[bytes]:
+        """Return the files of a sample's pictures, in their order. Raises DataError if its shard is damaged."""
+        if self.check is not None:
+            self.check(index)
+        own = slice(*self.picture_offsets[index : index + 2])
+        places = zip(self.extra["picture_starts"][own], self.extra["picture_sizes"][own], strict=True)
+        return [self.extra["picture_bytes"][start : start + size].tobytes() for start, size in places]
+
     def origin(self, index: int) -> Origin:
         """Return the row that a sample came from, for messages."""
         return Origin(self.meta.files[self.files[index]], int(self.rows[index]))
@@ -289,7 +309,7 @@ class ShardCheck:
         except CheckpointError:  # a damaged file of the cache: the store is hashed again
             pass
         for shard in sorted(self._left):
-            self._verify(shard, ("sample", "unit"))
+            self._verify(shard, ("sample", "unit", "picture"))
 
     @cached_property
     def _key(self) -> dict[str, Any]:
@@ -306,7 +326,7 @@ class ShardCheck:
         shard = int(np.searchsorted(self._layout.samples[1:], sample, side="right"))
         if shard not in self._left:
             return
-        self._verify(shard, ("token",))
+        self._verify(shard, ("token", "byte"))
         self._left.discard(shard)  # another thread may have been as fast
         if not self._left:
             with suppress(ResourceError):  # no cache: the next start hashes them again

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from flatout.config.data import Dedupe
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference, is_empty
+from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, Preference, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
 from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.markup import noticed
+from flatout.data.pictures.processor import expanded
+from flatout.data.pictures.rows import RowPictures
 from flatout.data.rows.formats.classify import CLASS
 from flatout.data.templates.description import Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
@@ -53,6 +56,7 @@ class TokenizeOptions:
     special_tokens: Literal["keep", "text"] | None = None
     added_tokens: tuple[tuple[str, bool], ...] = ()
     dedupe: Dedupe = "off"
+    media_root: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class SampleTokenizer:
         name, added = options.tokenizer_name, dict(options.added_tokens)
         self.tokenizer = load_tokenizer(name, added=added) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
+        self.pictures = RowPictures(name, self.tokenizer, options.media_root)
         self._control = control_pattern(self.tokenizer)
         bos = self.tokenizer.bos_token_id
         # plain documents start with bos if the tokenizer itself starts every text with it
@@ -127,16 +132,17 @@ class SampleTokenizer:
         """
         template = self.masker.template
         args = {k: v for k, v in sample.template_args.items() if v not in ("", [], {}) or reads(template.source, k)}
-        if not args:
+        mark = self.pictures.mark(sample)
+        if not args and not mark:
             return self.masker
-        key = json.dumps(args, sort_keys=True)
+        key = json.dumps([args, mark], sort_keys=True)
         if key not in self._maskers:
             if len(self._maskers) >= _MAX_MASKERS:
                 self._maskers.clear()
             merged = {**template.args, **args}
             where = f"{sample.origin}: chat_template_kwargs"
             own = ChatTemplate.checked(template.name, template.source, self.tokenizer, merged, where)
-            self._maskers[key] = self._masker_of(own)
+            self._maskers[key] = self._masker_of(replace(own, mark=mark))
         return self._maskers[key]
 
     @cached_property
@@ -173,7 +179,8 @@ class SampleTokenizer:
         if not isinstance(sample, Conversation):
             return ()
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
-            masker = self._masker_for(sample) if sample.template_args else self.masker
+            has_own = sample.template_args or sample.pictures
+            masker = self._masker_for(sample) if has_own else self.masker
             return masked_samples(masker, sample, self.options.lost_reasoning)
 
     def _one_text(self, answer: Conversation) -> MaskedText:
@@ -214,6 +221,8 @@ class SampleTokenizer:
 
     def _preference(self, row: Preference, texts: Sequence[MaskedText]) -> TokenizedSample:
         """Tokenize each answer once, and put whole units together: one with an answer that is left out is left out."""
+        if any(isinstance(answer, Conversation) and answer.pictures for answer in row.answers):
+            raise DataError(f"{row.origin}: has pictures, and answers are compared on texts only; remove the row")
         if CLASS in row.columns:
             return self._classified(row, texts)
         pairs = zip(row.answers, texts, strict=True)
@@ -256,9 +265,14 @@ class SampleTokenizer:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:
             counts["reasoning_masked" if policy == "mask" else "reasoning_dropped"] = len(texts[0].lost_reasoning)
-        done = []
+        pictures, done = self.pictures.of(sample, texts), []
+        if pictures:
+            counts |= {"pictures": len(pictures), "transparent_pictures": sum(alpha for *_, alpha in pictures)}
         for masked in texts:
-            text = self.encoder.encode(masked.text, masked.spans, masked.typed)
+            seen = pictures[: masked.text.count(PICTURE)]
+            shown = expanded(masked, [standing for _, standing, _ in seen]) if seen else masked
+            text = self.encoder.encode(shown.text, shown.spans, shown.typed)
+            text = replace(text, pictures=tuple(picture for picture, *_ in seen))
             own = counts if len(texts) == 1 else {}
             done.append(self._fit(text, {"typed_control_tokens": len(masked.typed), **own}, is_whole=is_whole))
         return done[0] if len(done) == 1 else _joined(done, counts)
@@ -298,6 +312,8 @@ class SampleTokenizer:
     ) -> TokenizedSample:
         """Apply the length policy."""
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
+        if text.pictures and policy != "error":
+            policy = "drop"  # a picture is not cut
         if policy == "auto":
             policy = "drop" if is_whole else "split" if is_document else "truncate"
         num_labels = int(np.count_nonzero(text.loss_mask[1:]))
@@ -312,7 +328,7 @@ class SampleTokenizer:
             for start in range(0, length if policy == "split" else 1, window):
                 loss_mask: NDArray[np.bool_] = text.loss_mask[start : start + window].copy()
                 loss_mask[:1] = False  # nothing predicts it
-                windows.append(TokenizedText(text.token_ids[start : start + window], loss_mask))
+                windows.append(TokenizedText(text.token_ids[start : start + window], loss_mask, text.pictures))
             if length > window:
                 fate = "truncated" if policy == "truncate" else "split"
         pieces = tuple(window for window in windows if window.loss_mask.any())

@@ -26,6 +26,7 @@ from flatout.data.columns import JUDGEMENTS
 from flatout.data.conversation import Conversation, ParsedRow, Preference
 from flatout.data.encode import TokenizedText
 from flatout.data.loss_mask.mask import MaskedText
+from flatout.data.pictures.processor import Picture
 from flatout.data.row_keys import KEY_WORDS, row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
@@ -60,7 +61,8 @@ class TokenizedChunk:
     `num_tokens[i]` is the length of row i before the length policy (0 for a bad row), `fates[i]` what happened to it;
     `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows. With `data.dedupe`, `keys`
     uint64 [rows, words] tell rows apart, and `row_counts` are each row's part of `counts`. `unit_sizes` int64 [units]
-    are the pieces of each unit, None if each is one; `columns` [units] have their values.
+    are the pieces of each unit, None if each is one; `columns` [units] have their values. `pictures` are those of each
+    piece, () if none has any.
     """
 
     token_ids: NDArray[np.int32]
@@ -76,6 +78,7 @@ class TokenizedChunk:
     row_counts: Mapping[int, Mapping[str, int]]
     unit_sizes: NDArray[np.int64] | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    pictures: Sequence[tuple[Picture, ...]] = ()
 
     @property
     def num_units(self) -> int:
@@ -96,6 +99,7 @@ class TokenizedChunk:
             piece_row=self.piece_row[pieces],
             unit_sizes=None if self.unit_sizes is None else self.unit_sizes[units],
             columns={name: values[units] for name, values in self.columns.items()},
+            pictures=[own for own, is_kept in zip(self.pictures, pieces, strict=False) if is_kept],
         )
 
 
@@ -179,6 +183,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         keys,
         row_counts,
         *_units_of(units, chunk.parser.columns),
+        [piece.pictures for piece in pieces] if any(piece.pictures for piece in pieces) else (),
     )
 
 

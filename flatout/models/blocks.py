@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,8 @@ from flatout.models.slot_cache import SlotCache
 TRANSFORMERS_ATTENTION = ("sdpa", "eager")
 # parts that do not read text
 _TOWER = re.compile("vision|visual|image|audio")
+# the argument by which a model of transformers' takes features that were computed before
+FEATURES = "mm_encoder_outputs"
 # the answers of `_transforms_states`: walking all parameters in every pass would take milliseconds
 _TRANSFORMING: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
@@ -96,7 +99,9 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     """Return what a model's head reads, (B, S, D), for these keyword arguments."""
     head = model.get_output_embeddings()
     if head is None or not _transforms_states(model):
-        states: torch.Tensor = text_decoder(model)(**{"use_cache": False, **inputs}).last_hidden_state
+        # what puts the features of pictures in their places is around the decoder
+        reader = model.base_model if FEATURES in inputs else text_decoder(model)
+        states: torch.Tensor = reader(**{"use_cache": False, **inputs}).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
     replace_module(model, name, nn.Identity())
@@ -126,7 +131,7 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
     token_ids = batch.token_ids.view(batch.shape)
     kept = {} if batch.cache is None else {cache_argument(model): batch.cache, "use_cache": True}
     if batch.row_length is not None and config._attn_implementation in TRANSFORMERS_ATTENTION:
-        return {"input_ids": token_ids, **kept}, None
+        return {"input_ids": token_ids, **kept, **picture_arguments(model, batch)}, None
     rows = None
     # without a mask, transformers searches the positions for documents, which synchronizes with the GPU; it makes no
     # mask when it gets one of four dimensions
@@ -138,10 +143,30 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, rows, True)
     positions = batch.position_ids.view(batch.shape)
     given = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
-    given |= kept
+    given |= kept | picture_arguments(model, batch)
     if packages == MAMBA2 and batch.row_length is None:
         given["seq_idx"] = batch.document_numbers.int()[None]
     return given, rows
+
+
+def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
+    """Return a batch's pictures as the keyword arguments of a transformers model; empty for one without any.
+
+    One call of the frozen tower computes the features of all pictures.
+    """
+    given: dict[str, Any] = {}
+    if batch.axes is not None:  # positions in the text come first, and tell documents apart
+        positions = torch.cat([batch.position_ids[None], batch.axes])
+        given["position_ids"] = positions.view(4, *batch.token_ids.view(batch.shape).shape)
+    if batch.pictures is not None:
+        with torch.no_grad():
+            given[FEATURES] = {"image": image_features(model, batch.pictures)}
+    return given
+
+
+def image_features(model: PreTrainedModel, pictures: Mapping[str, torch.Tensor]) -> Any:
+    """Return what a model's tower and projector make of pictures."""
+    return model.base_model.get_image_features(**pictures, return_dict=True)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -184,6 +209,14 @@ def layer_configs(config: Any) -> list[Any]:
     """Return one config per layer if attributes such as the head size differ by layer, otherwise a single one."""
     differs = getattr(config, "is_heterogeneous", False)
     return [config.per_layer_config[index] for index in range(config.num_hidden_layers)] if differs else [config]
+
+
+def attention_of_parts(model: PreTrainedModel) -> dict[str, str]:
+    """Return the attention of a model and of each of its parts, for its `set_attn_implementation`."""
+    config = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    top = config if parts else config.get_text_config()
+    return {"": top._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
 
 
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -14,8 +14,12 @@ from transformers import PreTrainedModel
 
 from flatout.errors import ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
+from flatout.io.hub import hub_file
 from flatout.models.lora.layer import adapted_modules, remove_adapter
 from flatout.models.lora.saved import untie
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""What comes with a model that reads pictures, beside its tokenizer."""
 
 
 @torch.no_grad()
@@ -65,6 +69,13 @@ def save_model(
         config_file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def copy_processor(name: str, folder: Path) -> None:
+    """Copy the files of a hub id's or folder's image processor, if it has one, beside a model or adapter."""
+    for file in PROCESSOR_FILES:
+        if (path := hub_file(name, file, None)) is not None:
+            (folder / file).write_bytes(path.read_bytes())
 
 
 def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

@@ -133,7 +133,9 @@ class PackedBatch:
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
     the batch is one rank's share of the tokens, and D counts pieces of documents. `asked` is what the objective asked
     for; its own names are read as properties of the batch. With a `cache` of transformers', documents go on after the
-    tokens that it has seen.
+    tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
+    names of `get_image_features`'s arguments; None without any. `axes` int64 (3, T) are positions in time, height and
+    width, for models that count these.
     """
 
     token_ids: torch.Tensor
@@ -149,6 +151,8 @@ class PackedBatch:
     keys: KeyPieces | None = None
     asked: BatchColumns | None = None
     cache: Any = None
+    pictures: Mapping[str, torch.Tensor] | None = None
+    axes: torch.Tensor | None = None
 
     @property
     def label_samples(self) -> torch.Tensor:
@@ -217,6 +221,10 @@ class PackedBatch:
             moved["keys"] = KeyPieces(copy(rows), copy(cu_seqlens), max_seqlen)
         if self.asked is not None:
             moved["asked"] = self.asked.mapped(copy)
+        if self.pictures is not None:
+            moved["pictures"] = {name: copy(values) for name, values in self.pictures.items()}
+        if self.axes is not None:
+            moved["axes"] = copy(self.axes)
         return replace(self, **moved)
 
     @property
@@ -246,6 +254,7 @@ class PackedBatch:
             token_ids=blank.index_copy(0, rows, self.token_ids),
             position_ids=blank.index_copy(0, rows, self.position_ids),
             sample_counts=blank.index_copy(0, rows, self.sample_counts),
+            axes=None if self.axes is None else blank.repeat(3, 1).index_copy(1, rows, self.axes),
             cu_seqlens=boundaries(self.cu_seqlens),
             cu_seqlens_cpu=None if self.cu_seqlens_cpu is None else boundaries(self.cu_seqlens_cpu),
             max_seqlen=max(self.max_seqlen + gap, TOKENS_MULTIPLE),
@@ -255,7 +264,8 @@ class PackedBatch:
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
         shared, keys, asked = self.shared or (), self.keys or (), self.asked.tensors() if self.asked else ()
-        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared[:2], *keys[:2], *asked):
+        seen = (*(self.pictures or {}).values(), *(() if self.axes is None else (self.axes,)))
+        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared[:2], *keys[:2], *asked, *seen):
             tensor.record_stream(stream)
 
 

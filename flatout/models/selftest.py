@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 
 from flatout.errors import NumericError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
-from flatout.models.blocks import TRANSFORMERS_ATTENTION, hidden_states, last_states, model_inputs
+from flatout.models.blocks import (
+    TRANSFORMERS_ATTENTION,
+    attention_of_parts,
+    hidden_states,
+    last_states,
+    model_inputs,
+)
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
@@ -300,7 +306,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
     """Use transformers' own attention in this context; yields False if this model does not support it."""
-    ours = model.config.get_text_config()._attn_implementation
+    ours = attention_of_parts(model)
     usable = _sets(model, name)
     try:
         with plain_rope(model):

@@ -63,7 +63,8 @@ class ModelShape:
     that it has no positions beyond that. `embedding` and `head` are full names; `modules` are all modules by full name
     with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
     through outside layers and head. `scores`: the model has a few scores of a text in place of logits over the
-    vocabulary. `groups_experts`: flatout's grouped products can compute the experts.
+    vocabulary. `groups_experts`: flatout's grouped products can compute the experts. `picture_values` is the most that
+    a sample of the data has of its pictures' numbers for each of its tokens.
     """
 
     model_type: str
@@ -87,6 +88,7 @@ class ModelShape:
     outer_linears: tuple[Linear, ...] = ()
     num_logits: int | None = None
     scores: bool = False
+    picture_values: float = 0.0
 
     @property
     def num_layers(self) -> int:

@@ -26,6 +26,7 @@ from flatout.models.packed import (
 )
 from flatout.models.scoring import last_position
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.pictures import PictureMaker
 
 # how many micro-batches are prefetched, and how many steps ahead they may lie
 NUM_PREFETCHED = 2
@@ -65,6 +66,8 @@ class BatchLoader:
         self.num_boundaries = count(max_documents + max_prefixes) if is_cuda else None
         self.num_shared_boundaries = padded_num_boundaries(max_prefixes) if is_cuda and max_prefixes else None
         self.share = share
+        # makes the pixels of a store with pictures; set before the first batch
+        self.pictures: PictureMaker | None = None
         self.wait_s = 0.0
         self.size_buckets = size_buckets
         self._columns = columns
@@ -107,6 +110,8 @@ class BatchLoader:
     def close(self) -> None:
         """Stop the thread and drop prefetched batches."""
         self._thread.shutdown(cancel_futures=True)
+        if self.pictures is not None:
+            self.pictures.close()
         self._staged.clear()
 
     def _prefetch(self, expected: Sequence[MicroBatch]) -> None:
@@ -139,6 +144,8 @@ class BatchLoader:
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
                 f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
+        if self.pictures is not None and not micro_batch.is_filler:
+            batch = self.pictures.add(batch, self.store, micro_batch.sample_ids, [ids for ids, _ in samples])
         if self._columns is not None:
             batch = replace(batch, asked=self._gather(micro_batch, read, batch))
         if self.share is not None:

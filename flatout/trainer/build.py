@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
@@ -47,6 +48,7 @@ from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck, largest_pass
+from flatout.trainer.pictures import PictureMaker
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference import compute_reference
@@ -123,7 +125,7 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
     config, rank, device, reporter = setup.config, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    loader, eval_loaders, mismatched_loaders = make_loaders(planned, device, rank, size_buckets)
+    loader, eval_loaders, mismatched_loaders = make_loaders(planned, loaded.model, device, rank, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
     compiled = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
@@ -170,7 +172,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def make_loaders(
-    planned: PlannedRun, device: torch.device, rank: Rank, size_buckets: Sequence[int]
+    planned: PlannedRun, model: PreTrainedModel, device: torch.device, rank: Rank, size_buckets: Sequence[int]
 ) -> tuple[BatchLoader, tuple[BatchLoader, ...], tuple[BatchLoader, ...]]:
     """Return the loader of training, one for each evaluation data set, and those of `Run.mismatched_loaders`."""
     share, mismatched, scoring = share_of(planned.parallel_layout, rank), planned.mismatched, planned.scoring
@@ -182,6 +184,7 @@ def make_loaders(
     def loader_of(store: TokenStore, **options: Any) -> BatchLoader:
         own = None if columns is None else tuple(name for name in columns if name in store.extra)
         loader = BatchLoader(store, device, share, columns=own, **options)
+        loader.pictures = PictureMaker.of(store, model)
         loader.padding_id = scoring.padding_id if scoring else None
         return loader
 

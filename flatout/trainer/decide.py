@@ -43,6 +43,7 @@ from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
+from flatout.trainer.pictures import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of
 
 # a learning rate above so many times that of the loss's papers is told
@@ -128,14 +129,14 @@ def plan_run(
     scoring = scoring_of(config, objective, store)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
     _report_tokens(store, reporter)
+    shape = with_pictures(shape, store, reporter)
     shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
     data, device = _split(store, config, reporter), device_of()
-    plan, parallel_layout, memory, sharing = plan_layout(
-        config, shape, data, rank, device, reporter, (unpackable, unsharable)
-    )
+    problems = unpackable, unsharable
+    plan, parallel_layout, memory, sharing = plan_layout(config, shape, data, rank, device, reporter, problems)
     if note := warmup_note(config.schedule, plan.num_steps):
         reporter.stage("schedule", note)
     reporter.stage("strategy", parallel_layout.reason)
@@ -157,7 +158,7 @@ def plan_run(
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
         memory=memory, fingerprints=fingerprints, objective=objective, normalizers=counted, scoring=scoring,
-        device=device, sharing=sharing, problems=(unpackable, unsharable), mismatched=others,
+        device=device, sharing=sharing, problems=problems, mismatched=others,
     )  # fmt: skip
 
 
@@ -260,12 +261,7 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
 
 
 def plan_evaluation(
-    config: Config,
-    data: SplitStore,
-    plan: RunPlan,
-    memory: MemoryDecision,
-    reporter: Reporter,
-    objective: Objective,
+    config: Config, data: SplitStore, plan: RunPlan, memory: MemoryDecision, reporter: Reporter, objective: Objective
 ) -> tuple[EvalSet, ...]:
     """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
     store, train_ids, eval_ids = data
@@ -306,7 +302,8 @@ def plan_evaluation(
 
 
 def _identity(store: TokenStore, columns: Sequence[str]) -> dict[str, Any]:
-    """Return what a checkpoint remembers of a data set; of its own columns, those that the objective reads."""
+    """Return what a checkpoint remembers of a data set; of its own columns, pictures and those the objective reads."""
+    columns = [*columns, "picture_hashes"] if store.num_pictures else columns
     found = {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
     return found | ({"columns": {name: store.columns[name].fingerprint for name in columns}} if columns else {})
 

@@ -134,7 +134,8 @@ def choose_rows(
 ) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
     """Return the prompts and references of NUM_ROWS samples: evenly spaced among the short ones, data sets in turn.
 
-    Answers to avoid are no references. Samples whose prompt has over `room` tokens are passed over and counted.
+    Prompts have no pictures. Answers to avoid are no references. Samples whose prompt has over `room` tokens are passed
+    over and counted.
     """
     chosen: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
     too_long = set()
@@ -142,7 +143,7 @@ def choose_rows(
         place = number % len(evaluated)
         store, sample_ids = evaluated[place]
         ids = np.sort(np.asarray(sample_ids))
-        ids = ids[are_good(store, ids)]
+        ids = ids[are_good(store, ids) & (np.diff(store.picture_offsets)[ids] == 0)]
         if not len(ids):
             continue
         lengths = store.lengths[ids]

@@ -30,6 +30,7 @@ from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, PrefixIn
 from flatout.planner.steps.run_plan import RunPlan, make_plan
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
+from flatout.trainer.pictures import require_trainable
 
 # batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
 MIN_SHARED_SHARE = 0.05
@@ -70,6 +71,7 @@ def plan_layout(
         if not pays:
             plan, parallel_layout, memory = plan_training(*run, is_padded=is_padded)
     reporter.stage("prefixes", sharing)
+    require_trainable(config, data.store, parallel_layout)
     return plan, parallel_layout, memory, sharing
 
 
@@ -166,6 +168,7 @@ def index_prefixes(
     store, train_ids = data.store, data.train_ids
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
     problem = inexact or ("each sample is a row of its own" if is_padded else None)
+    problem = problem or ("samples hold pictures" if store.num_pictures else None)
     if config.context.parallel > 1:
         problem = problem or "with context.parallel, ranks share each sample's tokens"
     if config.lora.dropout:

@@ -67,6 +67,8 @@ def _varies(planned: PlannedRun) -> str | None:
     """Return what differs from pass to pass too much for graphs; None if nothing."""
     if planned.plan.layout.name == "rows":
         return "rows have too many sizes"
+    if planned.store.num_pictures:
+        return "pictures differ from pass to pass"
     if planned.plan.shares_prefixes:
         return "the number of shared prefixes differs from pass to pass"
     if planned.parallel_layout.context_ranks > 1:

@@ -15,11 +15,13 @@ from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
 from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.adapter import adapter_config
+from flatout.models.picture_check import check_pictures, read_with_own_attention
 from flatout.models.proof_key import proof_key
 from flatout.models.selftest import prove_layout
 from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun
+from flatout.trainer.pictures import PictureMaker, processor_of, require_trainable
 
 # the settings that the checks depend on, as pydantic's `include`
 SETTINGS: dict[str, Any] = {
@@ -81,6 +83,7 @@ class Proofs:
     def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
         """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
         if known := self.find("self-test"):
+            self._prove_pictures(loaded)
             return loaded, f"{known.facts['line']}; {known.since}"
         found: list[tuple[LoadedModel, str]] = []
         options: dict[str, Any] = {
@@ -94,7 +97,25 @@ class Proofs:
         # a model that had to change is proved every time
         if proved is loaded:
             self.keep("self-test", {"line": line})
+        self._prove_pictures(proved)
         return proved, line
+
+    def _prove_pictures(self, loaded: LoadedModel) -> None:
+        """Prove pictures on all ranks as `models/picture_check.py` does, and report it; not for data without any."""
+        stores = [self._planned.store, *(each.store for each in self._planned.eval_sets)]
+        if (store := next((store for store in stores if store.num_pictures), None)) is None:
+            return
+        require_trainable(self._config, store, self._planned.parallel_layout)
+        found: list[str] = []
+
+        def check() -> None:
+            read_with_own_attention(loaded.model)
+            maker = PictureMaker(processor_of(store), loaded.model)
+            found.append(check_pictures(loaded, maker.probes(0), maker.probes(1), maker.with_images))
+            maker.close()
+
+        self._group.run_on_all_ranks(check)
+        self._reporter.stage("self-test", found[0])
 
     def prove_adapter(self, loaded: LoadedModel) -> str | None:
         """Prove that PEFT will read the adapter, now and not after the last step; return a line if there is one to say.

@@ -26,7 +26,7 @@ from flatout.io.file_lock import RunLock
 from flatout.io.host_memory import host_memory_error
 from flatout.io.own_output import require_folders
 from flatout.io.redact import redacted
-from flatout.models.export import save_model
+from flatout.models.export import copy_processor, save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
 from flatout.models.stops import GENERATION_CONFIG, give_template, set_stops, stop_token_ids
@@ -317,5 +317,8 @@ def export(run: Run, folder: Path) -> None:
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
             save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.terms.buffers)
+
+        if meta.processor:
+            copy_processor(meta.tokenizer, half_done)
 
     group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))

@@ -142,6 +142,11 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     own = own.model_copy(update={"experts": experts, "context": own.context.model_copy(update={"parallel": 1})})
     config = exact_config(own, exact, folder)
     planned = plan_quietly(config, Rank())
+    if planned.store.num_pictures:
+        raise UsageError(
+            f"verify: data set {planned.store.meta.name!r} has pictures, which verify does not compare yet; the check "
+            "at the start of training does, or verify a data set without pictures"
+        )
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
     if step is None:
         raise UsageError("verify: no step of this run has label tokens; check the data")

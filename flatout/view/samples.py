@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from flatout.config.schema import BatchConfig
+from flatout.data.pictures.show import picture_lines, thumbnails
 from flatout.data.statistics import ROW_FATES, padding_share
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
@@ -105,7 +106,7 @@ def _read_report(store: TokenStore) -> _Report:
 
 
 def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> tuple[Any, ...]:
-    """Return number, what happened to the row, origin, tokens, trained tokens, and turns as HTML."""
+    """Return number, what happened to the row, origin, tokens, trained tokens, turns as HTML, and pictures."""
     token_ids, loss_mask = store.sample(index).pair
     origin = store.origin(index)
     fates = [
@@ -118,7 +119,8 @@ def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> t
     runs = np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1)
     pieces = [(decode(token_ids[run].tolist()), bool(loss_mask[run[0]])) for run in runs]
     turns = [_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn)]
-    return index + 1, fates, origin, len(token_ids), int(store.num_labels[index]), turns
+    shown = zip(picture_lines(store, index), thumbnails(store, index), strict=True)
+    return index + 1, fates, origin, len(token_ids), int(store.num_labels[index]), turns, list(shown)
 
 
 def split_turns(pieces: Sequence[Piece], end_of_turn: str) -> Iterator[list[Piece]]:

@@ -117,6 +117,8 @@ class SFTTrainer:
         from datasets import Dataset
 
         store = self._store("train", self._datasets["train"])
+        if store.num_pictures:
+            raise UsageError("train_dataset: a set with pictures has no ids and labels alone; see `flatout data show`")
         samples = (store.sample(index).pair for index in range(store.num_samples))
         return Dataset.from_list([{"input_ids": ids, "labels": np.where(mask, ids, -100)} for ids, mask in samples])
 

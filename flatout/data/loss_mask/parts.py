@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from flatout.data.conversation import PICTURE
 from flatout.data.loss_mask.turns import PROBES, Rendering, UnprovenMaskError
 from flatout.data.templates.forms import RawMessage
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
@@ -212,7 +213,8 @@ class _Marked:
         content = message["content"]
         head, close, answer = content.partition("</think>") if message["role"] == "assistant" else ("", "", "")
         if not close:
-            marked["content"] = self._part(content, turn, "text")
+            # what the template writes around a picture is no text of the row
+            marked["content"] = PICTURE.join(self._part(text, turn, "text") for text in content.split(PICTURE))
         else:  # reasoning inside the text; what stands before it is text too
             intro, opened, thought = head.partition("<think>") if "<think>" in head else ("", "", head)
             pieces = (self._part(intro, turn, "cut"), opened, self._part(thought, turn, "reasoning"), close)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.data.conversation import PICTURE
 from flatout.data.templates.forms import RawMessage
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
@@ -124,7 +125,8 @@ class TurnFinder:
             start, end = self._by_variation(rendering, turn, start)
         text, content = rendering.text[start:end], str(rendering.messages[turn]["content"]).strip()
         # two rewrites are allowed: thinking written inside the content, and tool results written as JSON text
-        holds = content in text or "</think>" in content or rendering.messages[turn]["role"] == "tool"
+        has_text = all(piece.strip() in text for piece in content.split(PICTURE))
+        holds = has_text or "</think>" in content or rendering.messages[turn]["role"] == "tool"
         if start > end or not holds:
             raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not contain its text")
         return start, end

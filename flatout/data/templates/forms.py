@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flatout.data.conversation import PICTURE
+
 RawMessage = dict[str, Any]
 # stands for </think> in the last answer while a template renders it that would cut the text there
 CLOSE = "\U000f5a13"
@@ -20,13 +22,15 @@ class Form:
     `tools` takes the bare functions. `empty_tools`: rows without tools give an empty list. `reasoning`: in fields of
     its own; `inline`, in the content between <think> tags; `last`, the same for a template that cuts the content at
     </think>, also in the last answer, where inference shows the reasoning that the model has just written; `prefix`,
-    the same for one whose generation prompt writes <think>, and that takes a last answer which begins there.
+    the same for one whose generation prompt writes <think>, and that takes a last answer which begins there. `parts`:
+    every content is a list of typed parts, as templates of vision-language models have it.
     """
 
     arguments_as_text: bool = False
     tools_as: str = "tools"
     empty_tools: bool = False
     reasoning: Literal["fields", "inline", "last", "prefix"] = "fields"
+    parts: bool = False
 
     def content(self, reasoning: str, content: str) -> str:
         """Return the content of an answer with its reasoning in it."""
@@ -54,7 +58,21 @@ class Form:
                 spelt[-1] = spelt[-1] | {"prefix": True}
                 thought = thought.lstrip().removeprefix(_OPEN_TAG)
             spelt[-1] = spelt[-1] | {"content": f"{thought}{CLOSE}{text}"}
-        return spelt
+        return [
+            message | {"content": _in_parts(message["content"])}
+            if self.parts or PICTURE in message["content"]
+            else message
+            for message in spelt
+        ]
+
+
+def _in_parts(content: str) -> list[dict[str, str]]:
+    """Return a content as typed parts: its texts, and its pictures between them."""
+    parts = list[dict[str, str]]()
+    for number, text in enumerate(content.split(PICTURE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def shows_reasoning(text: str, thought: str, prompt: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
-from flatout.data.conversation import Message, ToolCall
+from flatout.data.conversation import PICTURE, Message, ToolCall
 from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
 from flatout.data.tokenizer import TokenizerFacts
 from flatout.errors import DataError, FlatoutError, first_line, reason_of
@@ -37,13 +37,17 @@ _TOOLS = ({"type": "function", "function": {"name": "Lookupsix", "description": 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and the tokenizer that supplies its bos and eos text. `name` is for messages."""
+    """A template, and the tokenizer that supplies its bos and eos text. `name` is for messages.
+
+    `mark` is what it writes for a picture; rendered texts have PICTURE in its place. Empty: rows have no pictures.
+    """
 
     name: str
     source: str
     tokenizer: PreTrainedTokenizerBase
     args: Mapping[str, Any] = field(default_factory=dict)
     form: Form = _USUAL
+    mark: str = ""
 
     @classmethod
     def checked(
@@ -63,7 +67,7 @@ class ChatTemplate:
             if not reads(source, variable):
                 raise DataError(f"{setting}: chat template {name!r} does not read {variable!r}; remove it")
         tried = cls(name, source, tokenizer, args)
-        for form in (_USUAL, Form(empty_tools=True)):
+        for form in (_USUAL, Form(empty_tools=True), Form(parts=True)):
             tried = replace(tried, form=form)
             try:
                 if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
@@ -163,6 +167,8 @@ class ChatTemplate:
             raise TypeError(f"the template rendered a {type(text).__name__}, not text")
         if not text.isascii():
             text.encode()  # half of a surrogate pair is no text
+        if self.mark:
+            text = text.replace(self.mark, PICTURE)
         return text.replace(CLOSE, CLOSE_TAG) if self.form.reasoning in ("last", "prefix") else text
 
     def raw_messages(self, messages: Sequence[Message]) -> list[RawMessage]:

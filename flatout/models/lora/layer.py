@@ -262,7 +262,7 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
         raise UsageError(
             f"nothing is left to train: text does not pass through {', '.join(owners)}; choose different lora.targets"
         )
-    return f"{len(unreached)} parameters of {', '.join(owners)} stay frozen: text does not pass through them"
+    return f"{len(unreached)} parameters of {', '.join(owners)} stay frozen: they are outside the decoder of texts"
 
 
 def choose_targets(

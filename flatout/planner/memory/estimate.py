@@ -20,6 +20,7 @@ from flatout.planner.memory.constants import (
     LAST_NORM_BYTES,
     NF4_BYTES,
     OFFLOAD_INPUTS,
+    PICTURE_VALUE_BYTES,
     Precision,
 )
 from flatout.planner.memory.correction import Correction
@@ -180,7 +181,8 @@ class MemoryModel:
             gradients_bytes=num_gradients * width.trained,
             optimizer_bytes=int(optimizer),
             activations_bytes=self._activations_bytes(size, recompute),
-            working_bytes=self._working_bytes(size, recompute),
+            working_bytes=self._working_bytes(size, recompute)
+            + int(size.num_tokens * shape.picture_values * PICTURE_VALUE_BYTES),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole

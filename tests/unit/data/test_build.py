@@ -604,7 +604,7 @@ def test_pad_equal_to_eos_masks_no_real_eos(tiny, tmp_path: Path) -> None:
 
 
 def test_a_long_build_says_how_far_it_is(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.data.build.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("flatout.data.build_report.TOLD_EVERY_S", 0.0)
     said: list[str] = []
     seen: list[tuple[int, int | None]] = []
     config = maker.config(maker.write([chat("q", "a")] * 600))

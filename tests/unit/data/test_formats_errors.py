@@ -96,12 +96,14 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("calls", chat(Q) | {"tools": "[1]"}, "tools[0] is a number (1), not an object"),
     ("calls", chat(Q) | {"tools": [{"description": "x"}]}, "tools[0].name is null, not a string"),
     ("parts", parts({"type": "image_url", "image_url": {"url": "x"}}),
-     "messages[1].content[0] (image_url) holds images, which cannot be trained on yet, so its words would lose their "
+     "messages[1].content[0] is a picture, but a model that is trained here writes none; remove it"),
+    ("parts", parts({"type": "video", "video": "x"}),
+     "messages[1].content[0] (video) holds videos, which cannot be trained on yet, so its words would lose their "
      "meaning; remove the row"),
     ("parts", parts({"type": "code", "text": "x"}),
-     "messages[1].content[0].type 'code' cannot be trained on; only text, reasoning and tool_call parts can"),
+     "messages[1].content[0].type 'code' cannot be trained on; only text, image, reasoning and tool_call parts can"),
     ("parts", parts({"text": "x"}),
-     "messages[1].content[0].type None cannot be trained on; only text, reasoning and tool_call parts can"),
+     "messages[1].content[0].type None cannot be trained on; only text, image, reasoning and tool_call parts can"),
     ("parts", parts({"type": "text"}), "messages[1].content[0].text is null, not a string"),
     ("parts", parts({"type": "text", "text": "x"}, {"type": "reasoning", "value": "y"}),
      "messages[1].content[1] (reasoning) is out of order; parts must be reasoning, then text, then tool calls"),

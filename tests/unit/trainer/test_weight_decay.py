@@ -88,7 +88,7 @@ def test_full_training_on_text_leaves_a_vision_tower_alone(
     seeing: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
 ) -> None:
     config = run_on(seeing, tiny, tmp_path / "run", f"optim.name={optimizer}", method="full")
-    assert "stay frozen: text does not pass through them" in " ".join(capsys.readouterr().out.split())
+    assert "stay frozen: they are outside the decoder of texts" in " ".join(capsys.readouterr().out.split())
     before = load_file(seeing / "model.safetensors")
     after = load_file(config.folder / "final" / "model.safetensors")
     assert before.keys() == after.keys()

@@ -22,6 +22,7 @@ from flatout.data.rows.formats.fields import (
 )
 from flatout.data.rows.formats.keys import silent_spans, turn_flags
 from flatout.data.rows.formats.parts import Content, read_parts
+from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, pictures_of, with_pictures
 
 T = TypeVar("T")
 # not a separate role: an assistant turn whose text is a function call in JSON
@@ -42,7 +43,7 @@ _CALL_ID = ("tool_call_id", "call_id")
 TURN_KEYS = {"name", "tool_calls", "function_call", *_CALL_ID, *_REASONING}
 """Keys of a turn that are read, besides those of its role, its text and its loss."""
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue")
-CHAT_OPTIONAL = ("tools", "functions", "system", "chat_template_kwargs")
+CHAT_OPTIONAL = ("tools", "functions", "system", "chat_template_kwargs", *PICTURE_COLUMNS)
 """Columns that every format of turns reads, if they are there."""
 
 
@@ -125,6 +126,8 @@ def parse_prompt_completion(row: Mapping[str, Any], origin: Origin, reading: Rea
     if isinstance(asked, str) and isinstance(answered, str):
         if reading.system is not None:
             raise FieldError(f"{prompt} is a string, not messages, so the source's system cannot apply; remove system")
+        if pictures_of(row, reading)[1]:
+            raise FieldError(f"has pictures, but {prompt} is a text without turns to show them; give lists of messages")
         return PlainText(text_at(answered, completion), origin, prompt=text_at(asked, prompt))
     if not isinstance(asked, list | dict) or not isinstance(answered, list | dict):
         raise FieldError(
@@ -160,6 +163,7 @@ def finished(
             check_texts(call.arguments, f"{place}: arguments of {call.name}")
     if (ordered := in_call_order(messages)) is not messages:
         found["sorted_results"] = None
+    placed = with_pictures(ordered, row, reading)
     column = reading.name("system")
     has_system = any(message.role == "system" for message in messages)
     prompt = system if system is not None else _system_text(row.get(column), column) or None
@@ -168,7 +172,7 @@ def finished(
     if prompt is None and not has_system:
         prompt = reading.system
     completed = [] if prompt is None else [Message("system", prompt)]
-    for message in ordered:
+    for message in placed:
         teaches_nothing = message.role == "assistant" and message.train is None and is_empty(message)
         completed.append(replace(message, train=False) if teaches_nothing else message)
     variables = reading.name("chat_template_kwargs")
@@ -262,7 +266,8 @@ class TurnReader:
         if content.results and not content.text:
             return
         silent = () if train is False else content.silent
-        self.add(Message(role, content.text, content.reasoning, content.calls, name, call_id, train, silent), place)
+        said = (content.text, content.reasoning, content.calls, name, call_id, train, silent, content.pictures)
+        self.add(Message(role, *said), place)
 
     def _read_content(self, turn: Mapping[str, Any], place: str, role: str) -> Content:
         """Read text, reasoning and calls of a turn, from its content and `tool_calls` (or OpenAI's function_call)."""

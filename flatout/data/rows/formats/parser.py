@@ -31,6 +31,7 @@ from flatout.data.rows.formats.fields import FieldError, Reading, kind, unpacked
 from flatout.data.rows.formats.gemini import looks_like_gemini, parse_gemini
 from flatout.data.rows.formats.glaive import looks_like_glaive, parse_glaive
 from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
+from flatout.data.rows.formats.pictures import PICTURED_FORMATS
 from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
 from flatout.data.rows.formats.preference import (
     ANSWERS,
@@ -254,7 +255,7 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     _check_renames(source, first)
     reading = Reading(source.columns, source.roles, source.system, source.keys, source.pairs)
     known = _known(row, reading) if source.format == "auto" else source.format
-    if why := refusal(row, reading, known if known in (*JUDGED, CLASSIFY) else None):
+    if why := refusal(row, reading, known if known in (*JUDGED, CLASSIFY, *PICTURED_FORMATS) else None):
         raise DataError(f"{first.origin}: {why}")
     name = known or _unknown(source, first, reading, works)
     if name == "oasst" and _holds_tree(row, reading):

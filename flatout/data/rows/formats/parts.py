@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.data.conversation import ToolCall
+from flatout.data.conversation import PICTURE, PictureSource, ToolCall
 from flatout.data.rows.formats.calls import arguments_at, calls_of
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, optional_text, text_at
 from flatout.data.rows.formats.keys import Span, media_error, media_kind, turn_flags
+from flatout.data.rows.formats.pictures import PICTURE_KEYS, PICTURE_PARTS, picture_of_part
 
 # the order in which all templates write the parts of a turn; another order cannot be rendered
-_ORDER = {"tool_result": 0, "reasoning": 0, "text": 1, "tool_call": 2}
+_ORDER = {"tool_result": 0, "reasoning": 0, "text": 1, "picture": 1, "tool_call": 2}
 _NAMES = {
     "reasoning": "reasoning", "thinking": "reasoning", "text": "text", "input_text": "text", "output_text": "text",
     "tool_call": "tool_call", "tool_use": "tool_call", "tool_result": "tool_result",
+    **dict.fromkeys(PICTURE_PARTS, "picture"),
 }  # fmt: skip
 _READ = {
-    "type", "value", "text", "thinking", "reasoning", "id", "name", "input", "tool_use_id", "content", "tool_call"
+    "type", "value", "text", "thinking", "reasoning", "id", "name", "input", "tool_use_id", "content", "tool_call",
+    "detail", *PICTURE_KEYS,
 }  # fmt: skip
 
 
@@ -35,6 +38,7 @@ class Content:
     results: list[tuple[str | None, str]] = field(default_factory=list)
     silent: tuple[Span, ...] = ()
     is_trained: bool = False
+    pictures: tuple[PictureSource, ...] = ()
 
 
 def read_parts(parts: list[Any], place: str, role: str, reading: Reading, found: dict[str, None]) -> Content:
@@ -60,6 +64,11 @@ def read_parts(parts: list[Any], place: str, role: str, reading: Reading, found:
             content.results.append(_result(part, here))
         elif name == "tool_call":
             content.calls += _calls(part, here)
+        elif name == "picture":
+            if role == "assistant":
+                raise FieldError(f"{here} is a picture, but a model that is trained here writes none; remove it")
+            content.pictures += (picture_of_part(part, here),)
+            content.text += PICTURE
         else:
             value = next(
                 (part[key] for key in ("value", "text", "thinking", "reasoning") if part.get(key) is not None), None
@@ -81,11 +90,13 @@ def _name_of(part: object, place: str) -> str:
     if not isinstance(part, dict):
         raise FieldError(f"{place} is {kind(part)}, not an object with type and text")
     found = part.get("type")
-    if isinstance(found, str) and (media := media_kind(found.removeprefix("input_"))):
+    if isinstance(found, str) and found not in PICTURE_PARTS and (media := media_kind(found.removeprefix("input_"))):
         raise FieldError(media_error(f"{place} ({found})", media))
     name = _NAMES.get(found) if isinstance(found, str) else None
     if name is None:
-        raise FieldError(f"{place}.type {found!r} cannot be trained on; only text, reasoning and tool_call parts can")
+        raise FieldError(
+            f"{place}.type {found!r} cannot be trained on; only text, image, reasoning and tool_call parts can"
+        )
     return name
 
 

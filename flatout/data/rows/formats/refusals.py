@@ -10,6 +10,7 @@ from typing import Any
 from flatout.data.rows.formats.classify import CLASSIFY
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
+from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, PICTURED_FORMATS
 from flatout.data.rows.formats.preference import JUDGED
 
 MEDIA_MARKS = re.compile(r"<\|?(?:image|video|audio)(?:_pad|_soft_token|_1)?\|?>")
@@ -40,6 +41,13 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
         media, bad, meaning = _told_by(name)
         if _is_in(value, bad) and format_name != "tokens" and not {name} & {*reading.keys, *reading.columns.values()}:
             return _bad_example(name, value, meaning)
+        if (
+            media == "image"
+            and name in PICTURE_COLUMNS
+            and name not in reading.keys
+            and format_name in PICTURED_FORMATS
+        ):
+            continue
         if media is not None and name not in reading.columns.values():
             is_media = True
             if name not in reading.keys and holds_something(value):

@@ -1,0 +1,232 @@
+"""What a model's processor makes of a picture: the text that stands for it in a conversation, and its pixel values.
+
+Both come from transformers' own processor. What stands for a picture depends on its size only, so it is taken from a
+blank picture of that size, once a size; pixels are made as training goes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from flatout.data.conversation import PICTURE, Conversation
+from flatout.data.encode import Span
+from flatout.data.loss_mask.mask import MaskedText
+from flatout.data.pictures.read import PictureFile, decoded, read_picture, require_pillow
+from flatout.errors import DataError, FlatoutError, reason_of
+from flatout.io.hub import hub_file, is_folder
+from flatout.io.json_file import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# the files that say how pictures become numbers
+_FILES = ("processor_config.json", "preprocessor_config.json")
+_SIZES_KEPT = 1 << 14
+# what processors raise for a size
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_EXAMPLE = (64, 64)
+# so many pictures of a process are compared with the blank ones of their size
+_NUM_COMPARED = 4
+
+
+class Picture(NamedTuple):
+    """A picture of a sample, as the store keeps it."""
+
+    content: bytes
+    height: int
+    width: int
+    digest: bytes
+    num_tokens: int
+    num_values: int
+
+
+class Standing(NamedTuple):
+    """What a processor makes of every picture of one size: a text of so many tokens, and so many numbers."""
+
+    text: str
+    num_tokens: int
+    num_values: int
+
+
+def processor_files(name: str) -> list[Path]:
+    """Return the files of a hub id's or folder's image processor; empty if it has none."""
+    if is_folder(name):
+        return [path for file in _FILES if (path := Path(name, file)).is_file()]
+    found = (hub_file(name, file, None) for file in _FILES)
+    return [path for path in found if path is not None]
+
+
+def processor_digest(name: str) -> str:
+    """Return xxh3 of what decides pixels and tokens of pictures; empty without a processor that is at hand."""
+    files = list[Path]()
+    with suppress(FlatoutError):  # texts need none, so a hub that does not answer stops no build of theirs
+        files = processor_files(name)
+    return xxhash.xxh3_128_hexdigest(b"\0".join(path.read_bytes() for path in files)) if files else ""
+
+
+class PictureProcessor:
+    """The processor of one model folder or hub id; `mark` is what a chat template writes for a picture."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Load the processor. Raises DataError if there is none, or if it does not say what it writes for a picture."""
+        require_pillow()
+        files = processor_files(name)
+        if not files:
+            raise DataError(
+                f"{name!r} has no image processor ({' or '.join(_FILES)}), so its model reads none; choose a "
+                "vision-language model, or set keys: {images: ignored} if the texts stand alone"
+            )
+        self._name, self._tokenizer, num_tokens = name, tokenizer, len(tokenizer)
+        try:
+            self._processor = _load(name, files, tokenizer)
+        except FlatoutError:
+            raise
+        except Exception as error:
+            raise DataError(f"{files[0]}: transformers cannot make this processor: {reason_of(error)}") from error
+        if len(tokenizer) != num_tokens:
+            raise DataError(
+                f"{name}: its processor adds tokens that tokenizer.json lacks; save the tokenizer with them"
+            )
+        mark = getattr(self._processor, "image_token", None)
+        if not isinstance(mark, str):
+            raise DataError(f"{name}: its processor does not name the token that stands for a picture")
+        self.mark = mark
+        self.token_id = int(tokenizer.convert_tokens_to_ids(self.mark))
+        self._standing = lru_cache(_SIZES_KEPT)(self._of_size)
+        self._num_compared, self._input_names = 0, set[str]()
+
+    def read(self, conversation: Conversation, media_root: Path | None) -> list[tuple[Picture, str, bool]]:
+        """Return the pictures of a conversation, each with what stands for it, and whether parts of it are transparent.
+
+        Raises DataError as `read_picture` does, and for a size that the processor refuses.
+        """
+        found = []
+        for source in conversation.pictures:
+            file = read_picture(source, conversation.origin, media_root)
+            where = f"{conversation.origin}: {source.place}"
+            standing = self.standing(file.height, file.width, where)
+            if self._num_compared < _NUM_COMPARED:
+                self._num_compared += 1
+                self._require_same(file, standing, where)
+            picture = Picture(*file[:4], standing.num_tokens, standing.num_values)
+            found.append((picture, standing.text, file.has_alpha))
+        return found
+
+    def standing(self, height: int, width: int, where: str = "a picture") -> Standing:
+        """Return what stands for a picture of this size. Raises DataError for a size that the processor refuses."""
+        try:
+            return self._standing(height, width)
+        except _REFUSALS as error:
+            raise DataError(
+                f"{where}: the image processor refuses {height} x {width} pixels: {reason_of(error)}; crop or resize it"
+            ) from None
+
+    def _of_size(self, height: int, width: int) -> Standing:
+        return self._make(require_pillow().Image.new("RGB", (width, height)))
+
+    def _make(self, image: Any) -> Standing:
+        made = self._processor(text=[self.mark], images=[image], return_text_replacement_offsets=True)
+        self._input_names.update(made.keys())
+        (replaced,) = made["text_replacement_offsets"][0]
+        ids = np.asarray(made["input_ids"][0])
+        return Standing(
+            replaced["replacement"], int((ids == self.token_id).sum()), np.asarray(made["pixel_values"]).size
+        )
+
+    def _require_same(self, file: PictureFile, standing: Standing, where: str) -> None:
+        """Raise DataError if the processor makes of a picture something else than of a blank one of its size."""
+        image = decoded(file.content)
+        if (image.height, image.width) != (file.height, file.width) or self._make(image) != standing:
+            raise DataError(f"{where}: the processor of {self._name} treats pictures of one size differently")
+
+    def image_of(self, pixels: NDArray[np.uint8]) -> Any:
+        """Return pixels [height, width, 3] as an image of Pillow's."""
+        return require_pillow().Image.fromarray(pixels)
+
+    def tokens_of(self, height: int, width: int) -> NDArray[np.int64]:
+        """Return the ids that stand for a picture of this size."""
+        return self._ids(self.standing(height, width).text)
+
+    @cached_property
+    def plain_ids(self) -> NDArray[np.int64]:
+        """Ids of a few words."""
+        return self._ids("what does this picture show? a red square, and two blue circles")
+
+    def _ids(self, text: str) -> NDArray[np.int64]:
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+
+    def values_of(self, images: Sequence[Any]) -> dict[str, NDArray[Any]]:
+        """Return what models read of images, which are Pillow's, as the whole processor passes it on."""
+        if not self._input_names:
+            self.standing(*_EXAMPLE)
+        made = self._processor.image_processor(list(images), return_tensors="np")
+        return {name: np.asarray(values) for name, values in made.items() if name in self._input_names}
+
+
+def expanded(masked: MaskedText, texts: Sequence[str]) -> MaskedText:
+    """Return a rendered conversation with what stands for its pictures in their places, which never carries loss."""
+    pieces = masked.text.split(PICTURE)
+    parts, cuts, position = [pieces[0]], list[tuple[int, int]](), len(pieces[0])
+    for text, piece in zip(texts, pieces[1:], strict=True):
+        parts += [text, piece]
+        cuts.append((position, len(text)))
+        position += 1 + len(piece)
+
+    def moved(place: int) -> int:
+        return place + sum(length - 1 for at, length in cuts if at < place)
+
+    def without_pictures(span: Span) -> list[Span]:
+        inside = [at for at, _ in cuts if span[0] <= at < span[1]]
+        edges = [span[0], *(edge for at in inside for edge in (at, at + 1)), span[1]]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(moved(start), moved(end)) for start, end in pairs if start < end]
+
+    spans = tuple(part for span in masked.spans for part in without_pictures(span))
+    typed = tuple((moved(start), moved(end)) for start, end in masked.typed)
+    return replace(masked, text="".join(parts), spans=spans, typed=typed)
+
+
+def _load(name: str, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Make the processor of a model without its part for videos, with the backend that computes equally everywhere."""
+    import transformers  # lazy: image processors take half a second
+    from transformers import AutoImageProcessor
+
+    held: Mapping[str, Any] = {key: value for file in reversed(files) for key, value in _json(file).items()}
+    made_of = held.get("processor_class")
+    if made_of is None:
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+        kind = read_json(files[0].with_name("config.json"), DataError).get("model_type")
+        made_of = PROCESSOR_MAPPING_NAMES.get(kind)
+    found = getattr(transformers, str(made_of), None)
+    if found is None:
+        raise DataError(f"{files[0]}: processor_class is {made_of!r}, which the installed transformers does not have")
+    source = files[0].parent
+    images = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
+    fields, _ = found.get_processor_dict(source)
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    of_pictures: Any = type(found.__name__, (_WithoutVideos, found), {})
+    return of_pictures.from_args_and_dict([parts.get(part) for part in found.get_attributes()], fields)
+
+
+class _WithoutVideos:
+    """What makes a processor of transformers' accept that it has no part for videos, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        checked: Any = super()
+        return None if argument is None else checked.check_argument_for_proper_class(name, argument)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}

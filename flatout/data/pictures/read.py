@@ -1,0 +1,127 @@
+"""From where a row says that a picture is to the bytes of its file, which are decoded once so that none fails later."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import struct
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from flatout.data.conversation import Origin, PictureSource
+from flatout.errors import DataError, UsageError, reason_of
+
+# a picture of more pixels takes over half a gigabyte while it is decoded and resized
+MAX_PIXELS, MAX_FILE_BYTES = 1 << 26, 64 << 20
+# transformers takes three rows of pixels for three channels
+MIN_SIDE = 4
+_EXIF_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+# modes of color that become RGB without loss of range
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "RGBX")
+_DATA_URI = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+# what Pillow raises for files that are damaged
+_DAMAGES = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, struct.error, MemoryError)
+
+
+class PictureFile(NamedTuple):
+    """A picture's file; height and width are those of the picture as it is shown, and `has_alpha` if parts let through.
+
+    `digest` is xxh3-128 of the file.
+    """
+
+    content: bytes
+    height: int
+    width: int
+    digest: bytes
+    has_alpha: bool
+
+
+def require_pillow() -> Any:
+    """Return the package that decodes pictures. Raises UsageError if it is not installed."""
+    try:
+        import PIL.Image  # lazy: nothing but pictures needs it
+        import PIL.ImageOps
+    except ImportError:
+        raise UsageError("rows with pictures need Pillow; install it with: pip install 'flatout[images]'") from None
+    return PIL
+
+
+def read_picture(source: PictureSource, origin: Origin, media_root: Path | None) -> PictureFile:
+    """Return the file of a picture, decoded once to see that it is whole.
+
+    A relative path is below `media_root`, or below the folder of the file of rows. Raises DataError for a picture that
+    is missing, broken, animated, too large, or of a mode of color that has no exact RGB form.
+    """
+    where = f"{origin}: {source.place}"
+    content = _content(source, where, media_root or Path(origin.source).parent)
+    if len(content) > MAX_FILE_BYTES:
+        raise DataError(f"{where}: its file has {len(content) >> 20:,} MiB (limit {MAX_FILE_BYTES >> 20}); resize it")
+    pil = require_pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a large one is refused below
+            with pil.Image.open(io.BytesIO(content)) as image:
+                _check(image, where)
+                image.load()  # a PNG may have its EXIF behind the pixels
+                height, width = shown_size(image)
+                has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    except DataError:
+        raise
+    except (pil.Image.DecompressionBombError, *_DAMAGES) as error:
+        raise DataError(f"{where}: not a whole picture: {reason_of(error)}; replace it, or remove the row") from None
+    return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha)
+
+
+def shown_size(image: Any) -> tuple[int, int]:
+    """Return height and width of an image of Pillow's as it is shown: EXIF may say that it lies on its side."""
+    width, height = image.size
+    is_turned = image.getexif().get(_EXIF_ORIENTATION) in _TURNED
+    return (width, height) if is_turned else (height, width)
+
+
+def decoded(content: bytes) -> Any:
+    """Return the pixels of a file that `read_picture` has read, as an RGB image of Pillow's that stands upright."""
+    pil = require_pillow()
+    with pil.Image.open(io.BytesIO(content)) as image:
+        return pil.ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _check(image: Any, where: str) -> None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{where}: {width:,} x {height:,} pixels are too many (limit {MAX_PIXELS:,}); resize it")
+    if min(width, height) < MIN_SIDE:
+        raise DataError(f"{where}: {width} x {height} pixels are too few (at least {MIN_SIDE} a side); remove the row")
+    if getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"{where}: animated, with {image.n_frames} frames; give one picture, or remove the row")
+    if image.mode not in _MODES:
+        raise DataError(f"{where}: its pixels are of mode {image.mode}; convert it to 8-bit RGB")
+
+
+def _content(source: PictureSource, where: str, root: Path) -> bytes:
+    value = source.value
+    if isinstance(value, bytes):
+        return value
+    if found := _DATA_URI.match(value):
+        try:
+            return base64.b64decode(value[found.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
+    if _ADDRESS.match(value):
+        raise DataError(f"{where}: {value[:80]!r} is an address; download the pictures and give their paths")
+    path = root / Path(value).expanduser()
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DataError(f"{where}: {path} has over {MAX_FILE_BYTES >> 20} MiB; resize it")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{where}: {path}: cannot be read: {reason_of(error)}; relative paths are below data.media_root, or below "
+            "the folder of the file of rows"
+        ) from None

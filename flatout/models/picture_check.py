@@ -1,0 +1,156 @@
+"""A check at start-up that pictures change only the tokens that follow them in their own document."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from flatout.errors import PackingError, UsageError, first_line
+from flatout.models.blocks import TRANSFORMERS_ATTENTION, attention_of_parts, hidden_states
+from flatout.models.load.model import LoadedModel
+from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.probe import MODEL_ERRORS, has_experts, relative_error, widened
+from flatout.models.selftest import transformers_attention
+
+# eager attention computes its softmax in fp32 for every dtype
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
+_SDPA_TOLERANCE = 1e-10
+
+
+class PictureDocument(NamedTuple):
+    """A document of the check: token ids (n,), its images, and the arguments of transformers' whole model for it."""
+
+    token_ids: NDArray[np.int64]
+    images: Sequence[Any]
+    alone: dict[str, torch.Tensor]
+
+
+Pack = Callable[[PackedBatch, Sequence[Any], Sequence[int], Sequence[NDArray[Any]]], PackedBatch]
+"""Adds images to a batch: the batch, the images, how many of them each document has, and the documents' ids."""
+
+
+def require_picture_model(model: PreTrainedModel, token_id: int) -> None:
+    """Raise UsageError unless a model reads pictures where a processor writes the token `token_id`."""
+    config, kind = model.config, model.config.model_type
+    if not hasattr(model.base_model, "get_image_features"):
+        raise UsageError(f"the data has pictures, but model type {kind} reads none; choose a vision-language model")
+    reads = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.base_model.forward).parameters)
+    if reads and not hasattr(model.base_model, "get_rope_index"):
+        raise UsageError(
+            f"the data has pictures, and model type {kind} attends in both directions inside one, which is not built "
+            "yet; choose a different model, or train on rows without pictures"
+        )
+    own = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    if own != token_id:
+        raise UsageError(
+            f"the data has pictures at token {token_id}, but this model reads them at {own}; build the set with the "
+            "model's own tokenizer"
+        )
+
+
+def check_pictures(loaded: LoadedModel, documents: Sequence[PictureDocument], others: Sequence[PictureDocument],
+                   pack: Pack) -> str:  # fmt: skip
+    """Check pictures in the layout of a run; return a line for the console.
+
+    Checks that (1) the hidden states of documents together equal those of each alone, from transformers' whole model
+    with its own attention and positions, within 1e-10 (fp64), 1e-4 (fp32), or three times the difference of
+    transformers' two attentions in 16 bit; (2) other texts and pictures in every second document, which are those of
+    `others`, change none of the rest. Raises PackingError with the model type if not.
+    """
+    model, kind = loaded.model, loaded.model.config.model_type
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+            difference, leak, tolerance = _measure(loaded, documents, others, pack)
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
+        raise PackingError(
+            f"model type {kind} fails on {_layout(loaded)} documents with pictures ({type(error).__name__}: "
+            f"{first_line(error)}); choose a different model, or train on rows without pictures"
+        ) from error
+    finally:
+        model.train(was_training)
+    for value, what in ((difference, "differ from those of single documents"), (leak, "change with other documents")):
+        if not value <= tolerance:
+            raise PackingError(
+                f"model type {kind}: hidden states of {_layout(loaded)} documents with pictures {what} by {value:.1e} "
+                f"(limit {tolerance:.1e}); choose a different model, or train on rows without pictures"
+            )
+    return f"pictures: {_layout(loaded)} = alone within {difference:.1e}, no leak between documents"
+
+
+def _measure(
+    loaded: LoadedModel, documents: Sequence[PictureDocument], others: Sequence[PictureDocument], pack: Pack
+) -> tuple[float, float, float]:
+    """Return the error against documents alone, how far other documents change the rest, and the tolerance."""
+    model, experts = loaded.model, has_experts(loaded.model)
+    lengths = [len(document.token_ids) for document in documents]
+    ours = _together(loaded, documents, pack)
+    alone = dict[str, torch.Tensor]()
+    for name in TRANSFORMERS_ATTENTION:
+        with transformers_attention(model, name) as usable:
+            if usable:
+                alone[name] = torch.cat([_alone(model, document) for document in documents])
+    if not alone:
+        raise ValueError("its attention does not go through transformers' attention interface")
+    trusted = "sdpa" if "sdpa" in alone else "eager"
+    if loaded.dtype.itemsize > 2:
+        tolerance = _TOLERANCES[loaded.dtype]
+        if trusted == "sdpa" and loaded.dtype == torch.float64:
+            tolerance = _SDPA_TOLERANCE
+        # rope's float32 cosines vary at lengths off the SIMD width
+        tolerance = max(tolerance, 1e-6)
+    else:
+        noise = relative_error(alone["eager"], alone[trusted], experts, lengths)
+        tolerance = max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)
+    error = relative_error(ours, alone[trusted], experts, lengths)
+    leaks = []
+    for parity in (0, 1):
+        mixed = [
+            own if k % 2 == parity else other for k, (own, other) in enumerate(zip(documents, others, strict=True))
+        ]
+        pairs = zip(_together(loaded, mixed, pack).split(lengths), ours.split(lengths), strict=True)
+        kept = [pair for k, pair in enumerate(pairs) if k % 2 == parity]
+        leaks += [relative_error(now, before, experts, [len(now)]) for now, before in kept]
+    return error, max(leaks), tolerance
+
+
+def _together(loaded: LoadedModel, documents: Sequence[PictureDocument], pack: Pack) -> torch.Tensor:
+    lengths = [len(document.token_ids) for document in documents]
+    row_length = max(lengths) if loaded.is_padded else None
+    batch = flatten_samples([(ids, np.ones(len(ids), bool)) for ids, *_ in documents], row_length=row_length)
+    images, ids = [image for document in documents for image in document.images], [ids for ids, *_ in documents]
+    batch = pack(batch, images, [len(document.images) for document in documents], ids).to(loaded.model.device)
+    states = widened(hidden_states(loaded.model, batch))
+    starts = batch.cu_seqlens[: len(lengths)].tolist()
+    return torch.cat([states[start : start + length] for start, length in zip(starts, lengths, strict=True)])
+
+
+def _alone(model: PreTrainedModel, document: PictureDocument) -> torch.Tensor:
+    given = {name: values.to(model.device) for name, values in document.alone.items()}
+    return widened(model.base_model(**given, use_cache=False).last_hidden_state[0])
+
+
+def _layout(loaded: LoadedModel) -> str:
+    return "padded" if loaded.is_padded else "packed"
+
+
+def read_with_own_attention(model: PreTrainedModel) -> None:
+    """Let every part but the text's decoder use transformers' attention: a picture's patches see each other."""
+    config, text = model.config, model.config.get_text_config()
+    own = attention_of_parts(model)
+    for name in own.keys() - {""}:
+        if getattr(config, name) is not text:
+            own[name] = "sdpa"
+    try:
+        model.set_attn_implementation(own)
+    except ValueError:  # a tower without it
+        model.set_attn_implementation({name: "eager" if held == "sdpa" else held for name, held in own.items()})

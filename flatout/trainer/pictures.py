@@ -1,0 +1,152 @@
+"""Pictures of samples as training goes: pixels and positions of each micro-batch, and what cannot be done with them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from flatout.config.schema import Config
+from flatout.data.pictures.processor import PictureProcessor
+from flatout.data.pictures.read import decoded
+from flatout.data.pictures.show import picture_statistics
+from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import load_tokenizer
+from flatout.errors import DataError, UsageError
+from flatout.models.packed import PackedBatch
+from flatout.models.picture_check import PictureDocument, require_picture_model
+from flatout.planner.layout import ParallelLayout
+from flatout.planner.shape import ModelShape
+from flatout.track.callback import Reporter
+
+_NUM_DECODERS = 4
+# sizes of the pictures of the self-test: their features lie in different grids
+_PROBED = ((56, 84), (70, 42), (48, 48))
+
+
+class PictureMaker:
+    """Makes what a model's tower reads of the pictures of micro-batches, in the loader's thread and its own."""
+
+    def __init__(self, processor: PictureProcessor, model: PreTrainedModel) -> None:
+        """Raises UsageError for a model that reads no pictures, or other tokens than the processor writes."""
+        require_picture_model(model, processor.token_id)
+        self._processor, self._base = processor, model.base_model
+        self._arguments = set(inspect.signature(self._base.get_image_features).parameters)
+        self._positions = getattr(self._base, "get_rope_index", None)
+        self._threads = ThreadPoolExecutor(_NUM_DECODERS, thread_name_prefix="flatout-pictures")
+
+    @classmethod
+    def of(cls, store: TokenStore, model: PreTrainedModel) -> PictureMaker | None:
+        """Return the maker of a store's pictures; None for one without. Raises DataError and UsageError."""
+        return cls(processor_of(store), model) if store.num_pictures else None
+
+    def add(
+        self, batch: PackedBatch, store: TokenStore, sample_ids: Sequence[int], token_ids: Sequence[NDArray[Any]]
+    ) -> PackedBatch:
+        """Return a batch of these samples, which share no prefix, with their pictures. Raises DataError."""
+        files = [store.pictures(sample_id) for sample_id in sample_ids]
+        if not any(files):
+            return batch
+        for sample_id, ids in zip(sample_ids, token_ids, strict=True):
+            own = slice(*store.picture_offsets[sample_id : sample_id + 2])
+            expected, found = (
+                int(store.extra["picture_tokens"][own].sum()),
+                int((ids == self._processor.token_id).sum()),
+            )
+            if expected != found:
+                where = store.origin(sample_id)
+                raise DataError(f"{where}: its pictures need {expected} tokens, but it has {found}; rebuild the set")
+        images = list(self._threads.map(decoded, [content for own in files for content in own]))
+        return self.with_images(batch, images, [len(own) for own in files], token_ids)
+
+    def with_images(
+        self, batch: PackedBatch, images: Sequence[Any], counts: Sequence[int], token_ids: Sequence[NDArray[Any]]
+    ) -> PackedBatch:
+        """Return a batch with images, of which each sample has `counts`; `token_ids` are the samples' own."""
+        values = self._processor.values_of(images)
+        given = {name: torch.from_numpy(held) for name, held in values.items() if name in self._arguments}
+        axes = None
+        if self._positions is not None:
+            axes = batch.position_ids.expand(3, -1).clone()
+            grids = given["image_grid_thw"].split(list(counts))
+            starts = batch.cu_seqlens[: len(counts)].tolist()
+            for start, ids, grid in zip(starts, token_ids, grids, strict=True):
+                if len(grid):
+                    axes[:, start : start + len(ids)] = self._axes(torch.from_numpy(ids.astype(np.int64)), grid)
+        return replace(batch, pictures=given, axes=axes)
+
+    def _axes(self, token_ids: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """Return the positions (3, n) of one document, by the model's own rule."""
+        kinds = (token_ids == self._processor.token_id).int()
+        assert self._positions is not None
+        found, _ = self._positions(token_ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)
+        positions: torch.Tensor = found[:, 0]
+        return positions
+
+    def probes(self, seed: int) -> list[PictureDocument]:
+        """Return documents for the self-test: texts only, with one picture, and with two; the same for each seed."""
+        random = np.random.default_rng(seed)
+        images = [self._processor.image_of(random.integers(0, 256, (*size, 3), np.uint8)) for size in _PROBED]
+        documents = []
+        for own in ([], images[:1], images[1:], []):
+            ids = [self._processor.tokens_of(image.height, image.width) for image in own]
+            texts = iter(random.choice(self._processor.plain_ids, (len(own) + 1, 5)))
+            parts = [next(texts), *(part for held in ids for part in (held, next(texts)))]
+            token_ids = np.concatenate(parts).astype(np.int64)
+            documents.append(PictureDocument(token_ids, own, self._alone(token_ids, own)))
+        return documents
+
+    def _alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the arguments of transformers' whole model for one document."""
+        ids = torch.from_numpy(token_ids)[None]
+        given = {"input_ids": ids}
+        if images:
+            values = self._processor.values_of(images)
+            given |= {name: torch.from_numpy(held) for name, held in values.items()}
+            if self._positions is not None:
+                given["mm_token_type_ids"] = (ids == self._processor.token_id).int()
+        return given
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def with_pictures(shape: ModelShape, store: TokenStore, reporter: Reporter) -> ModelShape:
+    """Return the shape with what pictures need of memory, and report them; as it is without pictures."""
+    if not store.num_pictures:
+        return shape
+    for line in picture_statistics(store):
+        reporter.stage("pictures", line)
+    ends = np.append(0, np.cumsum(store.extra["picture_values"]))[store.picture_offsets]
+    return replace(shape, picture_values=float((np.diff(ends) / store.lengths).max()))
+
+
+def processor_of(store: TokenStore) -> PictureProcessor:
+    """Return the image processor that a store was built with. Raises DataError."""
+    meta = store.meta
+    return PictureProcessor(meta.tokenizer, load_tokenizer(meta.tokenizer, added=meta.added_tokens))
+
+
+def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout) -> None:
+    """Raise UsageError for settings that pictures do not go with yet."""
+    if not store.num_pictures:
+        return
+    refused = {
+        f"context.parallel: {config.context.parallel}": config.context.parallel > 1,
+        f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,
+        f"strategy {layout.strategy}": layout.strategy not in ("single", "ddp"),
+    }
+    for what, is_wanted in refused.items():
+        if is_wanted:
+            raise UsageError(
+                f"data set {store.meta.name!r} has pictures, which cannot be trained with {what} yet; use one GPU, or "
+                "strategy: ddp"
+            )

@@ -1,0 +1,291 @@
+"""Rows with pictures: every form of one, what stands for it, and files that are no good."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from picture_world import FAMILIES, draw, make_reader
+from PIL import Image
+
+from flatout.api.inputs import data_file
+from flatout.config.schema import DataConfig
+from flatout.data.build import open_or_build
+from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import load_tokenizer
+from flatout.errors import DataError
+
+PATH = "a.png"
+CONTENT = draw(20, 30, 1)
+OTHER = draw(33, 17, 2)
+BASE64 = base64.b64encode(CONTENT).decode()
+ANSWER = {"role": "assistant", "content": "a red square"}
+ASKED = {"type": "text", "text": "what is shown?"}
+MARKED = "<image>what is shown?"
+Build = Callable[..., TokenStore]
+
+
+@pytest.fixture(scope="session")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("readers"), set[str]()
+
+    def reader(family: str) -> Path:
+        if family not in made:
+            make_reader(root / family, family)
+            made.add(family)
+        return root / family
+
+    return reader
+
+
+@pytest.fixture
+def build(readers: Callable[[str], Path], tmp_path: Path) -> Build:
+    """Build rows beside the pictures a.png and b.png, with settings of `data`."""
+
+    def build(rows: Any, family: str = "qwen2_5_vl", **settings: Any) -> TokenStore:
+        (tmp_path / PATH).write_bytes(CONTENT)
+        (tmp_path / "b.png").write_bytes(OTHER)
+        path = tmp_path / "rows.jsonl"
+        if isinstance(rows, str):
+            path = Path(rows)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values = {"name": "set", "root": tmp_path / "data", "sources": [{"path": str(path)}], "num_procs": 1}
+        return open_or_build(DataConfig(**values | settings), str(readers(family)))
+
+    return build
+
+
+def row(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "path": row({"type": "image", "path": PATH}, ASKED),
+    "image": row({"type": "image", "image": PATH}, ASKED),
+    "base64": row({"type": "image", "base64": BASE64}, ASKED),
+    "openai": row(
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64}", "detail": "low"}}, ASKED
+    ),
+    "responses": row({"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"}, ASKED),
+    "anthropic": row(
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}}, ASKED
+    ),
+    "trl": {**row({"type": "image"}, ASKED), "images": [PATH]},
+    "trl without parts": {"messages": [{"role": "user", "content": "what is shown?"}, ANSWER], "images": [PATH]},
+    "llama-factory": {"messages": [{"role": "user", "content": MARKED}, ANSWER], "images": [PATH]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": MARKED}, {"from": "gpt", "value": "a red square"}],
+        "images": [PATH],
+    },
+    "llava": {
+        "id": "1", "image": PATH,
+        "conversations": [{"from": "human", "value": MARKED}, {"from": "gpt", "value": "a red square"}],
+    },
+    "alpaca": {"instruction": MARKED, "output": "a red square", "images": [PATH]},
+    "prompt and completion": {
+        "prompt": [{"role": "user", "content": MARKED}], "completion": [ANSWER],
+        "images": [{"bytes": None, "path": PATH}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_picture_is_the_same_sample(build: Build, readers: Any, form: str) -> None:
+    store = build([FORMS[form]])
+    assert store.pictures(0) == [CONTENT]
+    assert load_tokenizer(str(readers("qwen2_5_vl"))).decode(store.sample(0).token_ids) == (
+        "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 8 + "<|vision_end|>what is shown?<|im_end|>\n"
+        "<|im_start|>assistant\na red square<|im_end|>\n"
+    )
+    assert store.extra["picture_tokens"].tolist() == [8]
+
+
+def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build: Build, tmp_path: Path) -> None:
+    image = Image.open(io.BytesIO(CONTENT))
+    rows = [{"messages": [{"role": "user", "content": [{"type": "image", "image": image}, ASKED]}, ANSWER]}]
+    (stored,) = build(data_file(rows, tmp_path / "in"), name="memory").pictures(0)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(stored))), np.asarray(image))
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({
+        "messages": [[{"role": "user", "content": MARKED}, ANSWER]], "images": [[{"bytes": CONTENT, "path": PATH}]]
+    })  # fmt: skip
+    assert build(data_file(table, tmp_path / "in"), name="parquet").pictures(0) == [CONTENT]
+
+
+def test_relative_paths_are_below_media_root(build: Build, tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "c.png").write_bytes(OTHER)
+    rows = [row({"type": "image", "path": "c.png"}, ASKED)]
+    assert build(rows, media_root=tmp_path / "media").pictures(0) == [OTHER]
+    with pytest.raises(DataError, match=r"c\.png: cannot be read: .*relative paths are below data.media_root"):
+        build(rows)
+
+
+def bad(content: bytes) -> dict[str, Any]:
+    return row({"type": "image", "base64": base64.b64encode(content).decode()}, ASKED)
+
+
+def animated() -> bytes:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+def wide(mode: str) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (20, 20)).save(file, "TIFF")
+    return file.getvalue()
+
+
+def of_size(content: bytes, size: int) -> bytes:
+    """Return a PNG whose header says that it has this many rows and columns."""
+    header = b"IHDR" + struct.pack(">II", size, size) + content[24:29]
+    return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": (row({"type": "image", "path": "no.png"}, ASKED), "no.png: cannot be read: No such file"),
+    "a folder": (row({"type": "image", "path": "."}, ASKED), "cannot be read"),
+    "an address": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "is an address; download"),
+    "no picture": (bad(b"not a picture"), "not a whole picture"),
+    "empty": (bad(b""), "messages[0].content[0] says not where its picture is"),
+    "cut off": (bad(CONTENT[:-200]), "not a whole picture"),
+    "flipped": (bad(CONTENT[:60] + bytes(40) + CONTENT[100:]), "not a whole picture"),
+    "bad base64": (row({"type": "image", "base64": "%%%"}, ASKED), "its base64 is damaged"),
+    "animated": (bad(animated()), "animated, with 2 frames"),
+    "16 bit": (bad(wide("I;16")), "its pixels are of mode I;16; convert it"),
+    "float": (bad(wide("F")), "its pixels are of mode F; convert it"),
+    "huge": (bad(of_size(draw(1, 1), 10000)), "10,000 x 10,000 pixels"),
+    "a line": (bad(draw(3, 500)), "500 x 3 pixels are too few"),
+    "a strip": (bad(draw(4, 900)), "the image processor refuses 4 x 900 pixels"),
+    "null": ({**row(ASKED), "images": [None, PATH]}, "images[0] is null, not a picture"),
+    "too few": ({**row({"type": "image"}, {"type": "image"}, ASKED), "images": [PATH]},
+                "images has 1 pictures, but the turns have 2 picture parts without a picture"),
+    "too many": ({"messages": [{"role": "user", "content": MARKED}, ANSWER], "images": [PATH, PATH]},
+                 "images has 2 pictures, but the turns have 1 <image>"),
+    "of an answer": ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": MARKED}],
+                      "images": [PATH]}, "an assistant turn holds <image>"),
+    "a size": (row({"type": "image", "path": PATH, "max_pixels": 1000}, ASKED), "max_pixels sizes one picture"),
+    "its token": (row({"type": "image", "path": PATH}, {"type": "text", "text": "<|image_pad|>?"}),
+                  "a text holds <|image_pad|>, which stands for a picture"),
+    "a video": (row({"type": "video", "video": "a.mp4"}, ASKED), "holds videos, which cannot be trained on yet"),
+    "a sound": ({**row(ASKED), "audio": "a.wav"}, "'audio' holds audios, which cannot be trained on yet"),
+    "of texts": ({"prompt": MARKED, "completion": "a", "images": [PATH]}, "has pictures, but prompt is a text"),
+    "two columns": ({**row(ASKED), "images": [PATH], "image": PATH}, "images and image both hold pictures"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_picture_is_named_and_counted(build: Build, name: str) -> None:
+    found, says = BAD[name]
+    with pytest.raises(DataError) as refused:
+        build([found])
+    assert says in str(refused.value)
+    assert "rows.jsonl:1: " in str(refused.value)
+    columns = {"conversations": FORMS["llava"]} if "conversations" in found else {}
+    good = FORMS["path"] if "messages" in found else FORMS["prompt and completion"]
+    store = build([good, found, good], on_bad_row="skip", **columns) if "messages" in found else None
+    if store is not None:
+        assert (store.num_samples, store.num_pictures, store.meta.counts["bad"]) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, family: str) -> None:
+    from flatout.data.pictures.processor import PictureProcessor
+
+    folder = str(readers(family))
+    tokenizer = load_tokenizer(folder)
+    processor = PictureProcessor(folder, tokenizer)
+    random = np.random.default_rng(4)
+    for height, width in random.integers(5, 90, (40, 2)).tolist():
+        if max(height, width) / min(height, width) > 15:
+            continue
+        image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+        made = processor._processor(text=[processor.mark], images=[image])
+        expected = processor.standing(height, width)
+        assert list(made["input_ids"][0]) == tokenizer(expected.text)["input_ids"]
+        assert np.asarray(made["pixel_values"]).size == expected.num_values
+
+
+def test_a_picture_on_its_side_is_read_upright(build: Build) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    pixels = np.asarray(Image.open(io.BytesIO(CONTENT)))
+    file = io.BytesIO()
+    Image.fromarray(np.rot90(pixels).copy()).save(file, "PNG", exif=exif.tobytes())
+    turned, upright = build([bad(file.getvalue())]), build([FORMS["path"]], name="upright")
+    assert [turned.extra[f"picture_{side}s"].tolist() for side in ("height", "width")] == [[20], [30]]
+    assert np.array_equal(turned.sample(0).token_ids, upright.sample(0).token_ids)
+    from flatout.data.pictures.read import decoded
+
+    assert np.array_equal(np.asarray(decoded(turned.pictures(0)[0])), pixels)
+
+
+def test_a_row_with_pictures_is_dropped_whole_or_stays(build: Build) -> None:
+    length = len(build([FORMS["path"]]).sample(0).token_ids)
+    texts = [{"messages": [{"role": "user", "content": f"q{number}"}, ANSWER]} for number in range(40)]
+    rows = [FORMS["path"], *texts]
+    assert build(rows, max_tokens=length).num_pictures == 1
+    for policy in ("auto", "truncate", "split", "drop"):
+        store = build(rows, max_tokens=length - 1, too_long=policy)
+        assert (store.num_samples, store.num_pictures, store.meta.counts["too_long"]) == (40, 0, 1)
+        assert "picture_bytes" not in store.columns
+    with pytest.raises(DataError, match="are over max_tokens"):
+        build(rows, max_tokens=length - 1, too_long="error")
+
+
+def test_files_are_stored_once_and_equal_texts_ask_about_different_pictures(build: Build) -> None:
+    rows = [FORMS["path"], row({"type": "image", "path": "b.png"}, ASKED), FORMS["base64"]]
+    store = build(rows)
+    assert [store.pictures(index) for index in range(3)] == [[CONTENT], [OTHER], [CONTENT]]
+    assert len(store.extra["picture_bytes"]) == len(CONTENT) + len(OTHER)
+    same_size = draw(20, 30, 9)
+    rows[1] = bad(same_size)
+    assert build(rows, dedupe="exact").num_samples == 2
+    assert build(rows).hashes[0] == build(rows).hashes[2] != build(rows).hashes[1]
+    with pytest.raises(DataError, match="near compares texts"):
+        build(rows, dedupe="near")
+
+
+def test_pictures_carry_no_loss(build: Build, readers: Any) -> None:
+    pad = load_tokenizer(str(readers("qwen2_5_vl"))).convert_tokens_to_ids("<|image_pad|>")
+    ids, loss_mask = build([FORMS["path"]], loss_type="all").sample(0).pair
+    assert not loss_mask[ids == pad].any()
+    assert loss_mask[1:][ids[1:] != pad].all()
+
+
+def test_what_cannot_read_pictures_is_refused(build: Build, small_tokenizer_dir: Path, tmp_path: Path) -> None:
+    build([FORMS["path"]])
+    sources = [{"path": str(tmp_path / "rows.jsonl")}]
+    config = DataConfig(name="text", root=tmp_path / "data", sources=sources, template="chatml")
+    with pytest.raises(DataError, match="has no image processor"):
+        open_or_build(config, str(small_tokenizer_dir))
+    pair = {"prompt": FORMS["path"]["messages"][:1], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "no"}]}
+    with pytest.raises(DataError, match="answers are compared on texts only"):
+        build([pair])
+
+
+def test_samples_are_shown_with_their_pictures(build: Build, tmp_path: Path, capsys: Any) -> None:
+    from flatout.cli.main import main
+
+    build([row(*[{"type": "image", "base64": base64.b64encode(draw(64, 64)).decode()}], ASKED), FORMS["path"]])
+    assert main(["data", "show", "set", "--root", str(tmp_path / "data")]) == 0
+    printed = capsys.readouterr().out
+    assert "<|image_pad|>\N{MULTIPLICATION SIGN}" in printed
+    assert "picture 1: 20 x 30 pixels, 8 tokens" in printed
+    assert "2 pictures, at most 1 a sample" in printed
+    out = tmp_path / "page.html"
+    assert main(["data", "show", "set", "--root", str(tmp_path / "data"), "--html", "--out", str(out)]) == 0
+    page = out.read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') == 2
+    assert "img-src data:" in page

@@ -1,0 +1,141 @@
+"""Runs on rows with pictures: ranks, resuming, full fine-tuning, and what is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from picture_world import make_picture_model, write_rows
+from PIL import ImageOps
+from safetensors.torch import load_file
+
+from flatout.cli.main import main
+from flatout.errors import PackingError
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("picture_runs")
+    write_rows(root)
+    make_picture_model(root / "model", "qwen2_5_vl")
+    return root
+
+
+def write_config(world: Path, folder: Path, more: str = "") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(
+        f"run_dir: {folder / 'one'}\ndevice: cpu\nmodel: {{name: '{world / 'model'}', precision: fp64}}\n"
+        f"data: {{name: pictures, root: '{world / 'data'}', sources: [{{path: '{world / 'rows.jsonl'}'}}]}}\n"
+        f"lora: {{rank: 4, alpha: 8}}\neval: {{fraction: 0.2, prompts: []}}\n"
+        "batch: {samples_per_step: 5, max_steps: 3, micro_batch_tokens: 120}\n" + more
+    )
+    return path
+
+
+def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_same_bits(
+    world: Path, tmp_path: Path, metrics_of: Any
+) -> None:
+    config = str(write_config(world, tmp_path, "checkpoint: {every_steps: 1, keep: 9}\n"))
+    assert main(["train", config]) == 0
+    assert main(["train", config, f"run_dir={tmp_path / 'two'}", "gpus=[0,1]"]) == 0
+    for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "eval_loss")):
+        one, two = ([record[name] for record in metrics_of(tmp_path / run, kind)] for run in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-6)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "one", again)
+    for folder in (again / "final", *(again / "checkpoints").glob("step-[23]")):
+        shutil.rmtree(folder)
+    assert main(["train", config, f"run_dir={again}"]) == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, truth = (load_file(tmp_path / run / "checkpoints" / "step-3" / name) for run in ("again", "one"))
+        assert ours.keys() == truth.keys()
+        assert all(torch.equal(ours[key], truth[key]) for key in truth)
+    # what reads pictures again goes with the adapter
+    assert (tmp_path / "one" / "final" / "processor_config.json").read_bytes() == (
+        world / "model" / "processor_config.json"
+    ).read_bytes()
+
+
+def test_full_fine_tuning_trains_the_decoder_of_texts_alone(world: Path, tmp_path: Path) -> None:
+    config = write_config(world, tmp_path, "method: full\n")
+    config.write_text(config.read_text().replace("lora: {rank: 4, alpha: 8}\n", ""))
+    assert main(["train", str(config)]) == 0
+    before, after = load_file(world / "model" / "model.safetensors"), tmp_path / "one" / "final" / "model.safetensors"
+    changed = {name for name, value in load_file(after).items() if not torch.equal(value.float(), before[name].float())}
+    assert changed
+    assert not any("visual" in name for name in changed)
+
+
+def test_a_run_does_not_go_on_with_other_pictures(world: Path, tmp_path: Path, capfd: Any) -> None:
+    for name in ("rows.jsonl", "pictures"):
+        (shutil.copytree if name == "pictures" else shutil.copy)(world / name, tmp_path / name)
+    config = write_config(world, tmp_path, "checkpoint: {every_steps: 1}\n")
+    config.write_text(
+        config.read_text()
+        .replace(str(world / "rows"), str(tmp_path / "rows"))
+        .replace(str(world / "data"), str(tmp_path / "data"))
+    )
+    assert main(["train", str(config), "batch.max_steps=2"]) == 0
+    (tmp_path / "pictures" / "0.png").write_bytes((tmp_path / "pictures" / "2.png").read_bytes())
+    assert main(["train", str(config), "batch.max_steps=2"]) == 0  # the set holds the pictures that it was built from
+    shutil.rmtree(tmp_path / "data")
+    shutil.rmtree(tmp_path / "one" / "final")
+    assert main(["train", str(config), "batch.max_steps=2"]) == 4
+    assert "data" in "".join(capfd.readouterr())
+
+
+REFUSED = {
+    "zero1": (["train", "gpus=[0,1]", "strategy=zero1"], "cannot be trained with strategy zero1 yet"),
+    "context": (["train", "gpus=[0,1]", "context.parallel=2"], "cannot be trained with context.parallel: 2 yet"),
+    "prefixes": (["train", "batch.share_prefix=on"], "samples hold pictures"),
+    "verify": (["verify"], "has pictures, which verify does not compare yet"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_built_is_refused_by_name(world: Path, tmp_path: Path, capfd: Any, what: str) -> None:
+    (verb, *options), says = REFUSED[what]
+    assert main([verb, str(write_config(world, tmp_path)), *options]) == 2
+    assert says in " ".join("".join(capfd.readouterr()).split())
+
+
+BUGS = ["order of pictures", "neighbour's positions", "another picture's features", "one axis", "a picture more"]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_check_at_start_up_finds_planted_bugs(world: Path, tmp_path: Path, bug: str) -> None:
+    from flatout.config.schema import ModelConfig
+    from flatout.data.pictures.processor import PictureProcessor
+    from flatout.data.tokenizer import load_tokenizer
+    from flatout.models.load.model import load_model
+    from flatout.models.picture_check import check_pictures, read_with_own_attention
+    from flatout.trainer.pictures import PictureMaker
+
+    model_dir = str(world / "model")
+    config = ModelConfig(name=model_dir, precision="fp64")
+    loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
+    read_with_own_attention(loaded.model)
+    maker = PictureMaker(PictureProcessor(model_dir, load_tokenizer(model_dir)), loaded.model)
+
+    def planted(batch: Any, images: Any, counts: Any, token_ids: Any) -> Any:
+        made = maker.with_images(batch, images, counts, token_ids)
+        if bug == "order of pictures":
+            return replace(made, pictures=maker.with_images(batch, images[::-1], counts[::-1], token_ids).pictures)
+        if bug == "neighbour's positions":
+            return replace(made, axes=made.axes.roll(1, 1))
+        if bug == "another picture's features":
+            other = maker.with_images(batch, [ImageOps.invert(image) for image in images], counts, token_ids)
+            return replace(made, pictures=other.pictures)
+        if bug == "one axis":
+            return replace(made, axes=made.axes[:1].expand(3, -1))
+        return replace(made, pictures={name: torch.cat([one, one[:4]]) for name, one in made.pictures.items()})
+
+    documents = maker.probes(0), maker.probes(1)
+    assert "no leak" in check_pictures(loaded, *documents, maker.with_images)
+    with pytest.raises(PackingError, match="model type qwen2_5_vl"):
+        check_pictures(loaded, *documents, planted)
+    maker.close()
