@@ -213,7 +213,7 @@ def test_a_gpu_compiles_nothing_during_steps_and_begins_at_the_reference(
     """As on the CPU, with compiled layers for both kinds of passes, over 15 steps of many sizes."""
     rows = [{**row, "completion": row["completion"] * (k % 5 + 1)} for k, row in enumerate(ROWS * 4)]
     file = written(tiny, tmp_path, [{**row, "prompt": f"{k}: {row['prompt']}"} for k, row in enumerate(rows)])
-    more = ["device=cuda", "deterministic=true", f"model.precision={precision}", "eval.fraction=0"]
+    more = ["device=cuda", "deterministic=true", f"model.precision={precision}", "eval={}"]
     assert main(["train", str(file), *more]) == 0
     first, *others = metrics_of(tmp_path / "run")
     assert first["loss"] == 0.5
