@@ -49,16 +49,20 @@ def use_scoring(config: Any, labels: Sequence[str] | None, origin: str) -> None:
     if is_scoring(config):
         known = [config.id2label[index] for index in range(config.num_labels)]
         labels = known if labels is None else labels
-        is_named = known != [f"LABEL_{index}" for index in range(len(known))]
-        if len(known) != len(labels) or (is_named and known != list(labels)):
-            raise UsageError(
-                f"{origin}: its scores are {', '.join(known)[:200]}, but the run's {', '.join(labels)[:200]}; train "
-                "from the base model, or on the same labels"
-            )
+        check_labels(known, labels, origin, "train from the base model, or on the same labels")
     labels = ONE_SCORE if labels is None else labels
     config.architectures = [name]
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: index for index, label in enumerate(labels)}
+
+
+def check_labels(known: Sequence[str], labels: Sequence[str], origin: str, instead: str) -> None:
+    """Raise UsageError unless the scores of files, which may have no names, are those of a run."""
+    is_named = list(known) != [f"LABEL_{index}" for index in range(len(known))]
+    if len(known) != len(labels) or (is_named and list(known) != list(labels)):
+        raise UsageError(
+            f"{origin}: its scores are {', '.join(known)[:200]}, but the run's {', '.join(labels)[:200]}; {instead}"
+        )
 
 
 def set_padding(model: PreTrainedModel, padding_id: int | None) -> None:

@@ -6,7 +6,8 @@ from flatout.config.schema import Config
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import DataError, UsageError
-from flatout.models.scoring import ONE_SCORE, SCORE, Scoring
+from flatout.models.load.inference import saved_scoring
+from flatout.models.scoring import ONE_SCORE, SCORE, Scoring, check_labels
 from flatout.objectives.protocol import Objective
 
 
@@ -35,7 +36,7 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scori
     """Return what the run's model scores; None for a model that writes.
 
     Batches are padded by the tokenizer's own padding token, or if it has none by its end token. Raises DataError for a
-    tokenizer that has neither, and for a data set with one label.
+    tokenizer that has neither, and for a data set with one label; UsageError if `lora.continue_from` scores others.
     """
     if objective.reads != "scores":
         return None
@@ -48,4 +49,8 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scori
             f"tokenizer {config.data.tokenizer or config.model.name!r} has no pad_token and no eos_token, so "
             "batches of texts could not be padded; set one in tokenizer_config.json"
         )
-    return Scoring(store.meta.labels or ONE_SCORE, int(found))
+    labels, adapter = store.meta.labels or ONE_SCORE, config.lora.continue_from
+    if adapter is not None and (saved := saved_scoring(adapter)) is not None:
+        instead = "remove lora.continue_from, or train on the same labels"
+        check_labels(saved.labels, labels, f"lora.continue_from: {adapter}", instead)
+    return Scoring(labels, int(found))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -299,3 +300,18 @@ def test_a_model_that_scores_does_not_write(config_of: Any, tmp_path: Path, caps
         train(two)
     with pytest.raises(UsageError, match="scores texts and does not write"):
         train(config_of(ROWS, file="writes", run="writes", objective="cross_entropy", **short))
+
+
+def test_an_adapter_goes_on_only_with_its_own_labels(config_of: Any, tmp_path: Path) -> None:
+    """Its rows of `score` would otherwise be read under other names."""
+    short: dict[str, Any] = {"batch": {"max_steps": 1}, "optim": {"lr": 1e-30}}
+    two = [row for row in ROWS if row["label"] != "so-so"]
+    train(config_of(two, file="two", **short))
+    short["lora"] = {"continue_from": str(tmp_path / "run/final")}
+    train(config_of(two, file="two", run="same", **short))
+    first, again = (load_file(tmp_path / run / "final/adapter_model.safetensors") for run in ("run", "same"))
+    assert all(torch.allclose(own, again[name], rtol=0, atol=1e-20) for name, own in first.items())
+    others = [{**row, "label": "meh" if row["label"] == "bad" else row["label"]} for row in two]
+    for file, rows, labels in (("others", others, "good, meh"), ("three", ROWS, "bad, good, so-so")):
+        with pytest.raises(UsageError, match=f"final: its scores are bad, good, but the run's {labels}; remove lora"):
+            plan_run(config_of(rows, file=file, run=file, **short), Reporter(), Rank())
