@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,14 @@ def add_column(
     per: Per,
     meaning: str,
     durable_io: DurableIO | None = None,
-    replaces: Collection[str] = (),
+    replaces: Callable[[Mapping[str, Column]], Collection[str]] | None = None,
 ) -> TokenStore:
     """Write a column into a finished store, and return the store with it; one of the same name is replaced.
 
     `values` [number of tokens, samples or units, as `per` says] have one of the types of `Column`. The column is in the
-    store whole or not at all, whenever a write ends; open stores keep what they read. The columns `replaces` leave the
-    store with it. Raises DataError for values that
-    do not fit the store, UsageError for a column that `check_column` refuses, and ResourceError if the disk is full.
+    store whole or not at all, whenever a write ends; open stores keep what they read. Those of the store's columns that
+    `replaces` returns leave it; no other process changes them meanwhile. Raises DataError for values that do not fit,
+    UsageError for a column that `check_column` refuses, and ResourceError if the disk is full.
     """
     durable_io = durable_io or DurableIO()
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}"):
@@ -69,7 +69,8 @@ def add_column(
         durable_io.remove_tree(folder / column.file)  # of a write that a crash ended
         content = [memoryview(npy_header(column, len(values))), values.view(np.uint8).data]
         durable_io.create(folder / column.file, content, sum(map(len, content)))
-        gone = {one: manifest.columns[one] for one in {*replaces} & manifest.columns.keys() - {*COLUMNS, name}}
+        leaving = () if replaces is None else replaces(manifest.columns)
+        gone = {one: manifest.columns[one] for one in {*leaving} & manifest.columns.keys() - {*COLUMNS, name}}
         kept = {one: own for one, own in manifest.columns.items() if one not in gone}
         shards = tuple(
             replace(shard, xxh3={one: own for one, own in shard.xxh3.items() if one not in gone}) for shard in shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -49,9 +50,13 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
     """
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
     add_kept(values, store, key)
-    name, known = column_of_key(key), TokenStore.open(store.folder)
-    others = [one for one in known.columns if one.startswith(_PREFIX) and one != name]
-    others.sort(key=lambda one: (store.folder / known.columns[one].file).stat().st_mtime_ns, reverse=True)
-    gone, told = others[MOST_KEPT - 1 :], f"{meaning}; {UNKNOWN:g}: not computed"
-    add_column(store.folder, name, values, per="sample", meaning=told, replaces=gone)
-    return [known.columns[one].meaning.partition(";")[0] for one in gone]
+    name, told, gone = column_of_key(key), f"{meaning}; {UNKNOWN:g}: not computed", list[str]()
+
+    def oldest(columns: Mapping[str, Column]) -> list[str]:
+        others = [one for one in columns if one.startswith(_PREFIX) and one != name]
+        others.sort(key=lambda one: (store.folder / columns[one].file).stat().st_mtime_ns, reverse=True)
+        gone.extend(columns[one].meaning.partition(";")[0] for one in others[MOST_KEPT - 1 :])
+        return others[MOST_KEPT - 1 :]
+
+    add_column(store.folder, name, values, per="sample", meaning=told, replaces=oldest)
+    return gone

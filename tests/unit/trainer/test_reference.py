@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from flatout.data.add_column import add_column
 from flatout.data.reference import UNKNOWN, column_of_key, keep_on_disk, with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, FlatoutError, ProblemsError, UsageError
+from flatout.io import file_lock
 from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
@@ -155,6 +158,39 @@ def test_a_data_set_keeps_the_newest_references(
     assert columns_of(root)[column_of_key("3" * 32)].tolist() == [-3.0] * store.num_samples
     (said_again,) = trained(config_of(tiny, root, "again"))
     assert "are known from an earlier run" in said_again
+
+
+def test_runs_that_keep_references_at_once_drop_the_oldest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run replaces what it has kept, each time that this one has read the data set's list without its lock."""
+    monkeypatch.setattr("flatout.data.reference.MOST_KEPT", 2)
+    own, other = (with_reference(TokenStore.open(registry.built_dir(root, "pairs"))) for _ in range(2))
+    for digit in "12":
+        keep_on_disk(other, digit * 32, f"by model {digit}")
+    opens, locks, busy, times = TokenStore.open, file_lock.locked, False, 0
+
+    @contextmanager
+    def locked(*given: Any) -> Iterator[None]:
+        nonlocal busy
+        was, busy = busy, True
+        with locks(*given):
+            yield
+        busy = was
+
+    def replaced_behind(folder: Path) -> TokenStore:
+        nonlocal busy, times
+        found = opens(folder)
+        if not busy:
+            busy, times = True, times + 1
+            other.extra[REFERENCE][:] = -float(times)
+            keep_on_disk(other, "1" * 32, f"by model 1, {times}")
+            busy = False
+        return found
+
+    monkeypatch.setattr("flatout.data.add_column.locked", locked)
+    monkeypatch.setattr(TokenStore, "open", replaced_behind)
+    assert keep_on_disk(own, "9" * 32, "by model 9") == ["by model 2"]
+    assert times
+    assert columns_of(root).keys() == {column_of_key("1" * 32), column_of_key("9" * 32)}
 
 
 def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
