@@ -63,8 +63,9 @@ def resolve_config(
     sections = {name: value for name, value in (("model", model), ("data", data)) if isinstance(value, _SETTINGS)}
     for changes in (expand(settings), expand(sections)):
         values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
-    run_dir = Path(values.get("run_dir") or Path("runs") / values.get("name", "run"))
-    root = Path((values.get("data") or {}).get("root", "data"))
+    run_dir = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
+    given = values.get("data")
+    root = Path(str(given.get("root", "data") if isinstance(given, Mapping) else "data"))
     found: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
     if model is not None and "model" not in sections:
         found["model"]["name"] = name = model_source(model, run_dir)
@@ -109,10 +110,11 @@ def train(
     """
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
     place = _launch_mode(resolved)
+    if not isinstance(place, SpawnRanks):
+        prepare_torch(place.environment)  # the checks of a restart import torch
     if restart:
         move_aside(resolved, environment(), place)
     if not isinstance(place, SpawnRanks):
-        prepare_torch(place.environment)
         from flatout.trainer.run import train as train_here
 
         with _without_bars():

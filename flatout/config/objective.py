@@ -99,9 +99,9 @@ def with_trained_score(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a run's settings in which LoRA also trains the new `score` of an objective that reads scores, in full."""
     if values.get("method", "lora") != "lora" or not reads_scores(kind_of(values.get("objective"))):
         return values
-    lora = values.get("lora") or {}
-    given = dict(lora.model_dump(exclude_unset=True) if isinstance(lora, Section) else lora)
-    saved = given.get("modules_to_save") or []
+    lora = values.get("lora", {})
+    given = lora.model_dump(exclude_unset=True) if isinstance(lora, Section) else lora
+    saved = given.get("modules_to_save", []) if isinstance(given, Mapping) else None
     if not isinstance(saved, list) or "score" in saved:
         return values
     return {**values, "lora": {**given, "modules_to_save": [*saved, "score"]}}

@@ -54,6 +54,8 @@ def expand(values: Mapping[str, Any]) -> dict[str, Any]:
         given = expanded.get(section, {})
         if isinstance(given, BaseModel):
             given = given.model_dump(exclude_unset=True)
+        if not isinstance(given, Mapping):
+            continue  # no section: refused as such
         if setting in given:
             raise UsageError(f"{name} and {SHORTCUTS[name]} are both given; keep one")
         expanded[section] = {**given, setting: values[name]}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -162,6 +166,24 @@ def test_python_is_told_in_python_and_starts_over(here: Path) -> None:
     assert 'flatout.train(..., checkpoint={"allow_change": ["optim.lr"]})' in said
     assert flatout.train("run.yaml", lr=1e-4, restart=True).config.optim.lr == 1e-4
     assert flatout.load("run.old-1").log.state == "complete"
+
+
+@pytest.mark.parametrize("restart", ["True", "False"])
+def test_torch_is_imported_after_its_variables_are_set(here: Path, restart: str) -> None:
+    code = (
+        "import os, sys, flatout\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('PYTORCH_ALLOC_CONF'), 'TORCHINDUCTOR_CACHE_DIR' in os.environ, flush=True)\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        f"flatout.train('run.yaml', seed=1, restart={restart})\n"
+    )
+    unset = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=here, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"expandable_segments:True,.* True\n", done.stdout)
 
 
 def test_runs_are_listed_sorted_and_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+import flatout
 from flatout.config.names import OF_OTHERS, dotted_names
 from flatout.config.read import dump_config, load_config, make_config
 from flatout.config.schema import Config, ModelConfig, OptimConfig
@@ -101,6 +102,34 @@ def test_every_number_refuses_nonsense(tmp_path: Path) -> None:
     for name in numeric:
         for value in ("-1", ".nan", "word"):
             assert any(problem.startswith(name) for problem in problems_of(tmp_path, MINIMAL, f"{name}={value}"))
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "classify"])
+@pytest.mark.parametrize("value", [5, [1, 2], "5", True, None, {"modules_to_save": None}])
+@pytest.mark.parametrize("section", ["lora", "optim", "batch"])
+def test_what_is_no_section_is_refused_as_such_with_every_objective(section: str, value: Any, objective: str) -> None:
+    wrong = "lora.modules_to_save: input" if isinstance(value, dict) and section == "lora" else section
+    values = {"model": "m", "objective": objective, section: value}
+    with pytest.raises(ProblemsError, match=rf"- {re.escape(wrong)}"):
+        make_config(values)
+    with pytest.raises(ProblemsError, match=rf"- {re.escape(wrong)}"):
+        flatout.train(values)
+    with pytest.raises(ValueError, match=rf"(?m)^{section}"):  # pydantic's own
+        Config(**values, rank=8, lr=1e-4, max_steps=1) if not isinstance(value, dict) else Config(**values)
+
+
+@pytest.mark.parametrize("name", ["data", "run_dir", "name", "method", "objective"])
+def test_python_refuses_another_value_of_a_wrong_type_in_a_sentence(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"\b{name}: "):
+        flatout.train({"model": "m", name: 5})
+
+
+def test_a_section_that_is_one_gets_the_score_that_an_objective_trains(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "objective: classify\n")
+    for words in ([], ["lora={rank: 8}"], ["lora.modules_to_save=[score]"]):
+        assert load_config(path, words).lora.modules_to_save == ["score"]
+    assert load_config(path, ["lora.modules_to_save=[norm]"]).lora.modules_to_save == ["norm", "score"]
+    assert Config(model="m", objective="classify", lora={}, rank=8).lora.rank == 8  # type: ignore[call-arg, arg-type]
 
 
 def test_config_is_frozen(tmp_path: Path) -> None:
