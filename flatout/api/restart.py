@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from glob import glob
 from pathlib import Path
 
 from flatout.config.folders import free_folder
 from flatout.config.schema import Config
+from flatout.config.section import paths_of
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
@@ -45,9 +48,7 @@ def move_aside(
     durable_io, folder = DurableIO(), config.folder.resolve()
     model = Path(config.model.name).resolve()
     is_own = model.parent == folder and model.name.startswith("model-")
-    inputs = [config.lora.continue_from, config.objective.reference.adapter, None if is_own else config.model.name]
-    inputs += [source.path for source in config.data.sources]
-    if inside := next((one for one in inputs if one and Path(one).resolve().is_relative_to(folder)), None):
+    if inside := next(_inputs_in(folder, config, model if is_own else None), None):
         raise UsageError(
             f"--restart would move {inside} away, which the new run reads: it is in {config.folder}; move it out of "
             "there, or use another name"
@@ -65,6 +66,17 @@ def move_aside(
         shutil.copyfile(aside / file.relative_to(folder), file)
     shown = aside if config.folder.is_symlink() else config.folder.with_name(aside.name)
     ConsoleCallback().on_stage("restart", f"the earlier run is now {shown}")
+
+
+def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator[str]:
+    """Yield the paths in a run's folder that the run reads, besides a model that stays there."""
+    builds_all = bool(config.data.sources) and not config.eval.data_names
+    data = config.data.model_copy(update={"root": Path()}) if builds_all else config.data
+    for path in paths_of(config.model_copy(update={"run_dir": None, "data": data})):
+        whole = os.path.expanduser(path)  # noqa: PTH111  (another user's home need not exist)
+        found = [Path(one).resolve() for one in (whole, *glob(whole, recursive=True))]  # noqa: PTH207
+        if any(one.is_relative_to(folder) and not (own_model and one.is_relative_to(own_model)) for one in found):
+            yield path
 
 
 def _check(config: Config, start: RunHere | SpawnRanks) -> None:

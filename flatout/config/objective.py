@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, model_validator
 
 from flatout.config.data import data_section
-from flatout.config.section import Section
+from flatout.config.section import PathText, Section
 from flatout.errors import UsageError
 
 REFERENCE = "reference_logprob"
@@ -131,7 +131,7 @@ class ObjectiveConfig(Section):
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
     answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on answers with labels: kto; with fields of their own, such as `beta`
     (docs/preference.md); reward: a model that scores answers; classify: one that gives texts labels."""
-    path: str | None = None
+    path: PathText | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -43,6 +44,19 @@ def short_form(*kinds: Any) -> Any:
 def nested_kinds(annotation: Any) -> list[Any]:
     """Return the annotation and all types nested in it."""
     return [annotation, *(kind for part in get_args(annotation) for kind in nested_kinds(part))]
+
+
+def paths_of(value: Any, is_path: bool = False) -> Iterator[str]:
+    """Yield every text in a configuration that its schema declares to be a path, without the class behind a file."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            yield from paths_of(getattr(value, name), Path in [*nested_kinds(field.annotation), *field.metadata])
+    elif isinstance(value, Mapping | list):
+        # a list beside a path is not of paths, as in eval.prompts
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from paths_of(part, is_path and isinstance(value, Mapping))
+    elif is_path and isinstance(value, str | Path):
+        yield re.sub(r"(\.py):\w+$", r"\1", str(value))
 
 
 def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *, path: str = "") -> None:

@@ -6,18 +6,16 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from flatout.config.folders import free_folder
 from flatout.config.read import make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
-from flatout.config.section import nested_kinds
+from flatout.config.section import paths_of
 from flatout.data import registry
 from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
@@ -136,7 +134,7 @@ class Workspace:
                 "this run in a terminal: flatout train"
             )
         models = {config.model.name, config.data.tokenizer}
-        for path in (str(config.folder), *_paths(config)):
+        for path in (str(config.folder), *paths_of(config)):
             self.inside(path, is_model=path in models)  # a hub id, read as a path, is inside
         return config
 
@@ -180,16 +178,3 @@ class Workspace:
         finally:
             durable_io.remove_tree(partial)
         return self.relative(path)
-
-
-def _paths(value: Any, is_path: bool = False) -> Iterator[str]:
-    """Yield every text in a configuration that its schema declares to be a path."""
-    if isinstance(value, BaseModel):
-        for name, field in type(value).model_fields.items():
-            yield from _paths(getattr(value, name), Path in [*nested_kinds(field.annotation), *field.metadata])
-    elif isinstance(value, Mapping | list):
-        # a list beside a path is not of paths, as in eval.prompts
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _paths(part, is_path and isinstance(value, Mapping))
-    elif is_path and isinstance(value, str | Path):
-        yield str(value)

@@ -95,6 +95,64 @@ def test_a_restart_takes_nothing_out_of_the_run_it_moves(here: Path, capsys: pyt
     assert (here / "runs" / "run.old-1" / "final").is_dir()
 
 
+OWN = "from flatout.objectives.cross_entropy import CrossEntropy\n\nclass Mine(CrossEntropy):\n    pass\n"
+READ = {
+    "objective.path": ("own.py", "objective.path={}:Mine"),
+    "objective.path, a link": ("own.py", "objective.path=link.py:Mine"),
+    "data.root of a built set": ("data", "data.sources=[] data.name=chats data.root={}"),
+    "data.root of eval.data": ("data", "eval={{data: chats}} data.name=new data.root={}"),
+    "data.tokenizer": ("tokenizer", "data.tokenizer={} data.name=new"),
+    "data.template": ("chat.jinja", "data.template={} data.name=new"),
+    "data.media_root": ("media", "data.media_root={} data.name=new"),
+    "eval.prompts": ("prompts.txt", "eval.prompts={}"),
+    "data.sources": ("more.jsonl", "data.sources=[{{path: {}}}] data.name=new"),
+    "data.sources, a glob": ("more.jsonl", "data.sources=[{{path: runs/**/more.json*}}] data.name=new"),
+    "data.sources, missing": (None, "data.sources=[{{path: {}}}] data.name=new"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_restart_moves_no_path_away_that_the_settings_name(
+    tiny: Any, here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    made, words = READ[name]
+    config, inside, outside = flatout.load("run").config, here / "runs" / "run" / "inputs", here / "inputs"
+    (outside / "media").mkdir(parents=True)
+    (outside / "own.py").write_text(OWN)
+    (outside / "chat.jinja").write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}")
+    (outside / "prompts.txt").write_text("hello\n")
+    shutil.copy(config.data.sources[0].path, outside / "more.jsonl")
+    shutil.copytree(config.data.root, outside / "data")
+    shutil.copytree(tiny.model_dir, outside / "tokenizer")
+    shutil.copytree(outside, inside)
+    (here / "link.py").symlink_to(inside / "own.py")
+    file = made or "gone.jsonl"
+    before = contents(here / "runs" / "run")
+    assert main(["train", "run.yaml", *_words(words, f"runs/run/inputs/{file}"), "--restart"]) == 2
+    assert re.search(r"--restart would move \S+ away, which the new run reads", capsys.readouterr().err)
+    assert contents(here / "runs" / "run") == before
+    # outside, the same is only checked, or read
+    shutil.rmtree(inside)
+    (here / "link.py").unlink()
+    (here / "link.py").symlink_to(outside / "own.py")
+    (here / "runs" / "other").mkdir()
+    shutil.copy(outside / "more.jsonl", here / "runs" / "other")
+    assert main(["train", "run.yaml", *_words(words, f"inputs/{file}"), "--restart"]) == (0 if made else 3)
+    assert (here / "runs" / "run.old-1").exists() == (made is not None)
+
+
+def _words(words: str, path: str) -> list[str]:
+    """Overrides with a path, one for each setting at the top."""
+    return re.split(r" (?=[a-z_.]+=)", words.format(path))
+
+
+def test_a_restart_builds_its_data_again_where_the_earlier_run_had_it(here: Path) -> None:
+    words = ["train", "run.yaml", "data.root=runs/run/data", "--restart"]
+    assert [main(words), main(words)] == [0, 0]
+    assert (here / "runs" / "run.old-2" / "data").is_dir()
+    assert (here / "runs" / "run" / "data").is_dir()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
