@@ -164,6 +164,8 @@ def _preference(given: Given) -> Became:
         return Became({"objective.kind": kind})
     field, kinds = _FIELDS.get(given.name, ("", ()))
     if kind not in kinds:
+        if given.name == "pref_ftx" and given.number():
+            raise RefusedError(f"{kind} has no cross-entropy of the good answers beside its loss here; write 0")
         return Became(note=f"{kind} does not read it")
     # ORPO's loss has the chosen answer's cross-entropy of itself
     return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})

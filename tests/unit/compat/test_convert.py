@@ -536,7 +536,7 @@ def test_rows_of_rl_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"datasets: type '{kind}' is not supported" in problems(tmp_path, yaml.safe_dump(given), capsys)
 
 
-def test_kto_of_every_system(tmp_path: Path) -> None:
+def test_kto_of_every_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     objective = {"kind": "kto", "beta": 0.1, "desirable_weight": 1.5}
     values = converted(tmp_path, DPO + "desirable_weight: 1.5\n")
     assert values["objective"] == objective
@@ -551,9 +551,12 @@ def test_kto_of_every_system(tmp_path: Path) -> None:
     columns = {"messages": "messages", "kto_tag": "label"}
     write_dataset_info(tmp_path, tagged={"file_name": "own.json", "formatting": "sharegpt", "columns": columns})
     given = yaml.safe_load(LLAMA_FACTORY) | {"stage": "kto", "dataset": "tagged", "kto_chosen_weight": 1.5}
-    values = converted(tmp_path, yaml.safe_dump(given))
+    values = converted(tmp_path, yaml.safe_dump(given | {"pref_ftx": 0.0}))
     assert values["objective"] == objective
     assert values["data"]["sources"][0]["format"] == "kto"
+    # their KTO adds it to the loss
+    found = problems(tmp_path, yaml.safe_dump(given | {"pref_ftx": 0.1}), capsys)
+    assert "pref_ftx: kto has no cross-entropy of the good answers beside its loss here; write 0" in found
 
 
 def test_llamafactory_of_rewards(tmp_path: Path) -> None:
