@@ -74,12 +74,15 @@ class DPOTrainer(SFTTrainer):
 
 
 class CPOTrainer(DPOTrainer):
-    """TRL's CPOTrainer; `loss_type="simpo"` is SimPO."""
+    """TRL's CPOTrainer, which has no reference; `loss_type="simpo"` is SimPO."""
 
-    config = CPOConfig
+    config: type[SFTConfig] = CPOConfig
+
+    def __init__(self, model: Any, args: Any = None, *more: Any, **given: Any) -> None:
+        SFTTrainer.__init__(self, model, args, *more, **given)
 
 
-class ORPOTrainer(DPOTrainer):
+class ORPOTrainer(CPOTrainer):
     """TRL's ORPOTrainer."""
 
     config = ORPOConfig

@@ -73,6 +73,24 @@ def test_other_trainers(
     assert (settings["optim"]["lr"], settings["data"]["max_tokens"], settings["method"]) == (1e-6, 1024, "full")
 
 
+@pytest.mark.parametrize(
+    ("name", "reference"), [("DPO", (None,)), ("KTO", (None,)), ("CPO", ()), ("ORPO", ())]
+)  # TRL's CPOTrainer and ORPOTrainer have no ref_model
+def test_arguments_by_position(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: tuple[None, ...]
+) -> None:
+    from flatout.compat.unsloth import trl
+
+    monkeypatch.chdir(tmp_path)
+    labels = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in PAIRS]
+    rows, config = labels if name == "KTO" else PAIRS, getattr(trl, f"{name}Config")(beta=0.3)
+    trainer = getattr(trl, f"{name}Trainer")(str(tiny.model_dir), *reference, config, None, rows)
+    assert trainer._settings()["objective"]["beta"] == 0.3
+    assert trainer.train_dataset.num_rows == len(PAIRS) * (1 if name == "KTO" else 2)
+    with pytest.raises(ProblemsError, match="ref_model: the reference is the model before training"):
+        getattr(trl, f"{name}Trainer")(str(tiny.model_dir), args=config, train_dataset=PAIRS, ref_model="org/other")
+
+
 def test_what_cannot_be_kept_is_refused_by_name(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flatout.compat.unsloth.trl import DPOConfig, DPOTrainer
 
