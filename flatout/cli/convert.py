@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flatout.cli.init import write_new
 from flatout.cli.screen import rows
 from flatout.compat.axolotl import translate_axolotl
+from flatout.compat.command import read_command
 from flatout.compat.llamafactory import translate_llamafactory
 from flatout.compat.preference import SYSTEMS, method_of
 from flatout.compat.training_arguments import translate_training_arguments
@@ -90,27 +88,11 @@ def run(args: argparse.Namespace) -> int:
 def _read(file: Path) -> tuple[dict[str, Any], str]:
     """Return the names and values of a file, and the system if the file is a command that names it."""
     if file.suffix == ".json":
-        return read_json(file, UsageError), ""
-    if file.suffix != ".sh":
-        return load_values(file), ""
-    words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
-    known = {"sft": "trl"} | {name.removeprefix("trl-"): name for name in SYSTEMS}
-    names = [Path(word).stem for word in words]
-    scripts = [at for at, word in enumerate(words) if names[at] in known and ("trl" in words[:at] or word != names[at])]
-    at = scripts[0] if scripts else -1
-    if at < 0:
-        raise UsageError(f"{file}: no command such as `trl dpo --model_name_or_path ...`")
-    values: dict[str, Any] = {}
-    for word in words[at + 1 :]:
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            values[name] = yaml.safe_load(value) if has_value else True
-        elif values and values[name] is True:
-            values[name] = yaml.safe_load(word)
-        elif values:
-            values[name] = [*(values[name] if isinstance(values[name], list) else [values[name]]), yaml.safe_load(word)]
-    config = values.pop("config", None)
-    return {**(load_values(file.parent / config) if config else {}), **values}, known[names[at]]
+        values = read_json(file, UsageError)
+        if not isinstance(values, dict):
+            raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
+        return values, ""
+    return read_command(file) if file.suffix == ".sh" else (load_values(file), "")
 
 
 def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> str:

@@ -173,7 +173,8 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of settings. Raises UsageError, or SecurityError above MAX_FILE_BYTES."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -211,7 +212,7 @@ def _instead_of(path: Path) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
+    text = read_text(path)
     try:
         # _StrictLoader is a SafeLoader: it builds plain values only
         values = yaml.load(text, Loader=_StrictLoader)
@@ -262,7 +263,7 @@ def line_of(error: BaseException, path: Path) -> str:
 
 def run_python(path: Path) -> dict[str, Any]:
     """Run a Python file and return its globals. Raises UsageError with the line at which it failed."""
-    _read_text(path)
+    read_text(path)
     try:
         return runpy.run_path(str(path))
     except UsageError as error:

@@ -1,0 +1,95 @@
+"""`flatout convert` of shell scripts with TRL's command: the options are those that the shell would pass to TRL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flatout.cli.main import main
+
+START = "trl dpo --model_name_or_path org/model --dataset_name org/pairs --use_peft"
+LAST = "--lora_target_modules q_proj v_proj"
+
+
+def convert(folder: Path, script: str) -> int:
+    """Convert a script by the command line and return its exit code."""
+    (folder / "run.sh").write_text(script)
+    return main(["convert", str(folder / "run.sh"), "--to", str(folder / "out.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("script", "setting", "value"),
+    [
+        (f"{START} {LAST}\necho finished\n", "lora.targets", ["q_proj", "v_proj"]),
+        (f"{START} {LAST} && echo done\n", "lora.targets", ["q_proj", "v_proj"]),
+        (f"{START} {LAST} &\nwait\n", "lora.targets", ["q_proj", "v_proj"]),
+        (f"{START} {LAST}; echo done", "lora.targets", ["q_proj", "v_proj"]),
+        (f"({START} {LAST})", "lora.targets", ["q_proj", "v_proj"]),
+        (f"{START} {LAST}#1 # q_proj", "lora.targets", ["q_proj", "v_proj#1"]),
+        (f"{START} --learning_rate 5e-6 2>&1 | tee train.log", "optim.lr", 5e-6),
+        (f"{START} --learning_rate 5e-6 &> log.txt", "optim.lr", 5e-6),
+        # what is behind the file of a redirection is still of the command
+        (f"{START} {LAST} >> log.txt 2>/dev/null --learning_rate 5e-6", "optim.lr", 5e-6),
+        (f"{START} --num_train_epochs 2 > log.txt", "batch.epochs", 2.0),
+        (f"mkdir -p out/dpo # that's new\nexport N=$(nproc)\n{START} --learning_rate 5e-6", "optim.lr", 5e-6),
+        (f"{START} \\\r\n  --learning_rate \\\r\n 5e-6 # don't\r\necho 5\r\n", "optim.lr", 5e-6),
+        (f"{START} --output_dir=runs/'$a  b'\"\\$c;\"\\ d\\\n/e", "run_dir", "runs/$a  b$c; d/e"),
+        (f"CUDA_VISIBLE_DEVICES=$GPU uv run env/bin/{START} --learning_rate 5e-6", "optim.lr", 5e-6),
+    ],
+)
+def test_only_the_trainers_own_words_are_read(tmp_path: Path, script: str, setting: str, value: Any) -> None:
+    assert convert(tmp_path, script) == 0
+    found = yaml.safe_load((tmp_path / "out.yaml").read_text())
+    for name in setting.split("."):
+        found = found[name]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            f"{START}\ntrl sft --model_name_or_path org/other",
+            "starts trl dpo and trl sft; a configuration is of one run",
+        ),
+        (f"{START} && accelerate launch examples/sft.py", "starts trl dpo and trl sft; a configuration is of one run"),
+        (f"{START}\ntrl grpo --beta 1", "starts trl dpo and trl grpo; a configuration is of one run"),
+        ("trl grpo --beta 1", "trl grpo is not supported; expected a command such as `trl dpo"),
+        ("echo dpo", "starts no trainer; expected a command such as `trl dpo"),
+        (f"{START} --output_dir $OUT/x", "--output_dir: the shell replaces $OUT; write what it stands for"),
+        (f'{START} --output_dir="a/${{OUT:-x}}"', "--output_dir: the shell replaces ${OUT:-x}; write"),
+        (f"{START} --seed $(date +%s)", "--seed: the shell replaces $(date +%s); write"),
+        (f"{START} --seed `date +%s`", "--seed: the shell replaces `date +%s`; write"),
+        (f'{START} "$@"', "--use_peft: the shell replaces $@; write"),
+        (f"{START} --output_dir ~/runs", "--output_dir: the shell replaces ~/runs; write"),
+        (f"{START} --run_name it's", "run.sh:1: ' is opened and not closed"),
+        (f'# a run\n{START} --run_name "it', 'run.sh:2: " is opened and not closed'),
+        (f"{START} {LAST}\n  --learning_rate 5e-6", "run.sh:2: --learning_rate starts a command; end the line before"),
+        (f"{START} --run_name '[a'", "--run_name: '[a' is not valid YAML"),
+        (f"{START} --run_name 2024-13-45", "--run_name: '2024-13-45' is not valid YAML"),
+        ("trl dpo more.yaml", "trl dpo more.yaml: expected an option such as --learning_rate"),
+        (f"{START} --config", "--config: expected one file, found True"),
+        (f"{START} --config missing.yaml", "missing.yaml: cannot be read as a configuration: No such file"),
+    ],
+)
+def test_what_only_the_shell_knows_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, message: str
+) -> None:
+    assert convert(tmp_path, script) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_files_that_hold_no_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.json").write_text("[1]")
+    (tmp_path / "latin.sh").write_bytes(b"# caf\xe9\n" + START.encode())
+    for name, message in {
+        "missing.sh": "cannot be read as a configuration: No such file",
+        "latin.sh": ":1: cannot be read as a configuration: it is not UTF-8",
+        "rows.json": "expected a JSON object of names and values",
+    }.items():
+        assert main(["convert", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
