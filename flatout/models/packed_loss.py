@@ -67,11 +67,20 @@ class PackedLoss(nn.Module):
         """
         if predict:
             return next_logits(self.model, batch)
-        if self.terms.observing:
-            states = hidden_states(self.model, batch)
-            for term in self.terms.observing:
-                term.observe(self.model, batch, states)
-            return (states.new_zeros(()),)
+        try:
+            return self._observed(batch) if self.terms.observing else self._sums(batch)
+        finally:
+            # a pass that ran out of memory is repeated too
+            for term in self.terms.every:
+                term.end_pass()
+
+    def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
+        states = hidden_states(self.model, batch)
+        for term in self.terms.observing:
+            term.observe(self.model, batch, states)
+        return (states.new_zeros(()),)
+
+    def _sums(self, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
         if batch.asked is None and self.objective.asked_columns is not None:
             # documents that check or warm up layers; they are no samples
             return packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)

@@ -62,6 +62,9 @@ class Term(Observer, Protocol):
     def add(self, loss_sum: Tensor, model: PreTrainedModel, batch: PackedBatch) -> Tensor:
         """Return a micro-batch's loss with the gradients of the term; its value stays the same."""
 
+    def end_pass(self) -> None:
+        """Drop what was read in a forward pass that ends or fails: it may hold the pass's graph."""
+
     def after_update(self, sums: Tensor, skip: Tensor | None) -> None:
         """Follow an update; `sums` are over ranks. Nothing may change if `skip` (0-d) is not 0."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from test_experts import FAMILIES, error, experts_model
 from tiny_models import tiny_samples
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from flatout.config.schema import ExpertsConfig, ModelConfig
@@ -182,3 +185,42 @@ def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path:
     assert not start()
     routers.forget_step()
     assert start()
+
+
+@pytest.mark.parametrize("how", ["observed", "failed", "added", "without losses"])
+def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
+    """A pass that only observes has gradients on, as training's kernels do; one that fails is repeated."""
+    model = loaded_model("qwen3_moe", tmp_path)
+    loss = PackedLoss(model)
+    routers = Routers(model, ExpertsConfig(balance_loss=0.0 if how == "without losses" else 0.1))
+    loss.terms = Terms(routers)
+    routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
+    kept: list[StorageWeakRef] = []
+
+    def watch(_: Any, __: Any, output: Tensor) -> None:
+        kept.append(StorageWeakRef(output.untyped_storage()))
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    # what the gradients of q_proj need
+    model.model.layers[0].input_layernorm.register_forward_hook(watch)
+    if how == "failed":
+        model.model.norm.register_forward_hook(fail)
+
+    class Reads:
+        def observe(self, _: Any, __: Any, states: Tensor) -> None:
+            assert states.grad_fn is not None
+
+    batch = flatten_samples(SAMPLES)
+    observers = [Reads()] if how == "observed" else []
+    raises = pytest.raises(torch.OutOfMemoryError) if how == "failed" else nullcontext()
+    with loss.terms.observed_by(*observers), raises:
+        result = loss(batch)
+    if how in ("added", "without losses"):
+        assert not kept[0].expired()
+        result[0].backward()
+        del result
+    del raises  # it holds the frames of the failed pass
+    gc.collect()
+    assert [one.expired() for one in kept] == [True]

@@ -140,11 +140,13 @@ class Routers:
         rows = len(self.layers) * self._step.num_tokens
         values = torch.stack([balance * (self.num_experts / rows), squares / rows])
         self._values += values.detach()
-        for router in self.layers:
-            # logits hold memory
-            setattr(router, _ROUTED, None)
         extra = self._step.normalizer * (self.balance_loss * values[0] + self.z_loss * values[1])
         return loss_sum + (extra - extra.detach())
+
+    def end_pass(self) -> None:
+        """See Term."""
+        for router in self.layers:
+            setattr(router, _ROUTED, None)
 
     @property
     def sums(self) -> Tensor:
