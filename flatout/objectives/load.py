@@ -104,6 +104,8 @@ def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
         yield "reads", found.reads, "labels or scores"
     if found.scope not in ("token", "sample", "unit"):
         yield "scope", found.scope, "token, sample or unit"
+    if found.reads == "scores" and found.scope == "token":
+        yield "scope", found.scope, "sample or unit, as reads is 'scores' and a sample has one"
     for name, example in (("columns", "weight"), ("estimates", "kl")):
         value: Any = getattr(found, name)
         if not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):

@@ -25,6 +25,11 @@ def check_scoring(config: Config, objective: Objective) -> None:
             f"objective {objective.name} trains a new `score`: set lora.modules_to_save: [{SCORE}], as PEFT does for "
             "sequence classification"
         )
+    if config.context.parallel > 1:
+        raise UsageError(
+            f"context.parallel: {config.context.parallel} does not work with objective {objective.name}, which scores "
+            "the last token of a text, of which a rank has a share; set it to 1"
+        )
     if config.experts.parallel > 1:
         raise UsageError(
             f"experts.parallel: {config.experts.parallel} does not work with objective {objective.name}, whose scores "

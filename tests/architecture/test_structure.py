@@ -70,7 +70,7 @@ MAX_PACKAGE_LINES = {
     "kernels": 4019,
     "launch": 1122,
     "models": 8889,
-    "objectives": 1033,
+    "objectives": 1035,
     "optim": 656,
     "parallel": 1712,
     "planner": 3185,
@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1271,
     "track": 2505,
-    "trainer": 5610,
+    "trainer": 5615,
     "verifier": 1120,
     "view": 1454,
 }

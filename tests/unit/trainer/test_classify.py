@@ -315,3 +315,27 @@ def test_an_adapter_goes_on_only_with_its_own_labels(config_of: Any, tmp_path: P
     for file, rows, labels in (("others", others, "good, meh"), ("three", ROWS, "bad, good, so-so")):
         with pytest.raises(UsageError, match=f"final: its scores are bad, good, but the run's {labels}; remove lora"):
             plan_run(config_of(rows, file=file, run=file, **short), Reporter(), Rank())
+
+
+OWN = """
+import flatout, torch.nn.functional as F
+class Own(flatout.Objective):
+    reads, columns, scope, normalizer = "scores", ("class",), "sample", "samples"
+    def __call__(self, samples):
+        return {"loss": F.cross_entropy(samples.scores, samples.column("class").long(), reduction="sum")}
+"""
+
+
+def test_scores_of_an_own_objective_are_of_whole_texts(config_of: Any, metrics_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    lora = {"modules_to_save": ["score"]}
+    sections: dict[str, Any] = {"objective": f"{tmp_path / 'own.py'}:Own", "lora": lora, "batch": {"max_steps": 1}}
+    train(config_of(ROWS, {"format": "classify"}, **sections))
+    train(config_of(ROWS, run="classify", batch=sections["batch"]))
+    own, known = (metrics_of(tmp_path / run)[0]["loss"] for run in ("run", "classify"))
+    assert own == pytest.approx(known, rel=1e-6)
+    over_ranks = config_of(ROWS, {"format": "classify"}, context={"parallel": 2}, **sections)
+    with pytest.raises(
+        UsageError, match=r"context.parallel: 2 does not work with objective Own, which scores the last"
+    ):
+        plan_run(over_ranks, Reporter(), Rank(0, 2))

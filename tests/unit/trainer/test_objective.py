@@ -228,6 +228,7 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
                 "estimates = ['kl']": r"estimates is \['kl'\]; expected a tuple of names, such as \('kl',\)",
                 "normalizer = ['labels']": r"normalizer is \['labels'\]; expected one of labels",
                 "name = None": "name is None; expected a text",
+                "reads = 'scores'": "scope is 'token'; expected sample or unit, as reads is 'scores'",
                 "reads = 'states'": "reads is 'states'; expected labels or scores",
                 "unit_size = True; scope = 'unit'": "unit_size is True; expected the number of samples",
             }.items()
