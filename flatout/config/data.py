@@ -169,6 +169,11 @@ class DataConfig(Section):
             raise ValueError(f"new_tokens and new_special_tokens: {twice!r} is blank or named twice")
         return self
 
+    def with_format(self, name: Format | None) -> Self:
+        """Return it with this format of the sources that name none."""
+        named = [one.model_copy(update={"format": name}) if one.format == "auto" else one for one in self.sources]
+        return self.model_copy(update={"sources": named}) if name else self
+
     @property
     def added_tokens(self) -> dict[str, bool]:
         """The tokens that are added to the tokenizer, in order, and whether each is special."""

@@ -10,10 +10,11 @@ from importlib.util import module_from_spec, spec_from_loader
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from xxhash import xxh3_128_hexdigest
 
+from flatout.config.data import Format
 from flatout.config.objective import ObjectiveConfig, class_of_kind
 from flatout.config.read import line_of
 from flatout.errors import UsageError
@@ -102,6 +103,8 @@ def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
         yield "name", found.name, "a text"
     if found.reads not in ("labels", "scores"):
         yield "reads", found.reads, "labels or scores"
+    if found.row_format not in (None, *(formats := get_args(Format))):
+        yield "row_format", found.row_format, f"None, or one of {', '.join(formats)}"
     if found.scope not in ("token", "sample", "unit"):
         yield "scope", found.scope, "token, sample or unit"
     if found.reads == "scores" and found.scope == "token":

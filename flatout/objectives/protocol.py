@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import PrivateAttr, ValidationError
 
+from flatout.config.data import Format
 from flatout.config.objective import MOVING, NO_MOVING
 from flatout.config.section import Section
 
@@ -43,7 +44,7 @@ class Objective(Section):
     reads: ClassVar[Literal["labels", "scores"]] = "labels"
     """labels: log-probabilities of label tokens; scores: those that a trained `score` gives each sample's last token,
     as transformers' sequence classification does. No logits over the vocabulary are computed for scores."""
-    row_format: ClassVar[str | None] = None
+    row_format: ClassVar[Format | None] = None
     """The format of rows whose sources name none; None: the one that the first row shows."""
     scope: ClassVar[Literal["token", "sample", "unit"]] = "token"
     """The most that one term of the sum reads: a token, all label tokens of a sample, or all samples of a unit."""

@@ -189,7 +189,7 @@ class RunStart:
 
     `started_at` is the Unix time of this start, `first_started_at` the run's first; `resumed_step` is None for a run
     from step 0. `settings` is the whole configuration by dotted name, without secrets. `model_text` is how the model
-    prints.
+    prints; `scores` says that it scores texts and does not write.
     """
 
     name: str
@@ -211,6 +211,7 @@ class RunStart:
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
     plan: PlanFacts
+    scores: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
-from flatout.config.objective import reads_scores
 from flatout.errors import STEP
 from flatout.io.redact import printable
 from flatout.track.record import EvalRecord, StepRecord
@@ -177,7 +176,7 @@ def next_commands(log: RunLog) -> list[str]:
     if log.state != "complete":
         return [again, report, watch]
     last = f"flatout eval {folder} --tasks arc_easy"
-    scores = log.start is not None and reads_scores(str(log.start.settings.get("objective.kind")))
+    scores = log.start is not None and log.start.scores
     if log.start is None or log.start.method == "lora":
         last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
     return [f"flatout eval {folder} --rows FILE" if scores else f"flatout chat {folder}", report, last]

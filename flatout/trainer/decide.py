@@ -248,7 +248,7 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
     """Open a data set or build it, and report how far that is. Raises DataError without a column of the objective."""
     reporter.phase("opening the tokens")
     store = open_or_build(
-        data,
+        data.with_format(objective.row_format),
         config.model.name,
         trained_on=data_of(config.folder),
         progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),

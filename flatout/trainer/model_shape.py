@@ -11,7 +11,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from flatout.config.objective import reads_scores
 from flatout.config.schema import Config
 from flatout.errors import UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
@@ -24,6 +23,7 @@ from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
 from flatout.models.lora.layer import choose_targets, freeze
 from flatout.models.scoring import score_module, use_scoring
+from flatout.objectives.load import load_objective
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 # layer kinds with a window
@@ -60,7 +60,8 @@ def read_text_config(name: str, revision: str | None) -> Any:
 def check_trained(config: Config) -> None:
     """Raise UsageError as a start does for lora.targets, lora.layers, lora.rank and freeze, without any weights."""
     values = read_model_config(config.model.name, config.model.revision)
-    model = _empty(values, f"{config.model.name}/config.json", scores=reads_scores(config.objective.kind))
+    scores = load_objective(config.objective).reads == "scores"
+    model = _empty(values, f"{config.model.name}/config.json", scores=scores)
     if config.method == "lora":
         choose_targets(model, config.lora)
     elif config.freeze:

@@ -70,6 +70,7 @@ def run_start(run: Run, gpus: tuple[GpuFacts, ...]) -> RunStart:
         versions=versions(),
         settings=dict(flatten(redacted(config.model_dump(mode="json")))),
         plan=plan_facts(planned, config),
+        scores=planned.scoring is not None,
     )
 
 
