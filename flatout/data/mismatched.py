@@ -13,8 +13,8 @@ from flatout.data.reference import with_reference
 from flatout.data.token_store import TokenSample, TokenStore
 from flatout.errors import DataError
 
-# samples whose tokens are read at a time
-_CHUNK = 10_000
+# tokens that are read at a time, with six numbers of 8 bytes each
+_CHUNK_TOKENS = 1 << 20
 # how many other answers are tried for one of another prompt
 _TRIES = 64
 # of the splitmix64 finalizer, as in planner/steps/order.py
@@ -82,13 +82,15 @@ def mismatched(store: TokenStore) -> MismatchedStore:
 def _read_prompts(store: TokenStore) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return the number of tokens before the first label of each sample, and a number that equal prompts share."""
     prompt_tokens, marks = np.empty(store.num_samples, np.int64), np.empty(store.num_samples, np.uint64)
-    for first in range(0, store.num_samples, _CHUNK):
-        bounds = store.offsets[first : first + _CHUNK + 1]
+    last = 0
+    while (first := last) < store.num_samples:
+        last = max(first + 1, int(np.searchsorted(store.offsets, store.offsets[first] + _CHUNK_TOKENS, "right")) - 1)
+        bounds = store.offsets[first : last + 1]
         labels = np.append(np.flatnonzero(store.loss_mask[int(bounds[0]) : int(bounds[-1])]) + bounds[0], bounds[-1])
         starts = labels[np.searchsorted(labels, bounds[:-1])]
         if (empty := np.flatnonzero(starts >= bounds[1:])).size:
             raise DataError(f"{store.origin(first + int(empty[0]))}: the answer has no label token")
-        own = slice(first, first + len(starts))
+        own = slice(first, last)
         prompt_tokens[own] = starts - bounds[:-1]
         places = np.arange(bounds[0], bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
         hashed = _mixed(store.token_ids[int(bounds[0]) : int(bounds[-1])]) * (2 * places + 1).astype(np.uint64)

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,28 @@ def test_answers_to_an_equal_prompt_are_not_taken(tiny: Any, tmp_path: Path) -> 
     answers = mismatched(store).answer_of
     assert answers is not None
     assert all(prompts[index] != prompts[answer] for index, answer in enumerate(answers))
+
+
+def test_long_rows_take_no_more_memory_than_short_ones(tiny: Any, tmp_path: Path) -> None:
+    count, length = 400, 8192
+    built = write_units(tmp_path, tiny.model_dir, [1] * count, name="d", labels=[1, 0] * (count // 2))
+    ids = np.random.default_rng(0).integers(0, 9, (count, length)).astype(np.int32)
+    ids[1::2, :4096] = ids[::2, :4096]  # two rows have each prompt
+    masks = np.zeros((count, length), bool)
+    masks[:, 4096:] = True
+    store = replace(
+        built, token_ids=ids.ravel(), loss_mask=masks.ravel(), offsets=np.arange(count + 1) * length,
+        num_labels=np.full(count, length - 4096),
+    )  # fmt: skip
+    tracemalloc.start()
+    other = mismatched(store)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 60 << 20, f"{most:,}"
+    assert other.prompt_tokens is not None
+    assert set(other.prompt_tokens.tolist()) == {4096}
+    assert other.answer_of is not None
+    assert (other.answer_of // 2 != np.arange(count) // 2).all()
 
 
 def test_one_row_has_no_other_answer(tiny: Any, tmp_path: Path) -> None:
