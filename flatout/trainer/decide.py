@@ -126,7 +126,7 @@ def plan_run(
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
     store, columns = open_tokens(config.data, config, reporter, objective), objective.needed_columns
-    scoring = scoring_of(config, objective, store)
+    scoring = scoring_of(config, objective, store, reporter)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
     _report_tokens(store, reporter)
     shape = with_pictures(shape, store, reporter)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from flatout.config.schema import Config
+from flatout.data.rows.formats.classify import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import DataError, UsageError
 from flatout.models.load.inference import saved_scoring
 from flatout.models.scoring import ONE_SCORE, SCORE, Scoring, check_labels
 from flatout.objectives.protocol import Objective
+from flatout.track.callback import Reporter
 
 
 def check_scoring(config: Config, objective: Objective) -> None:
@@ -37,7 +43,7 @@ def check_scoring(config: Config, objective: Objective) -> None:
         )
 
 
-def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scoring | None:
+def scoring_of(config: Config, objective: Objective, store: TokenStore, reporter: Reporter) -> Scoring | None:
     """Return what the run's model scores; None for a model that writes.
 
     Batches are padded by the tokenizer's own padding token, or if it has none by its end token. Raises DataError for a
@@ -45,8 +51,8 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scori
     """
     if objective.reads != "scores":
         return None
-    if len(store.meta.labels) == 1:
-        raise DataError(f"{store.folder}: every row has the label {store.meta.labels[0]!r:.60}: nothing to tell apart")
+    if labels := store.meta.labels:
+        _check_used(labels, store, reporter)
     tokenizer = tokenizer_of(config.data, config.model.name)
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if found is None:
@@ -54,8 +60,21 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scori
             f"tokenizer {config.data.tokenizer or config.model.name!r} has no pad_token and no eos_token, so "
             "batches of texts could not be padded; set one in tokenizer_config.json"
         )
-    labels, adapter = store.meta.labels or ONE_SCORE, config.lora.continue_from
+    labels, adapter = labels or ONE_SCORE, config.lora.continue_from
     if adapter is not None and (saved := saved_scoring(adapter)) is not None:
         instead = "remove lora.continue_from, or train on the same labels"
         check_labels(saved.labels, labels, f"lora.continue_from: {adapter}", instead)
     return Scoring(labels, int(found))
+
+
+def _check_used(labels: Sequence[str], store: TokenStore, reporter: Reporter) -> None:
+    """Tell labels that no sample has, as its rows were left out. Raises DataError unless samples have two."""
+    counts = np.bincount(np.asarray(store.extra[CLASS]), minlength=len(labels))
+    used, unused = (
+        [label for label, count in zip(labels, counts, strict=True) if bool(count) == has] for has in (1, 0)
+    )
+    left = f"; no sample has {', '.join(map(repr, unused))[:200]}, whose rows were left out" if unused else ""
+    if len(used) < 2:
+        raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: nothing to tell apart{left}")
+    if left:
+        reporter.stage("labels", f"{len(used)} of {len(labels)} are trained{left}")

@@ -59,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2662,
     "compat": 3142,
     "config": 2724,
-    "data": 10330,
+    "data": 10332,
     "demo": 410,
     "doctor": 400,
     "environment": 180,
@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1271,
     "track": 2505,
-    "trainer": 5617,
+    "trainer": 5636,
     "verifier": 1120,
     "view": 1454,
 }

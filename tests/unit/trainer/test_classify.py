@@ -29,7 +29,7 @@ from flatout.errors import DataError, UsageError
 from flatout.models.packed import flatten_samples, rows_of_positions
 from flatout.models.scoring import last_position
 from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
+from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.run import train
 
@@ -234,6 +234,22 @@ def test_a_label_without_the_objective_means_what_it_did(plan: Plan) -> None:
         plan(judged, objective="cross_entropy", file="judged")
     with pytest.raises(DataError, match="has texts with labels, of which objective cross_entropy would learn"):
         plan(ROWS, {"format": "classify"}, objective="cross_entropy", file="classes")
+
+
+def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: Any) -> None:
+    empty = {"text": "", "label": "zzz"}
+    skips = {"data": {"on_bad_row": "skip"}}
+    for file, rows, told in (
+        ("whole", ROWS, []),
+        ("some", [*ROWS, empty], ["3 of 4 are trained; no sample has 'zzz', whose rows were left out"]),
+    ):
+        said = MemoryCallback()
+        plan_run(config_of(rows, file=file, **skips), Reporter(said), Rank())
+        found = [text for _, name, text in said.stages if name == "labels"]
+        assert found == told, file
+    good = [row for row in ROWS if row["label"] == "good"]
+    with pytest.raises(DataError, match="every row has the label 'good': nothing to tell apart; no sample has 'zzz'"):
+        plan_run(config_of([*good, empty], file="one", **skips), Reporter(), Rank())
 
 
 def test_evaluation_numbers_labels_as_training_does(plan: Plan) -> None:
