@@ -264,13 +264,13 @@ def test_evaluation_numbers_labels_as_training_does(plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "lengths", "count"),
-    [("auto", [6, 6, 3], {"truncated": 2}), ("drop", [3], {"too_long": 2}), ("split", [], {})],
+    [("auto", [6, 6, 3, 3], {"truncated": 2}), ("drop", [3, 3], {"too_long": 2}), ("split", [], {})],
 )
 def test_a_text_over_the_limit_loses_its_end(
     plan: Plan, policy: str, lengths: list[int], count: dict[str, int]
 ) -> None:
-    texts = ["great " * 9, "poor " * 9, "so"]
-    rows = [{"text": text, "label": label} for text, label in zip(texts, "aba", strict=True)]
+    texts = ["great " * 9, "poor " * 9, "so", "it"]
+    rows = [{"text": text, "label": label} for text, label in zip(texts, "abab", strict=True)]
     limits = {"max_tokens": 6, "too_long": policy}
     if not lengths:
         with pytest.raises(DataError, match="split would give a label to parts of a text"):
