@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +26,8 @@ from flatout.io.json_file import now_utc, read_json
 PACKAGE = Path(__file__).parents[1]
 # files of this package that decide what it computes
 _CODE = (".py", ".jinja", ".cu")
+# of other packages: a checkout's own is seen only where Python looks into the current folder
+_METADATA = re.compile(r"(?!flatout[-.]).*\.(dist|egg)-info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def code_identity() -> Mapping[str, str]:
     packages = []
     for folder in map(Path, dict.fromkeys(sys.path)):
         with suppress(OSError), os.scandir(folder) as entries:
-            named = [entry for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
+            named = [entry for entry in entries if _METADATA.fullmatch(entry.name)]
             packages += [(str(folder), entry.name, entry.stat().st_mtime_ns) for entry in named]
     return {"flatout": own.hexdigest(), "packages": _hash(sorted(packages)), "python": sys.version}
 

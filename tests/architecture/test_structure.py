@@ -66,7 +66,7 @@ MAX_PACKAGE_LINES = {
     "errors": 130,
     "eval": 237,
     "export": 935,
-    "io": 1894,
+    "io": 1897,
     "kernels": 4019,
     "launch": 1122,
     "models": 8889,

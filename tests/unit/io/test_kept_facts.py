@@ -154,6 +154,9 @@ def test_a_changed_line_of_flatout_or_another_package_changes_the_identity(tmp_p
     changed = identity_of(package)
     assert changed["flatout"] != before["flatout"]
     assert changed["packages"] == before["packages"]
+    # what a checkout is installed as is seen only by processes that look into its folder
+    (package.parent / "flatout.egg-info").mkdir()
+    assert identity_of(package) == changed
     site = tmp_path / "site"
     (site / "kernels-1.0.dist-info").mkdir(parents=True)
     installed = identity_of(package, PYTHONPATH=f"{package.parent}:{site}")
