@@ -217,7 +217,7 @@ COMMANDS: list[Row] = [
     ("export run --out x", 2, "export: --to is missing; `flatout export --help` lists all options"),
     ("push run", 2, "push: REPO is missing; `flatout push --help` lists all options"),
     ("push run --repo me/x", 2, "push: there is no option --repo; did you mean --replace?"),
-    ("eval run", 2, "nothing to score: give --tasks, such as --tasks arc_easy, or --answers FILE"),
+    ("eval run", 2, "nothing to score: give --tasks, such as --tasks arc_easy, --answers FILE or --rows FILE"),
     ("eval run --task arc_easy", 2, "runs/run has no final/: the run is not finished"),
     ("init run.yaml", 2, "run.yaml: already exists; choose a different file, or remove it"),
     ("convert run.yaml", 2, "run.yaml: of no known trainer"),
