@@ -94,7 +94,7 @@ def _store(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     return target
 
 
-def _written(value: Any) -> str:
+def _data_uri(value: Any) -> str:
     """Return a picture of Pillow's, or the bytes of one's file, as a data URI. Raises TypeError for another value."""
     if isinstance(value, bytes):
         return f"data:;base64,{base64.b64encode(value).decode()}"
@@ -103,7 +103,7 @@ def _written(value: Any) -> str:
     file = io.BytesIO()
     # a format without loss that has this mode of color
     value.save(file, format="TIFF" if value.mode in ("CMYK", "YCbCr", "LAB", "HSV") else "PNG")
-    return _written(file.getvalue())
+    return _data_uri(file.getvalue())
 
 
 def _write_rows(data: Any, kind: str, path: Path) -> None:
@@ -122,7 +122,7 @@ def _write_rows(data: Any, kind: str, path: Path) -> None:
             if not isinstance(row, Mapping):
                 raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as a dict")
             try:
-                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_written) + "\n")
+                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_data_uri) + "\n")
             except (TypeError, ValueError) as error:
                 raise DataError(f"data: row {number}: {error}; use text, numbers, lists and mappings only") from error
 

@@ -146,7 +146,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         log = self.log
-        rows = [(name, value, note) for name, value, note in headline(summarize(log))] if log.steps else []
+        rows = headline(summarize(log)) if log.steps else []
         cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         steps = "\n".join(line for line in summary_lines(summarize(log), next_commands(log)) if "flatout" in line)
         shown = f"<b>{escape(str(self.folder))}</b> {escape(log.state)}"

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
-from flatout.config.data import data_section
 from flatout.config.section import PathText, Section
 from flatout.errors import UsageError
 
@@ -77,22 +76,6 @@ def class_of_kind(kind: str) -> Any:
 def reads_scores(kind: str) -> bool:
     """Whether an objective of this kind trains the scores of texts, instead of tokens."""
     return kind in OBJECTIVES and class_of_kind(kind).reads == "scores"
-
-
-def with_row_format(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a run's settings in which sources without a format have that of the objective's rows, if it has one."""
-    kind, data = kind_of(values.get("objective")), data_section(values.get("data"))
-    name = class_of_kind(kind).row_format if kind in OBJECTIVES else None
-    given = data.model_dump(exclude_unset=True) if isinstance(data, Section) else data
-    sources = given.get("sources") if isinstance(given, Mapping) else None
-    if name is None or not isinstance(given, Mapping) or not isinstance(sources, list):
-        return values
-    paths = [{"path": source} if isinstance(source, str) else source for source in sources]
-    named = [
-        {**source, "format": name} if isinstance(source, Mapping) and source.get("format", "auto") == "auto" else source
-        for source in paths
-    ]
-    return {**values, "data": {**given, "sources": named}}
 
 
 def with_trained_score(values: Mapping[str, Any]) -> Mapping[str, Any]:

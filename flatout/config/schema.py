@@ -13,7 +13,7 @@ from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
-from flatout.config.objective import ObjectiveConfig, kind_of, with_row_format, with_trained_score
+from flatout.config.objective import ObjectiveConfig, kind_of, with_trained_score
 from flatout.config.optim import OptimConfig, ScheduleConfig, lr_of
 from flatout.config.parallel import (
     STRATEGIES,
@@ -249,11 +249,11 @@ class Config(Section):
     def _lr_of_the_method(cls, values: Any) -> Any:
         """Replace a missing or `auto` optim.lr by its number, so that shown and saved settings contain it.
 
-        The same holds for the `score` that LoRA trains for an objective, and the format of the objective's rows.
+        The same holds for the `score` that LoRA trains for an objective.
         """
         if not isinstance(values, Mapping):
             return values
-        values = with_row_format(with_trained_score(values))
+        values = with_trained_score(values)
         given, lr = values.get("optim", {}), lr_of(values.get("method", "lora"), kind_of(values.get("objective")))
         if isinstance(given, OptimConfig) and "lr" not in given.model_fields_set:
             return {**values, "optim": given.model_copy(update={"lr": lr})}

@@ -66,15 +66,15 @@ def mismatched(store: TokenStore) -> MismatchedStore:
         start = int(store.offsets[other] + prompt_tokens[other])
         num_labels[index] = np.count_nonzero(store.loss_mask[start : start + int(kept[index])])
     mark = xxh3_128_hexdigest(answer_of.tobytes() + kept.tobytes())
+    blank = with_reference(store)
     columns = {
         name: replace(column, fingerprint=xxh3_128_hexdigest(f"{column.fingerprint} {mark}".encode()))
         for name, column in store.columns.items()
     }
-    reference = {name: own for name, own in with_reference(store).extra.items() if name == REFERENCE}
     return MismatchedStore(
         store.folder, store.token_ids, store.loss_mask, np.append(0, np.cumsum(prompt_tokens + kept)), num_labels,
         store.hashes, store.files, store.rows, replace(store.meta, name=f"{store.meta.name}, answers to other prompts"),
-        columns={**columns, REFERENCE: with_reference(store).columns[REFERENCE]}, extra=reference,
+        columns={**columns, REFERENCE: blank.columns[REFERENCE]}, extra={REFERENCE: blank.extra[REFERENCE]},
         base=store, answer_of=answer_of, prompt_tokens=prompt_tokens,
     )  # fmt: skip
 

@@ -16,8 +16,8 @@ from flatout.objectives.labels import LabelTokens
 from flatout.objectives.protocol import Objective
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
-from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.passes import as_in_training, autocast, until_stopped
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.trainer.passes import as_in_training, autocast, micro_batches_of, until_stopped
 from flatout.trainer.state import Run
 
 
@@ -47,7 +47,7 @@ def start_estimates(run: Run, step: StepPlan) -> None:
     plan = mismatched.plan
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
     own = next(iter(loader.prefetching(steps, run.data_rank)))
-    passes = _micro_batches_of(run, own)
+    passes = micro_batches_of(run, plan, own)
     # in lockstep every rank must run every pass, or the others would hang
     batches = takewhile(lambda _: run.shares_passes or not run.stop.requested, loader.batches(passes))
     num_tokens = sum(one.num_padded_tokens for one in passes)
@@ -61,16 +61,6 @@ def evaluation_estimates(run: Run, place: int) -> None:
     if mismatched is not None:
         batches = run.mismatched_loaders[1 + place].batches(mismatched.plan.ranks[run.data_rank])
         _estimate(run, until_stopped(run, batches), len(mismatched.plan.sample_ids))
-
-
-def _micro_batches_of(run: Run, step: StepPlan) -> tuple[MicroBatch, ...]:
-    """Return this rank's passes: those planned, or smaller ones after an out-of-memory error."""
-    planned, cap_tokens = step.ranks[run.data_rank], run.state.micro_batch_cap
-    if run.shares_passes or cap_tokens is None or not planned:
-        return planned
-    assert run.planned.mismatched is not None
-    plan = run.planned.mismatched.plan
-    return plan.resplit(step, run.data_rank, max(cap_tokens, plan.largest_unit(planned)))
 
 
 def _estimate(run: Run, batches: Iterable[PackedBatch], num_samples: int) -> None:

@@ -15,9 +15,10 @@ from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
 from flatout.trainer.clocks import StepClock
+from flatout.trainer.passes import micro_batches_of
 from flatout.trainer.rank_meter import RankFigures, mean_figures
 from flatout.trainer.state import Run
-from flatout.trainer.step import StepOutcome, micro_batches_of
+from flatout.trainer.step import StepOutcome
 
 _ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # peak memory is measured after the second step, as the first one allocates the optimizer's state only after its peak
@@ -158,7 +159,7 @@ class PeakMemoryReporter:
         self._num_steps += 1
         if self._num_steps > MEASURED_STEP or run.device.type != "cuda":
             return
-        for batch in micro_batches_of(run, step):
+        for batch in micro_batches_of(run, run.plan, step):
             if batch.num_padded_tokens > self._largest.num_tokens:
                 self._largest = MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
         if self._num_steps < MEASURED_STEP or run.state.micro_batch_cap is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from flatout.models.packed import PackedBatch
 from flatout.optim.update import copy_to_host_async
+from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.state import Run
 
 
@@ -56,6 +58,16 @@ def as_in_training(run: Run) -> Iterator[None]:
 def autocast(run: Run) -> AbstractContextManager[object]:
     """Let fp32 master weights compute in the run's dtype; frozen base weights are already stored in it."""
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
+
+
+def micro_batches_of(run: Run, plan: RunPlan, step: StepPlan) -> Sequence[MicroBatch]:
+    """Return this rank's passes of a plan's step: those planned, or smaller ones after an out-of-memory error."""
+    planned = step.ranks[run.data_rank]
+    # in lockstep, all ranks take the planned passes together
+    cap_tokens = None if run.shares_passes else run.state.micro_batch_cap
+    if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
+        return planned
+    return plan.resplit(step, run.data_rank, max(cap_tokens, plan.largest_unit(planned)))
 
 
 def until_stopped(run: Run, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:

@@ -137,5 +137,7 @@ def summarize_plan(
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)
     host_bytes = available_host_bytes() if on_cpu and totals.num_ranks == 1 else None
-    facts = (device, longest, planned.sharing, layout.context_ranks, host_bytes, why_not)
-    return PlanSummary(totals, layout.reason, decision, *facts)
+    return PlanSummary(
+        totals, strategy=layout.reason, decision=decision, device=device, longest_document_tokens=longest,
+        sharing=planned.sharing, context_ranks=layout.context_ranks, host_bytes=host_bytes, why_not=why_not,
+    )  # fmt: skip

@@ -31,7 +31,7 @@ from flatout.parallel.shards import local_part
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.estimates import start_estimates
-from flatout.trainer.passes import autocast
+from flatout.trainer.passes import autocast, micro_batches_of
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import Run
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
@@ -110,7 +110,7 @@ def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
     """
     start_estimates(run, step)
     while True:
-        micro_batches = micro_batches_of(run, step)
+        micro_batches = micro_batches_of(run, run.plan, step)
         sums = _backward_each(run, step, micro_batches)
         if not isinstance(sums, MicroBatch):
             return sums
@@ -160,16 +160,6 @@ def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -
 def normalizer_of(run: Run, step: StepPlan) -> float:
     """Return what the summed loss of a step is divided by."""
     return run.planned.normalizers.of_loss(step)
-
-
-def micro_batches_of(run: Run, step: StepPlan) -> Sequence[MicroBatch]:
-    """Return this rank's micro-batches of a step: the plan's, or smaller ones after an out-of-memory error."""
-    planned = step.ranks[run.data_rank]
-    # in lockstep, all ranks take the planned passes together
-    cap_tokens = None if run.shares_passes else run.state.micro_batch_cap
-    if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
-        return planned
-    return run.plan.resplit(step, run.data_rank, max(cap_tokens, run.plan.largest_unit(planned)))
 
 
 def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:

@@ -58,7 +58,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1477,
     "cli": 2662,
     "compat": 3142,
-    "config": 2724,
+    "config": 2707,
     "data": 10332,
     "demo": 410,
     "doctor": 400,

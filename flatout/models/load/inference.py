@@ -120,14 +120,15 @@ def load_trained(
     weights. Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped
     GPUs.
     """
-    scoring, model = trained.adapter and saved_scoring(trained.adapter), None
+    scoring, model = saved_scoring(trained.adapter) if trained.adapter else None, None
     if scoring is not None and writes:
         raise UsageError(NOT_WRITING.format(trained.adapter))
     if beside and (beside[0].base, beside[0].revision) == (trained.base, trained.revision):
         model = share_base(beside[1])
     if model is None:
-        base: dict[str, Any] = {"revision": trained.revision, "device_map": device_map, "scoring": scoring}
-        model = load_for_inference(trained.base, device=device, **base)
+        model = load_for_inference(
+            trained.base, revision=trained.revision, device=device, device_map=device_map, scoring=scoring
+        )
     if writes and is_scoring(model.config):
         raise UsageError(NOT_WRITING.format(trained.base))
     if trained.adapter is not None:
@@ -163,7 +164,6 @@ def load_for_inference(
     """Load a model with transformers' own sdpa attention and cache, frozen, in eval mode.
 
     With `scoring`, it is one for sequence classification; a `score` that the files lack is drawn by `seed`.
-
     `dtype` None keeps the files' dtype. `device_map` (see `read_device_map`) spreads the model over several devices
     instead of `device`. Raises like `load_model` and `read_device_map`.
     """
