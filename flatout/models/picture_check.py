@@ -16,11 +16,7 @@ from flatout.models.blocks import TRANSFORMERS_ATTENTION, attention_of_parts, hi
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.probe import MODEL_ERRORS, has_experts, relative_error, widened
-from flatout.models.selftest import transformers_attention
-
-# eager attention computes its softmax in fp32 for every dtype
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
-_SDPA_TOLERANCE = 1e-10
+from flatout.models.selftest import OFF_WIDTH, tolerance_of, transformers_attention
 
 
 class PictureDocument(NamedTuple):
@@ -102,15 +98,11 @@ def _measure(
     if not alone:
         raise ValueError("its attention does not go through transformers' attention interface")
     trusted = "sdpa" if "sdpa" in alone else "eager"
-    if loaded.dtype.itemsize > 2:
-        tolerance = _TOLERANCES[loaded.dtype]
-        if trusted == "sdpa" and loaded.dtype == torch.float64:
-            tolerance = _SDPA_TOLERANCE
-        # rope's float32 cosines vary at lengths off the SIMD width
-        tolerance = max(tolerance, 1e-6)
-    else:
-        noise = relative_error(alone["eager"], alone[trusted], experts, lengths)
-        tolerance = max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)
+
+    def noise() -> float:
+        return relative_error(alone["eager"], alone[trusted], experts, lengths)
+
+    tolerance = max(tolerance_of(trusted, loaded.dtype, noise), OFF_WIDTH)
     error = relative_error(ours, alone[trusted], experts, lengths)
     leaks = []
     for parity in (0, 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,7 @@ _LENGTHS = (8, 19, 3, 2)
 # transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
+OFF_WIDTH = 1e-6  # rope's float32 cosines vary at lengths off the SIMD width
 # the largest logit with which the head is compared: far beyond the caps of known models
 _AMPLIFIED = 1000.0
 # eager attention's memory is quadratic in the length of this document
@@ -283,13 +284,20 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
     if not results:
         raise ValueError("its attention does not go through transformers' attention interface")
     trusted = "sdpa" if "sdpa" in results else "eager"
-    if loaded.dtype.itemsize > 2:
-        tolerance = _TOLERANCES.get((trusted, loaded.dtype), _FLOAT32_TOLERANCE)
-        # rope's float32 cosines vary at lengths off the SIMD width
-        return results[trusted], max(tolerance, 1e-6) if loaded.is_padded else tolerance
-    others = (results["eager"], padded[trusted])
-    noise = max(relative_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
-    return results[trusted], max(3 * noise, 4 * torch.finfo(loaded.dtype).eps)
+
+    def noise() -> float:
+        others = (results["eager"], padded[trusted])
+        return max(relative_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
+
+    tolerance = tolerance_of(trusted, loaded.dtype, noise)
+    return results[trusted], max(tolerance, OFF_WIDTH) if loaded.is_padded else tolerance
+
+
+def tolerance_of(trusted: str, dtype: torch.dtype, noise: Callable[[], float]) -> float:
+    """Return the error allowed beside transformers' attention `trusted`: in 16 bit, three times that of its others."""
+    if dtype.itemsize > 2:
+        return _TOLERANCES.get((trusted, dtype), _FLOAT32_TOLERANCE)
+    return max(3 * noise(), 4 * torch.finfo(dtype).eps)
 
 
 @contextmanager
