@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +20,8 @@ from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
 from flatout.models.packed import PackedBatch
-from flatout.models.picture_check import PictureDocument, require_picture_model
+from flatout.models.picture_check import PictureDocument
+from flatout.models.pictures import PicturePacker
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.shape import ModelShape
 from flatout.track.callback import Reporter
@@ -31,15 +31,13 @@ _NUM_DECODERS = 4
 _PROBED = ((56, 84), (70, 42), (48, 48))
 
 
-class PictureMaker:
+class PictureMaker(PicturePacker):
     """Makes what a model's tower reads of the pictures of micro-batches, in the loader's thread and its own."""
 
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel) -> None:
         """Raises UsageError for a model that reads no pictures, or other tokens than the processor writes."""
-        require_picture_model(model, processor.token_id)
-        self._processor, self._base = processor, model.base_model
-        self._arguments = set(inspect.signature(self._base.get_image_features).parameters)
-        self._positions = getattr(self._base, "get_rope_index", None)
+        super().__init__(processor, model)
+        self._processor = processor
         self._threads = ThreadPoolExecutor(_NUM_DECODERS, thread_name_prefix="flatout-pictures")
 
     @classmethod
@@ -66,30 +64,6 @@ class PictureMaker:
         images = list(self._threads.map(decoded, [content for own in files for content in own]))
         return self.with_images(batch, images, [len(own) for own in files], token_ids)
 
-    def with_images(
-        self, batch: PackedBatch, images: Sequence[Any], counts: Sequence[int], token_ids: Sequence[NDArray[Any]]
-    ) -> PackedBatch:
-        """Return a batch with images, of which each sample has `counts`; `token_ids` are the samples' own."""
-        values = self._processor.values_of(images)
-        given = {name: torch.from_numpy(held) for name, held in values.items() if name in self._arguments}
-        axes = None
-        if self._positions is not None:
-            axes = batch.position_ids.expand(3, -1).clone()
-            grids = given["image_grid_thw"].split(list(counts))
-            starts = batch.cu_seqlens[: len(counts)].tolist()
-            for start, ids, grid in zip(starts, token_ids, grids, strict=True):
-                if len(grid):
-                    axes[:, start : start + len(ids)] = self._axes(torch.from_numpy(ids.astype(np.int64)), grid)
-        return replace(batch, pictures=given, axes=axes)
-
-    def _axes(self, token_ids: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """Return the positions (3, n) of one document, by the model's own rule."""
-        kinds = (token_ids == self._processor.token_id).int()
-        assert self._positions is not None
-        found, _ = self._positions(token_ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)
-        positions: torch.Tensor = found[:, 0]
-        return positions
-
     def probes(self, seed: int) -> list[PictureDocument]:
         """Return documents for the self-test: texts only, with one picture, and with two; the same for each seed."""
         random = np.random.default_rng(seed)
@@ -110,7 +84,7 @@ class PictureMaker:
         if images:
             values = self._processor.values_of(images)
             given |= {name: torch.from_numpy(held) for name, held in values.items()}
-            if self._positions is not None:
+            if self.has_axes:
                 given["mm_token_type_ids"] = (ids == self._processor.token_id).int()
         return given
 

@@ -69,7 +69,7 @@ MAX_PACKAGE_LINES = {
     "io": 1897,
     "kernels": 4019,
     "launch": 1122,
-    "models": 8889,
+    "models": 8954,
     "objectives": 1039,
     "optim": 656,
     "parallel": 1712,
@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1209,
     "studio": 1271,
     "track": 2505,
-    "trainer": 5636,
+    "trainer": 5610,
     "verifier": 1120,
     "view": 1454,
 }
