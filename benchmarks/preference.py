@@ -49,6 +49,7 @@ from flatout.bench.inputs import MAX_ID, MIN_ID, NAME, Samples
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
 from flatout.environment import allocator_env
+from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.reference import compute_step
 from flatout.trainer.state import Run
@@ -133,6 +134,8 @@ def ours(args: argparse.Namespace, row: str) -> dict[str, Any]:
         found["reference_s"] = time.perf_counter() - started_s
 
     run, recorder = take_steps(args.out / "ours", overrides, num_steps, args.pairs, after=after)
+    if not run.rank.is_first:
+        return found
     steps = recorder.steps[WARMUP_STEPS:] or recorder.steps
     told = [text for _, name, text in recorder.stages if name == "reference"]
     num_tokens = sum(step.num_tokens for step in steps)
@@ -343,7 +346,10 @@ def table(results: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 def part(args: argparse.Namespace) -> None:
-    """One row, in this process: figures go to its file, a JSON line each."""
+    """One row, in this process: figures go to its file, a JSON line each, written by the first rank."""
+    if not Rank.from_env().is_first:
+        ours(args, args.part)
+        return
     with (args.out / f"{args.part}.jsonl").open("w", encoding="utf-8") as file:
 
         def tell(found: dict[str, Any]) -> None:
@@ -366,7 +372,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         path = args.out / f"{row}.jsonl"
         path.unlink(missing_ok=True)
         # half of what is left for trials of TRL, the rest for its steps
-        command = [sys.executable, *sys.argv, "--part", row, "--launched-s", str(began_s)]
+        command = [sys.executable]
+        if args.gpus > 1 and row != "trl":
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+        command += [*sys.argv, "--part", row, "--launched-s", str(began_s)]
         command += ["--trials-end-s", str(began_s + min(left_s, args.trials_s))]
         env = {**os.environ, **allocator_env(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if row == "trl":
@@ -389,6 +398,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lengths", choices=LENGTHS, default="demo")
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--trials", type=lambda text: text.split(";"), default=[], help="of TRL, as 'A;B' (all)")
+    parser.add_argument("--gpus", type=int, default=1, help="for flatout's rows; TRL's run on one (1)")
     parser.add_argument("--pairs", type=int, default=32, help="pairs a step (32)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (5)")
     parser.add_argument("--time-limit", type=float, default=480.0, help="seconds for all rows (480)")

@@ -56,6 +56,7 @@ class PlanTotals:
     num_shared_tokens: int = 0
     num_estimate_tokens: int = 0
     num_units: int | None = None
+    layout: str = "packed"
 
 
 def add_up(
@@ -117,6 +118,7 @@ def add_up(
         padding_share=1.0 - (num_tokens - num_shared) / num_padded,
         num_shared_tokens=num_shared,
         num_units=None if plan.unit_offsets is None else plan.num_units,
+        layout=plan.layout.name,
     )
 
 
@@ -133,7 +135,8 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{totals.num_micro_batches:,} on {_ranks(totals.num_ranks)}, {each_step}, {largest}"
     yield "padding avoided", f"{totals.padding_avoided:.1%} of the {naive} at the same budget"
     if totals.padding_share:
-        yield "padding", f"{totals.padding_share:.1%} of the tokens computed, as each sample is a padded row"
+        why = "each sample is a padded row" if totals.layout == "rows" else "ranks that share a pass fill it up alike"
+        yield "padding", f"{totals.padding_share:.1%} of the tokens computed, as {why}"
     if totals.num_shared_tokens:
         share = totals.num_shared_tokens / totals.num_tokens
         yield "prefixes", f"shared: {totals.num_shared_tokens:,} tokens, {share:.1%}, are not computed again"

@@ -1,5 +1,7 @@
 """The report: every number recounted from the steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -87,3 +89,16 @@ def test_a_step_is_told_rank_by_rank(plan):
         assert f"rank {index}: {sum(m.num_tokens for m in rank)} tokens" in text
         for micro_batch in rank:
             assert f" labels\n      {' '.join(map(str, micro_batch.sample_ids))}\n" in text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({}, None),
+        ({"pass_tokens": 10}, "each sample is a padded row"),
+        ({"expert_ranks": 3, "lockstep": True}, "ranks that share a pass fill it up alike"),
+    ],
+)
+def test_padding_is_told_with_its_own_cause(plan, words, why):
+    told = dict(totals_lines(add_up(replace(plan, layout=replace(plan.layout, **words)), rank_counts=())))
+    assert told.get("padding", "").rpartition(", as ")[2] == (why or "")
