@@ -51,6 +51,7 @@ ADVANCED: Mapping[str, str] = MappingProxyType(
         "eval.min_delta": "to stop early without waiting for tiny gains",
         "eval.max_new_tokens": "for long answers to eval.prompts",
         "eval.temperature": "for answers to eval.prompts that vary",
+        "eval.worst_samples": "to read more of what the model finds hard, or to record no text",
         "checkpoint.asynchronous": "to rule out what the host's memory is short of",
         "checkpoint.allow_change": "to go on with a checkpoint under other numerics, on purpose",
         "sharding.reshard_after_forward": "to trade memory for communication by hand",

@@ -76,6 +76,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
         "sets what counts as a new best, and changes no step": "eval.min_delta",
         "sets what is answered, which changes no weight and no random state": "eval.prompts eval.max_new_tokens "
         "eval.temperature",
+        "sets what is recorded": "eval.worst_samples",
         "sets when to save": "checkpoint.every_steps",
         "sets which checkpoints to keep": "checkpoint.keep",
         "sets whether to resume": "checkpoint.resume",

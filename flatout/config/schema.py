@@ -103,6 +103,8 @@ class EvalConfig(Section):
     """Maximum tokens of each of these answers."""
     temperature: float = Field(default=0.0, ge=0, le=100)
     """Sampling temperature of these answers, drawn with `seed`; 0: the likeliest token each time."""
+    worst_samples: int = Field(default=8, ge=0, le=64)
+    """How many samples with the greatest losses to record with their text at each evaluation; 0: none."""
 
     @field_validator("data")
     @classmethod
@@ -124,7 +126,8 @@ class EvalConfig(Section):
             raise ValueError("patience needs every_steps")
         if not (self.fraction or self.data):
             why = "no rows to evaluate on; set eval.fraction or eval.data"
-            refuse_unused(self, ("every_steps", "patience", "best", "min_delta", "max_new_tokens", "temperature"), why)
+            rest = ("every_steps", "patience", "best", "min_delta", "max_new_tokens", "temperature", "worst_samples")
+            refuse_unused(self, rest, why)
             if self.prompts:
                 raise ValueError(f"prompts has no effect with {why}")
         if self.prompts == []:
@@ -305,8 +308,7 @@ class Config(Section):
         known = {"data", "model", *RESUME_EFFECTS, *(name.partition(".")[0] for name in RESUME_EFFECTS)}
         known |= {f"objective.{name}" for name in self.objective.fields}
         if unknown := sorted(set(self.checkpoint.allow_change) - known):
-            what = "is not a setting; name one such as optim.lr, or a section"
-            raise ValueError(f"checkpoint.allow_change: {unknown[0]!r} {what}")
+            raise ValueError(f"checkpoint.allow_change: {unknown[0]!r} is not a setting; name one such as optim.lr")
         return self
 
     @model_validator(mode="after")

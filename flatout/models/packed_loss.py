@@ -59,6 +59,8 @@ class PackedLoss(nn.Module):
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
         self.terms = Terms()
+        # reads the cross-entropy of a batch's label tokens (L,) in passes without gradients
+        self.on_token_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
     def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, ...]:
         """Return the objective's sums in the order of their names; strategies find the tensors in a plain tuple.
@@ -85,10 +87,16 @@ class PackedLoss(nn.Module):
             # documents that check or warm up layers; they are no samples
             return packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         states = hidden_states(self.model, batch) if self.decoder is None else self.decoder(batch)
-        read = SampleScores(states, batch, ScoreHead(self.model)) if self.objective.reads == "scores" else None
-        labels = read or LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+        labels: SampleScores | LabelTokens
+        if self.objective.reads == "scores":
+            labels = SampleScores(states, batch, ScoreHead(self.model))
+        else:
+            labels = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+            labels.keeps_losses = self.on_token_losses is not None and batch.num_label_tokens > 0
         labels.estimates = self.terms.estimates
         loss_sum, *others = sums_of(self.objective, labels)
+        if self.on_token_losses and isinstance(labels, LabelTokens) and labels.kept_losses is not None:
+            self.on_token_losses(batch, labels.kept_losses)
         if torch.is_grad_enabled():
             for term in self.terms.every:
                 loss_sum = term.add(loss_sum, self.model, batch)

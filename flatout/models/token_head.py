@@ -77,6 +77,13 @@ class TokenHead:
         tiles = self._in_tiles(tile_losses, rows, ids)
         return TokenLosses(torch.cat([losses for losses, _ in tiles]), torch.cat([right for _, right in tiles]))
 
+    def summed(self, found: TokenLosses) -> LossSums:
+        """Return the sums of `token_losses`, added tile by tile as `cross_entropy` of a frozen head adds them."""
+        loss_sum = found.losses.new_zeros(())
+        for tile in found.losses.split(self._tile_rows):
+            loss_sum = loss_sum + tile.sum()
+        return LossSums(loss_sum, found.is_correct.sum())
+
     def _fused(
         self, rows: torch.Tensor, ids: torch.Tensor, *, by_row: bool
     ) -> tuple[torch.Tensor, torch.Tensor] | None:

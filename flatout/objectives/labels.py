@@ -70,6 +70,9 @@ class Head(Protocol):
     def token_losses(self, rows: Tensor, ids: Tensor) -> TokenLosses:
         """Return the losses of rows."""
 
+    def summed(self, found: TokenLosses) -> LossSums:
+        """Return the sums of losses of rows, as `cross_entropy` adds them."""
+
 
 class Readings:
     """What every objective can read of a micro-batch with S samples of U units: their columns, and values by unit.
@@ -136,6 +139,8 @@ class LabelTokens(Readings):
     def __init__(self, states: Tensor, batch: Batch, head: Head) -> None:
         super().__init__(batch)
         self.states, self.head = states, head
+        # an evaluation reads the losses of tokens too
+        self.keeps_losses = False
 
     @cached_property
     def rows(self) -> Tensor:
@@ -163,7 +168,14 @@ class LabelTokens(Readings):
 
     def cross_entropy(self) -> LossSums:
         """Return the sum of -logprobs and that of is_correct; also a trained head takes one pass for it."""
+        if self.keeps_losses:
+            return self.head.summed(self._losses)
         return self.head.cross_entropy(self.rows, self.token_ids)
+
+    @property
+    def kept_losses(self) -> Tensor | None:
+        """The cross-entropy of each label token (L,), if the objective has computed it."""
+        return self._losses.losses if "_losses" in vars(self) else None
 
     def nothing(self) -> Tensor:
         """See Readings."""

@@ -105,10 +105,26 @@ class EvalFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class WorstSample:
+    """One evaluation sample with a great mean loss over its label tokens, and the row of `source` that it came from.
+
+    `context` is what precedes its first label token and `text` what follows, both shortened.
+    """
+
+    data: str
+    source: str
+    row: int
+    loss: float
+    num_label_tokens: int
+    context: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class EvalRecord:
     """One evaluation after `step` completed steps: means over all label tokens of all evaluation data sets.
 
-    `by_data` has the figures of each data set if there are several.
+    `by_data` has the figures of each data set if there are several; `worst` has the samples with the greatest losses.
     """
 
     step: int
@@ -120,6 +136,7 @@ class EvalRecord:
     eval_tokens_per_s: float = 0.0
     by_data: Mapping[str, EvalFigures] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    worst: tuple[WorstSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,8 @@ def make_loaders(
         # equal bounds, so that compiled layers take both
         bounds["max_documents"] = max(bounds["max_documents"], mismatched.plan.batch_bounds["max_documents"])
 
-    def loader_of(store: TokenStore, **options: Any) -> BatchLoader:
-        own = None if columns is None else tuple(name for name in columns if name in store.extra)
+    def loader_of(store: TokenStore, asked: Sequence[str] | None = columns, **options: Any) -> BatchLoader:
+        own = None if asked is None else tuple(name for name in asked if name in store.extra)
         loader = BatchLoader(store, device, share, columns=own, **options)
         loader.pictures = PictureMaker.of(store, model)
         loader.padding_id = scoring.padding_id if scoring else None
@@ -191,7 +191,9 @@ def make_loaders(
     of_steps: dict[str, Any] = {"size_buckets": size_buckets, **bounds}
     eval_sets, others = planned.eval_sets, [each.mismatched for each in planned.eval_sets if each.mismatched]
     evaluated, other_evaluated = (
-        tuple(loader_of(each.store, max_documents=each.max_documents) for each in own) for own in (eval_sets, others)
+        # an evaluation asks which sample each label token is of
+        tuple(loader_of(each.store, columns or (), max_documents=each.max_documents) for each in own)
+        for own in (eval_sets, others)
     )
     of_others = () if mismatched is None else (loader_of(mismatched.store, **of_steps),)
     return loader_of(planned.store, **of_steps), evaluated, (*of_others, *other_evaluated)

@@ -14,6 +14,7 @@ from flatout.trainer.answers import answer_prompts
 from flatout.trainer.estimates import evaluation_estimates
 from flatout.trainer.passes import autocast, inference, sum_unless_stopped, until_stopped
 from flatout.trainer.state import Run
+from flatout.trainer.worst_samples import WorstSamples
 
 
 def evaluate_now(run: Run) -> bool:
@@ -27,7 +28,8 @@ def evaluate_now(run: Run) -> bool:
     started = time.perf_counter()
     progress = run.progress
     run.watch.set_phase("evaluate", progress.step)
-    total, by_data = evaluate(run)
+    worst = WorstSamples(run)
+    total, by_data = evaluate(run, worst)
     loss = total.loss
     if not math.isfinite(loss):
         which = next(name for name, figures in by_data.items() if not math.isfinite(figures.loss))
@@ -37,6 +39,7 @@ def evaluate_now(run: Run) -> bool:
         )
     judged = total.of(run.config.eval.best)
     is_best = _is_better(run, judged)
+    worst_samples = worst.found()
     eval_s = time.perf_counter() - started
     run.reporter.record(
         EvalRecord(
@@ -49,6 +52,7 @@ def evaluate_now(run: Run) -> bool:
             eval_tokens_per_s=sum(each.plan.num_tokens for each in run.eval_sets) / eval_s,
             by_data=by_data if len(by_data) > 1 else {},
             metrics=total.metrics,
+            worst=worst_samples,
         )
     )
     answer_prompts(run)
@@ -77,15 +81,20 @@ def _is_better(run: Run, judged: float) -> bool:
     return best is None or gain > run.config.eval.min_delta
 
 
-def evaluate(run: Run) -> tuple[EvalFigures, dict[str, EvalFigures]]:
-    """Return figures over all evaluation data sets and of each, without dropout; collective. Raises PassesStopped."""
+def evaluate(run: Run, worst: WorstSamples | None = None) -> tuple[EvalFigures, dict[str, EvalFigures]]:
+    """Return figures over all evaluation data sets and of each, without dropout; collective. Raises PassesStopped.
+
+    `worst` reads the losses of their tokens.
+    """
+    worst = worst or WorstSamples(run)
     num_sums = len(run.planned.objective.sum_names)
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
         for place, (total, each, loader) in enumerate(zip(totals, run.eval_sets, run.eval_loaders, strict=True)):
             evaluation_estimates(run, place)
-            for batch in until_stopped(run, loader.batches(each.plan.ranks[run.data_rank])):
-                with autocast(run):
+            planned = each.plan.ranks[run.data_rank]
+            for micro_batch, batch in zip(planned, until_stopped(run, loader.batches(planned)), strict=False):
+                with autocast(run), worst.reading(place, micro_batch):
                     found = run.loss(batch)
                 total += torch.stack([value.double() for value in found])
     by_data, every = {}, []

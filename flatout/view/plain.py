@@ -49,6 +49,9 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
             for e in log.evals
         ]
         parts += ["## Evaluations", table(["step", "loss", *figures_of(log.evals[-1]), ""], losses)]
+    if log.evals and (worst := log.evals[-1].worst):
+        rows = [(f"{one.loss:.4f}", f"{one.source} row {one.row:,}", one.context, one.text) for one in worst]
+        parts += ["## Worst samples", table(["loss", "from", "context", "trained text"], rows)]
     if kinds := Counter(str(event.get("kind")) for event in log.events):
         parts += ["## Events", table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
     if changed := changed_settings(settings_of(log)):

@@ -43,10 +43,11 @@ def run_fragment(log: RunLog) -> str:
         lengths = figure("Sample lengths", [bars], unit=f"samples; {plan.num_samples:,} in all", is_wide=True)
         packing = draw_packing(plan.packing, plan.padded)
     changed, answers, started = changed_settings(settings), list(_answers(log)), start_rows(log)
+    worst = log.evals[-1].worst if log.evals else ()
     contents = (
-        ("curves", "Curves", True), ("answers", "Answers", answers), ("plan", "Plan", log.start),
-        ("start", "Start-up", started), ("packing", "Packing", packing), ("events", "Events", log.events),
-        ("settings", "Settings", settings),
+        ("curves", "Curves", True), ("answers", "Answers", answers), ("worst", "Worst samples", worst),
+        ("plan", "Plan", log.start), ("start", "Start-up", started), ("packing", "Packing", packing),
+        ("events", "Events", log.events), ("settings", "Settings", settings),
     )  # fmt: skip
     return render(
         "run.html",
@@ -62,6 +63,7 @@ def run_fragment(log: RunLog) -> str:
         lengths=lengths,
         packing=packing,
         answers=answers,
+        worst=worst,
         kinds=Counter(str(event.get("kind")) for event in log.events).most_common(),
         events=[_event(event) for event in log.events[-MAX_EVENTS:]],
         changed=[(name, show(value), show(default)) for name, (value, default) in changed.items()],

@@ -43,6 +43,12 @@ def test_ranks_take_the_same_units_to_the_same_losses(
             assert (a["num_tokens"], a["num_label_tokens"]) == (b["num_tokens"], b["num_label_tokens"])
         losses = [each["eval_loss"] for each in metrics_of(tmp_path / name, "eval")]
         assert losses == pytest.approx([each["eval_loss"] for each in evaluated], rel=1e-6)
+        worst = [
+            [one[key] for each in metrics_of(tmp_path / name, "eval") for one in each["worst"]]
+            for key in ("row", "loss")
+        ]
+        assert worst[0] == [one["row"] for each in evaluated for one in each["worst"]]
+        assert worst[1] == pytest.approx([one["loss"] for each in evaluated for one in each["worst"]], rel=1e-5)
     assert store.unit_offsets is not None
     assert np.diff(store.unit_offsets).tolist() == SIZES
 

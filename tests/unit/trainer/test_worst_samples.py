@@ -1,0 +1,105 @@
+"""The evaluation samples with the greatest losses: as plain transformers has them, with their text, on every page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flatout.cli.main import main
+from flatout.data.token_store import TokenStore
+from flatout.track.run_log import read_run
+
+WRONG = "zq vx <b>jk</b> qz xv kj zz"
+
+
+@pytest.fixture(scope="module")
+def held_out(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A built data set of 24 chats, one of which has a wrong answer."""
+    root = tmp_path_factory.mktemp("held-out")
+    rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()[:24]]
+    rows[5][-1]["content"] = WRONG
+    (root / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    words = ["--tokenizer", str(tiny.model_dir), "--name", "held-out", "--root", str(root), "--num-procs", "1"]
+    assert main(["data", "build", str(root / "rows.jsonl"), *words, "--max-tokens", "500"]) == 0
+    return root
+
+
+def trained(tiny: Any, root: Path, run_dir: Path, *words: str) -> Any:
+    (run_dir.parent / f"{run_dir.name}.yaml").write_text(
+        f"run_dir: {run_dir}\ndevice: cpu\nseed: 7\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"
+        f"data: {{name: chats, root: '{root}', sources: [{{path: '{tiny.chats}'}}], max_tokens: 500}}\n"
+        "lora: {rank: 4, alpha: 8}\nbatch: {samples_per_step: 6, micro_batch_tokens: 700, max_steps: 1}\n"
+        "eval: {data: held-out, prompts: []}\noptim: {lr: 1.0e-9}\n"
+    )
+    assert main(["train", str(run_dir.parent / f"{run_dir.name}.yaml"), *words]) == 0
+    return read_run(run_dir)
+
+
+@pytest.mark.parametrize("words", [(), ("batch.layout=rows",)])
+def test_the_losses_are_those_of_plain_transformers(
+    tiny: Any, held_out: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    record = trained(tiny, held_out, tmp_path / "run", "eval.worst_samples=64", *words).evals[-1]
+    store = TokenStore.open(held_out / "built_dataset" / "held-out")
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float32)
+    expected = {}
+    for index in range(store.num_samples):
+        ids, mask = (torch.from_numpy(part.copy()) for part in store.sample(index).pair)
+        with torch.no_grad():
+            logits = model(ids[None].long()).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:].long(), reduction="none")
+        expected[store.origin(index).row_number] = float(losses[mask[1:]].mean())
+    assert {one.row: one.loss for one in record.worst} == pytest.approx(expected, rel=1e-4)
+    assert [one.loss for one in record.worst] == sorted((one.loss for one in record.worst), reverse=True)
+    total = sum(one.loss * one.num_label_tokens for one in record.worst)
+    assert total / record.num_label_tokens == pytest.approx(record.eval_loss, rel=1e-4)
+
+
+def test_a_wrong_answer_stands_first_on_every_page(
+    tiny: Any, held_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learning = ("optim.lr=0.02", "batch.max_steps=30")
+    record = trained(tiny, held_out, tmp_path / "run", *learning).evals[-1]
+    assert len(record.worst) == 8
+    worst = record.worst[0]
+    assert (worst.data, worst.row) == ("held-out", 6)
+    assert worst.source.endswith("rows.jsonl")
+    assert WRONG in worst.text
+    assert WRONG not in worst.context
+    capsys.readouterr()
+    pages = []
+    for form in ("html", "json", "md"):
+        assert main(["report", str(tmp_path / "run"), "--format", form, "--out", str(tmp_path / f"page.{form}")]) == 0
+        pages.append((tmp_path / f"page.{form}").read_text())
+    assert "<b>jk</b>" not in pages[0]
+    assert WRONG.replace("<", "&lt;").replace(">", "&gt;") in pages[0]
+    assert WRONG in json.loads(pages[1])["runs"][0]["evals"][-1]["worst"][0]["text"]
+    assert WRONG in pages[2]
+
+
+OWN = """
+from flatout.objectives.protocol import Objective
+
+class Own(Objective):
+    scope = "sample"
+    def __call__(self, labels):
+        return {"loss": -labels.by_sample(labels.logprobs).sum()}
+"""
+
+
+def test_nothing_is_recorded_where_nobody_asks_or_a_sample_has_no_loss(
+    tiny: Any, held_out: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    default = trained(tiny, held_out, tmp_path / "default").evals[-1]
+    off = trained(tiny, held_out, tmp_path / "off", "eval.worst_samples=0").evals[-1]
+    own = trained(tiny, held_out, tmp_path / "own", f"objective.path={tmp_path / 'own.py'}:Own").evals[-1]
+    assert (len(default.worst), off.worst, own.worst) == (8, (), ())
+    # what is read of a pass changes no bit of it
+    assert off.eval_loss == default.eval_loss
+    assert own.eval_loss == pytest.approx(default.eval_loss, rel=1e-5)
