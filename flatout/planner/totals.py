@@ -72,8 +72,7 @@ def add_up(
     `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` counts real tokens over all ranks.
     """
     num_tokens = num_labels = num_micro_batches = num_naive = num_padded = num_shared = 0
-    largest = MicroBatchSize(0, 0, 0)
-    flops = epochs = 0.0
+    flops, epochs, largest = 0.0, 0.0, MicroBatchSize(0, 0, 0)
     balances: list[float] = []
     for step in plan.steps():
         num_tokens += step.num_tokens

@@ -73,7 +73,7 @@ MAX_PACKAGE_LINES = {
     "objectives": 1051,
     "optim": 656,
     "parallel": 1712,
-    "planner": 3188,
+    "planner": 3187,
     "profile": 350,
     "rollout": 1209,
     "studio": 1271,
