@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("PIL", reason="pictures need Pillow")
 
+NUM_STEPS, PER_STEP, LR = 4, 6, 1e-2
 WORDS = "user assistant system what is shown the picture shows a red square two pictures yes no \n"
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -23,6 +24,8 @@ _TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": None,
 }  # fmt: skip
+# the same with heads as wide as kernels of GPUs want them
+_WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
 _PARTS = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}MARK"
@@ -159,18 +162,37 @@ def make_reader(folder: Path, family: str) -> Any:
     return values | {"tie_word_embeddings": False}
 
 
-def make_picture_model(folder: Path, family: str) -> Path:
-    """Write a random model of a family, with all that comes with one, into a folder."""
+def make_picture_model(folder: Path, family: str, *, wide: bool = False) -> Path:
+    """Write a random model of a family, with all that comes with one, into a folder.
+
+    Its weights are numbers of bf16, so that a precision changes nothing but products; with `wide`, its heads are as
+    kernels of GPUs want them.
+    """
     import torch
     import transformers
 
-    config = getattr(transformers, FAMILIES[family][0])(**make_reader(folder, family))
+    values = make_reader(folder, family)
+    if wide:
+        values = widened(values)
+    config = getattr(transformers, FAMILIES[family][0])(**values)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():  # norms and embeddings too, so that nothing hides in a small number
-        torch.nn.init.normal_(parameter, *((0, 0.2) if parameter.ndim > 1 else (1, 0.1)))
+        spread = min(0.2, 1.2 / parameter[0].numel() ** 0.5)  # wider layers do not amplify rounding
+        torch.nn.init.normal_(parameter, *((0, spread) if parameter.ndim > 1 else (1, 0.1)))
+        parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(folder)
     return folder
+
+
+def widened(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's values with a wider decoder of texts, and what else has its width."""
+    text, vision = {**values["text_config"], **_WIDE}, dict(values["vision_config"])
+    if rope := text.get("rope_parameters"):
+        text["rope_parameters"] = {**rope, "mrope_section": [16, 8, 8]}
+    if "out_hidden_size" in vision:
+        vision["out_hidden_size"] = _WIDE["hidden_size"]
+    return {**values, "text_config": text, "vision_config": vision}
 
 
 def draw(height: int, width: int, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:
@@ -217,3 +239,38 @@ def write_rows(folder: Path) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     return path
+
+
+class PictureWorld:
+    """Rows with pictures in a folder, and the models of families, each made when it is first asked for."""
+
+    def __init__(self, root: Path, *, wide: bool = False) -> None:
+        self.root, self.rows, self._wide = root, write_rows(root), wide
+        self._models: dict[str, Path] = {}
+
+    def model(self, family: str) -> Path:
+        if family not in self._models:
+            self._models[family] = make_picture_model(self.root / family, family, wide=self._wide)
+        return self._models[family]
+
+    def config(self, family: str, run_dir: Path, **sections: Any) -> Any:
+        """The config of a run of NUM_STEPS steps over the rows, in fp64 on a CPU; sections go on top."""
+        from flatout.config.read import make_config
+
+        values: dict[str, Any] = {
+            "run_dir": str(run_dir),
+            "device": "cpu",
+            "seed": 3,
+            "model": {"name": str(self.model(family)), "precision": "fp64"},
+            "data": {"name": family, "root": str(self.root / "data"), "sources": [{"path": str(self.rows)}],
+                     "num_procs": 1},
+            "lora": {"rank": 4, "alpha": 8},
+            "batch": {"samples_per_step": PER_STEP, "micro_batch_tokens": 300, "max_steps": NUM_STEPS},
+            "optim": {"lr": LR, "weight_decay": 0.01},
+            "schedule": {"kind": "linear", "warmup_steps": 0},
+            "checkpoint": {"every_steps": None},
+            "eval": {"prompts": []},
+        }  # fmt: skip
+        for name, section in sections.items():
+            values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+        return make_config(values, [])

@@ -1,0 +1,115 @@
+"""Steps with pictures in fp32 and bf16 beside plain ones in fp64: on a CUDA GPU, and one family of them on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from picture_world import FAMILIES, NUM_STEPS, PictureWorld
+from plain_pictures import PlainRun, start_adapter
+from safetensors.torch import load_file
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+# relative, of loss, gradient norm and the adapter's change; AdamW's first steps follow the sign of gradients, so bf16
+# moves the adapter further than its loss (a CPU: 2e-3, 3e-3 and 0.1; in fp32 6e-7, 2e-6 and 8e-5). A GPU's
+# convolutions may round fp32 to TF32
+LIMITS = {"fp32": (1e-4, 1e-3, 5e-2), "bf16": (5e-3, 2e-2, 0.3)}
+
+
+def cases() -> Iterator[Any]:
+    """Device, family, layout and precision."""
+    for family in FAMILIES:
+        for layout in ("packed", "rows"):
+            for precision in LIMITS:
+                yield pytest.param("cuda", family, layout, precision, marks=GPU)
+                first = (family, layout) == (next(iter(FAMILIES)), "packed")
+                yield pytest.param("cpu", family, layout, precision, marks=() if first else pytest.mark.exhaustive)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
+    return PictureWorld(tmp_path_factory.mktemp("wide_pictures"), wide=True)
+
+
+def moved(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> torch.Tensor:
+    assert after.keys() == before.keys()
+    return torch.cat([(after[name].double() - before[name].double()).flatten() for name in sorted(before)])
+
+
+@pytest.mark.parametrize(("device", "family", "layout", "precision"), cases())
+def test_steps_equal_plain_ones(
+    world: PictureWorld, tmp_path: Path, metrics_of: Any, device: str, family: str, layout: str, precision: str
+) -> None:
+    """On a GPU, packed layers are compiled in bf16, once before the first step."""
+    from flatout.trainer.run import train
+
+    torch.compiler.reset()
+    exact = world.config(family, tmp_path / "exact", batch={"layout": layout})
+    planned = start_adapter(exact, tmp_path / "start")
+    plain = PlainRun(planned, world.model(family), tmp_path / "start", world.rows)
+    before = {name: value.clone() for name, value in plain.adapter().items()}
+    expected = plain.losses()
+    blank = PlainRun(planned, world.model(family), tmp_path / "start", world.rows, blank=True).losses()
+    config = world.config(
+        family, tmp_path / "run", device=device, model={"precision": precision}, batch={"layout": layout}
+    )
+    train(config)
+    records = metrics_of(tmp_path / "run")
+    assert len(records) == NUM_STEPS
+    error, of_norm, seen = (
+        max(abs(a - b) / b for a, b in zip(found, truth, strict=True))
+        for found, truth in (
+            ([record["loss"] for record in records], expected),
+            ([record["grad_norm"] for record in records], plain.grad_norms),
+            (blank, expected),
+        )
+    )
+    truth = moved(plain.adapter(), before)
+    ours = moved(load_file(tmp_path / "run" / "final" / "adapter_model.safetensors"), before)
+    off = ((ours - truth).norm() / truth.norm()).item()
+    log = (tmp_path / "run" / "train.log").read_text()
+    compiled = "layers as one graph" in log
+    print(f"{device} {family} {layout} {precision}: loss {error:.1e}, norm {of_norm:.1e}, adapter {off:.1e}; "
+          f"black pictures {seen:.1e}; {compiled=}")  # fmt: skip
+    limits = LIMITS[precision]
+    assert error < limits[0] < seen, "pictures that are black must change the loss by more than rounding"
+    assert of_norm < limits[1]
+    assert off < limits[2]
+    if device == "cuda" and (layout, precision) == ("packed", "bf16"):
+        assert compiled, log
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert not [event for event in events if event["kind"] == "compiled"], "a step waited for the compiler"
+
+
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [("cpu", "qwen3_vl"), *(pytest.param("cuda", family, marks=GPU) for family in ("qwen2_5_vl", "qwen3_vl"))],
+)
+def test_a_resumed_run_ends_with_the_same_bits(
+    world: PictureWorld, tmp_path: Path, device: str, family: str, precision: str
+) -> None:
+    from flatout.trainer.run import train
+
+    def config(name: str) -> Any:
+        checkpoint = {"every_steps": 1, "keep": 9}
+        return world.config(
+            family, tmp_path / name, device=device, deterministic=True, model={"precision": precision},
+            checkpoint=checkpoint,
+        )  # fmt: skip
+
+    train(config("one"))
+    shutil.copytree(tmp_path / "one", tmp_path / "again")
+    for folder in (tmp_path / "again" / "final", *(tmp_path / "again" / "checkpoints").glob("step-[34]")):
+        shutil.rmtree(folder)
+    train(config("again"))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, truth = (load_file(tmp_path / run / "checkpoints" / "step-4" / name) for run in ("again", "one"))
+        assert ours.keys() == truth.keys()
+        differing = [key for key in truth if not torch.equal(ours[key], truth[key])]
+        assert not differing
