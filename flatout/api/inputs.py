@@ -7,13 +7,15 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from flatout.data import registry
+from flatout.data.conversation import Origin
+from flatout.data.prompt_file import Prompt, shown_prompt
 from flatout.errors import DataError, FlatoutError, UsageError
 from flatout.io.durable_io import DurableIO, digest
 from flatout.io.file_lock import locked, open_lock, share_lock, take_lock
@@ -104,6 +106,15 @@ def _data_uri(value: Any) -> str:
     # a format without loss that has this mode of color
     value.save(file, format="TIFF" if value.mode in ("CMYK", "YCbCr", "LAB", "HSV") else "PNG")
     return _data_uri(file.getvalue())
+
+
+def prompt_in_memory(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None) -> Prompt:
+    """Return the prompt of turns, and of pictures at its marks or before its first question. Raises UsageError."""
+    try:
+        row = json.loads(json.dumps({"messages": list(messages), "images": list(images or [])}, default=_data_uri))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"prompts: {error}; give texts, and pictures as paths, bytes or Pillow's images") from error
+    return shown_prompt(row["messages"], row, Origin("prompts", 1), Path())
 
 
 def _write_rows(data: Any, kind: str, path: Path) -> None:

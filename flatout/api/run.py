@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.api.inputs import prompt_in_memory
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.config.spelling import Caller, spelled_for
@@ -72,6 +73,7 @@ class Run:
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
         *,
+        images: Sequence[Any] | None = None,
         system: str | None = None,
         max_new_tokens: int = 512,
         temperature: float | None = None,
@@ -82,21 +84,29 @@ class Run:
     ) -> list[str]:
         """Return an answer to each prompt: text, or messages of a conversation. The model is loaded once.
 
+        `images` are the pictures of a single prompt, or a list of them for each of several: paths, data URIs, files'
+        bytes or Pillow's images. They stand where a prompt has `<image>`, else before it. Messages may have picture
+        parts instead.
         Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given. `stream`
         prints each answer as it is generated.
         """
-        from flatout.rollout.chat import Sampling, answer_all, prompt_ids
+        from flatout.rollout.chat import Sampling, answer_all
+        from flatout.rollout.prompts import prompt_ids
 
-        model, tokenizer = self._model()
         before = [{"role": "system", "content": system}] if system else []
         turns = [
             [*before, {"role": "user", "content": one}] if isinstance(one, str) else list(one)
             for one in ([prompts] if isinstance(prompts, str) else prompts)
         ]
+        given = [images] if isinstance(prompts, str) else images or [None] * len(turns)
+        if len(given) != len(turns):
+            raise UsageError(f"images: {len(given)} lists of pictures for {len(turns)} prompts; give one for each")
+        shown = [prompt_in_memory(*both) for both in zip(turns, given, strict=True)]
+        model, tokenizer = self._model()
         return answer_all(
             model,
             tokenizer,
-            [prompt_ids(model, tokenizer, messages) for messages in turns],
+            [prompt_ids(model, tokenizer, one.messages, one.pictures) for one in shown],
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature, top_p, top_k, seed),
             stream=stream,

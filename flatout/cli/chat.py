@@ -9,12 +9,17 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flatout.cli.screen import import_transformers, model_target
-from flatout.errors import UsageError
+from flatout.data.conversation import Origin
+from flatout.errors import DataError, UsageError
 from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
+
+if TYPE_CHECKING:
+    from flatout.data.prompt_file import Prompt
 
 MAX_NEW_TOKENS = 1 << 20
 # after so many seconds without text, a line says how far an answer is
@@ -23,6 +28,7 @@ SILENT_S = 4.0
 MIN_TEMPERATURE = 1e-3
 HELP = """/clear        forget the conversation
 /system TEXT  start anew with this system prompt
+/image FILE   show this picture with the next message
 /help         list the commands
 /exit         end the chat, as an empty line and Ctrl-D do"""
 
@@ -35,7 +41,17 @@ class _Speaker:
     model: Any
     tokenizer: Any
     sampling: Any
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[bytes] = field(default_factory=list)
+
+    def hear(self, prompt: Prompt) -> None:
+        """Add turns and the pictures in them to the conversation."""
+        self.messages += prompt.messages
+        self.pictures += prompt.pictures
+
+    def forget(self, num_turns: int = 0, num_pictures: int = 0) -> None:
+        """Keep so many of the first turns and pictures."""
+        del self.messages[num_turns:], self.pictures[num_pictures:]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("targets", nargs="+", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
     add("--compare", choices=("base",), help="base: the first adapter's base model answers too")
     add("--prompt", help="answer this prompt and exit; without it the chat is interactive")
+    pictures = "show the model this picture with the first message, where it has <image> or before it; may be repeated"
+    add("--image", action="append", default=[], metavar="FILE", help=pictures)
     add("--system", help="system prompt")
     add("--max-new-tokens", type=int, default=512, help="maximum answer length in tokens (512)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (the model's generation_config)")
@@ -60,13 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the models once, then answer. Raises UsageError, or ResourceError if a requested GPU is missing."""
     _check(args)
+    waiting = list[str](args.image)
+    asked = _said(args.prompt or "", waiting)  # read before the model is
     import_transformers()
     speakers = _load(args)
     options = {"max_new_tokens": args.max_new_tokens, "stream": True}
     start = [{"role": "system", "content": args.system}] if args.system else []
     if args.prompt is not None:
         for speaker in speakers:
-            speaker.messages = [*start, {"role": "user", "content": args.prompt}]
+            speaker.messages = list(start)
+            speaker.hear(asked)
         return _answer(speakers, options)
     print("Type a message. /help lists commands; an empty line or Ctrl-D ends the chat.")
     with suppress(EOFError):
@@ -78,14 +99,25 @@ def run(args: argparse.Namespace) -> int:
                 break
             if word in ("/clear", "/system"):
                 start = [{"role": "system", "content": rest}] if rest and word == "/system" else start
+                waiting.clear()
                 for speaker in speakers:
+                    speaker.forget()
                     speaker.messages = list(start)
                 print(f"The conversation starts anew. System prompt: {start[0]['content'] if start else 'none'}")
+            elif word == "/image" and rest.strip():
+                waiting.append(rest.strip())
             elif re.fullmatch(r"/[a-z]*", word):
                 print(HELP if word == "/help" else f"There is no command {word}.\n{HELP}")
             else:
-                _say(speakers, said, options)
+                _say(speakers, said, waiting, options)
     return 0
+
+
+def _said(text: str, images: list[str]) -> Prompt:
+    """Return a user turn with the pictures of these files. Raises DataError for one that is no good."""
+    from flatout.data.prompt_file import shown_prompt
+
+    return shown_prompt([{"role": "user", "content": text}], {"images": images}, Origin("--image", 1), Path())
 
 
 def _load(args: argparse.Namespace) -> list[_Speaker]:
@@ -137,24 +169,28 @@ def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
             console.on_phase("reading the prompt")
             told = _told(console, options["max_new_tokens"])
             sampling = speaker.sampling
-            reply = answer(
-                speaker.model, speaker.tokenizer, speaker.messages, sampling=sampling, on_token=told, **options
-            )
+            more = {"pictures": speaker.pictures, "sampling": sampling, "on_token": told, **options}
+            reply = answer(speaker.model, speaker.tokenizer, speaker.messages, **more)
         speaker.messages.append({"role": "assistant", "content": reply})
     return 0
 
 
-def _say(speakers: list[_Speaker], said: str, options: dict[str, Any]) -> None:
-    """Add a turn and answer it; one that cannot be answered, such as a conversation that is too long, is taken back."""
-    lengths = [len(speaker.messages) for speaker in speakers]
-    for speaker in speakers:
-        speaker.messages.append({"role": "user", "content": said})
+def _say(speakers: list[_Speaker], said: str, images: list[str], options: dict[str, Any]) -> None:
+    """Add a turn, with the pictures that wait for one, and answer it.
+
+    One that cannot be answered, such as a conversation that is too long, is taken back.
+    """
+    before = [(len(speaker.messages), len(speaker.pictures)) for speaker in speakers]
     try:
+        prompt = _said(said, images)
+        for speaker in speakers:
+            speaker.hear(prompt)
         _answer(speakers, options)
-    except UsageError as error:
+    except (DataError, UsageError) as error:
         print(f"error: {printable(redacted(str(error)))}\n{HELP}", file=sys.stderr)
-        for speaker, length in zip(speakers, lengths, strict=True):
-            del speaker.messages[length:]
+        for speaker, lengths in zip(speakers, before, strict=True):
+            speaker.forget(*lengths)
+    images.clear()
 
 
 def _told(console: Any, most: int) -> Callable[[int, float], None]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flatout.data.conversation import ROLES, Origin
+from flatout.data.conversation import PICTURE, ROLES, Origin
+from flatout.data.pictures.read import read_picture
+from flatout.data.rows.formats.conversations import TurnReader
+from flatout.data.rows.formats.fields import FieldError, Reading
+from flatout.data.rows.formats.keys import holds_something
+from flatout.data.rows.formats.pictures import MARK, PICTURE_COLUMNS, PICTURE_PARTS, with_pictures
 from flatout.data.rows.read import RawRow, read_rows
 from flatout.errors import DataError, reason_of
 
@@ -18,19 +23,22 @@ FILE_TYPES = (".txt", ".json", ".jsonl", ".ndjson")
 class Prompt:
     """A conversation that ends where the assistant answers, and the answers that count as right, if any are known.
 
-    `origin` is its file and row, empty for a prompt of no file.
+    `origin` is its file and row, empty for a prompt of no file. `pictures` are the files of those that the PICTURE
+    characters of contents stand for, in their order.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     accepted: tuple[str, ...] = ()
     origin: str = ""
+    pictures: tuple[bytes, ...] = ()
 
     @property
     def text(self) -> str:
-        """The prompt for people: a single turn's content, or all turns with their roles."""
+        """The prompt for people: a single turn's content, or all turns with their roles; <image> for a picture."""
         if len(self.messages) == 1:
-            return self.messages[0]["content"]
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+            return str(self.messages[0]["content"]).replace(PICTURE, MARK)
+        turns = "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+        return turns.replace(PICTURE, MARK)
 
 
 def user_prompt(text: str) -> Prompt:
@@ -40,6 +48,8 @@ def user_prompt(text: str) -> Prompt:
 
 def read_prompts(path: Path, *, max_bytes: int) -> list[Prompt]:
     """Read JSON or JSONL rows with `prompt` or `messages` and optional `answer` (text or list), or .txt lines.
+
+    Pictures are given as in rows of data: as parts, or in a column `images`, with paths below the file's folder.
 
     Raises DataError with file and row for a missing, empty, too large or unreadable file, and for a row without prompt.
     """
@@ -85,9 +95,36 @@ def _prompt_of(row: RawRow) -> Prompt:
         raise DataError(f"{row.origin}: messages must be a list of turns with role and content")
     for place, message in enumerate(messages, start=1):
         turn = message if isinstance(message, dict) else {}
-        if turn.get("role") not in ROLES or not isinstance(turn.get("content"), str) or not turn["content"].strip():
-            raise DataError(f"{row.origin}: turn {place} needs a role ({', '.join(ROLES)}) and a text as its content")
+        said = turn.get("content")
+        if turn.get("role") not in ROLES or not (isinstance(said, list) or (isinstance(said, str) and said.strip())):
+            raise DataError(
+                f"{row.origin}: turn {place} needs a role ({', '.join(ROLES)}) and a text, or parts, as its content"
+            )
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{row.origin}: the last turn is the assistant's; leave it out, and give it as `answer`")
-    kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
-    return Prompt(kept, tuple(accepted), str(row.origin))
+    kept = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return replace(shown_prompt(kept, columns, row.origin), accepted=tuple(accepted), origin=str(row.origin))
+
+
+def shown_prompt(
+    messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], origin: Origin, root: Path | None = None
+) -> Prompt:
+    """Return the prompt of turns and of the pictures in them, or in a column `images` of the row; see `read_picture`.
+
+    Turns without any pictures are kept as they are. Raises DataError.
+    """
+    parts = [part for message in messages if isinstance(own := message.get("content"), list) for part in own]
+    has_parts = any(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in parts)
+    if not has_parts and not any(holds_something(row.get(column)) for column in PICTURE_COLUMNS):
+        return Prompt(tuple(dict(message) for message in messages))
+    turns = TurnReader(Reading())
+    try:
+        turns.read(messages, "messages")
+        placed = with_pictures(turns.messages, row, Reading())
+    except FieldError as error:
+        raise DataError(f"{origin}: {error}") from None
+    if any(message.tool_calls or message.reasoning for message in placed):
+        raise DataError(f"{origin}: has pictures, and tool calls or reasoning, which are not read beside them")
+    sources = [picture for message in placed for picture in message.pictures]
+    files = tuple(read_picture(source, origin, root).content for source in sources)
+    return Prompt(tuple({"role": message.role, "content": message.content} for message in placed), pictures=files)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.data.prompt_file import Prompt
-from flatout.errors import UsageError
-from flatout.rollout.chat import Sampling, answer_all, prompt_ids
+from flatout.errors import DataError, UsageError
+from flatout.rollout.chat import Sampling, answer_all
+from flatout.rollout.prompts import prompt_ids
 
 
 def score_answers(
@@ -22,7 +23,7 @@ def score_answers(
     """Return for each prompt: prompt, answer (greedy), accepted answers, and whether it is right.
 
     Space around answers never counts. `on_token` is that of `answer_all`. Raises UsageError for a tokenizer without
-    chat template.
+    chat template, DataError for a picture that its processor refuses.
     """
 
     def compared(text: str) -> str:
@@ -31,9 +32,9 @@ def score_answers(
     ids = []
     for number, prompt in enumerate(prompts, start=1):
         try:
-            ids.append(prompt_ids(model, tokenizer, prompt.messages))
-        except UsageError as error:
-            raise UsageError(f"{prompt.origin or f'prompt {number}'}: {error}") from error
+            ids.append(prompt_ids(model, tokenizer, prompt.messages, prompt.pictures))
+        except (DataError, UsageError) as error:
+            raise type(error)(f"{prompt.origin or f'prompt {number}'}: {error}") from error
     greedy = Sampling(temperature=0.0)
     texts = answer_all(model, tokenizer, ids, max_new_tokens=max_new_tokens, sampling=greedy, on_token=on_token)
     return [

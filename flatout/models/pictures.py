@@ -36,6 +36,11 @@ class PicturePacker:
         self._positions = getattr(model.base_model, "get_rope_index", None)
 
     @property
+    def token_id(self) -> int:
+        """The token that stands for pictures."""
+        return self._reader.token_id
+
+    @property
     def has_axes(self) -> bool:
         """Whether the model counts positions in time, height and width."""
         return self._positions is not None

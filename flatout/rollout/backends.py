@@ -9,12 +9,14 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 
+from flatout.data.pictures.read import decoded
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.models.slot_cache import SlotCache
 from flatout.planner.steps.padded import row_length
-from flatout.rollout.weights import Logits
+from flatout.rollout.sampler import followed, pictures_of
+from flatout.rollout.weights import Weights
 
 Group = tuple[Sequence[int], int]
 """A prompt and how many answers to it begin."""
@@ -43,18 +45,19 @@ class Slots:
 
     mixes = True
 
-    def __init__(self, logits: Logits, cache: SlotCache, device: torch.device, pass_tokens: int) -> None:
-        self._logits, self._cache, self._device, self._pass_tokens = logits, cache, device, pass_tokens
-        self._num_answers = 0
+    def __init__(self, weights: Weights, cache: SlotCache) -> None:
+        self._weights, self._cache, self._device = weights, cache, weights.device
+        self._num_answers, device = 0, weights.device
         rows = torch.arange(cache.num_slots + 1, device=device)
         self._rows, self._boundaries, self._starts = rows, rows.int(), rows.int() * cache.length
         self._ones = torch.ones_like(rows)
+        self._shifts = torch.zeros_like(rows)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
         found, waiting = [], list(groups)
         while waiting:
             count, num_tokens = 1, len(waiting[0][0])
-            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._pass_tokens:
+            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._weights.pass_tokens:
                 num_tokens += len(waiting[count][0])
                 count += 1
             found.append(self._fill(waiting[:count]))
@@ -63,7 +66,7 @@ class Slots:
 
     def _fill(self, groups: Sequence[Group]) -> Tensor:
         """Compute prompts in one pass, and copy the keys of each to the slots of its answers."""
-        sources, targets, start = [], [], 0
+        sources, targets, start, first = [], [], 0, self._num_answers
         for prompt, count in groups:
             places = np.arange(len(prompt))
             for _ in range(count):
@@ -71,15 +74,16 @@ class Slots:
                 targets.append(self._num_answers * self._cache.length + places)
                 self._num_answers += 1
             start += len(prompt)
-        batch = last_rows_of([prompt for prompt, _ in groups], self._device)
+        batch = last_rows_of([prompt for prompt, _ in groups], self._weights)
+        self._shifts[first : self._num_answers] = shifts_of(batch, groups)
         source, target = (torch.from_numpy(np.concatenate(rows)).to(self._device) for rows in (sources, targets))
         self._cache.fill(source, target)
-        return self._logits(replace(batch, cache=self._cache))
+        return self._weights.logits(replace(batch, cache=self._cache))
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         count = len(tokens)
         self._cache.append(positions, self._starts[: count + 1], longest)
-        return self._logits(
+        return self._weights.logits(
             PackedBatch(
                 token_ids=tokens,
                 position_ids=positions,
@@ -89,11 +93,14 @@ class Slots:
                 label_ids=tokens,
                 sample_counts=self._ones[:count],
                 cache=self._cache,
+                axes=axes_after(self._weights, positions, self._shifts),
             )
         )
 
     def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
         self._cache.move(pairs)
+        for old, new in pairs:
+            self._shifts[new] = self._shifts[old]
         self._num_answers = num_answers
 
 
@@ -102,16 +109,16 @@ class OwnCache:
     """transformers' own attention and cache, over rows of one length at a time: no padding, and any kind of state."""
 
     mixes = False
-    _logits: Logits
-    _model: PreTrainedModel
-    _device: torch.device
+    _weights: Weights
     _cache: Cache | None = None
+    _shifts: Tensor | None = None
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
-        self._cache = cache = DynamicCache(config=self._model.config.get_text_config())
+        self._cache = cache = DynamicCache(config=self._weights.model.config.get_text_config())
         prompts = [prompt for prompt, _ in groups]
-        batch = last_rows_of(prompts, self._device, row_length=len(prompts[0]))
-        logits = self._logits(replace(batch, cache=cache))
+        batch = last_rows_of(prompts, self._weights, row_length=len(prompts[0]))
+        self._shifts = shifts_of(batch, groups)
+        logits = self._weights.logits(replace(batch, cache=cache))
         held = [getattr(layer, "keys", None) for layer in cache.layers]
         for name in ("conv_states", "recurrent_states"):
             held += [state for layer in cache.layers for state in getattr(layer, name, {}).values()]
@@ -119,12 +126,13 @@ class OwnCache:
             raise ValueError("the model keeps no cache of keys and values")
         if len(prompts) < sum(count for _, count in groups):
             rows = [row for row, (_, count) in enumerate(groups) for _ in range(count)]
-            cache.reorder_cache(torch.tensor(rows, device=self._device))
+            cache.reorder_cache(torch.tensor(rows, device=self._weights.device))
         return logits
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        rows = torch.arange(len(tokens) + 1, device=self._device)
-        return self._logits(
+        assert self._shifts is not None
+        rows = torch.arange(len(tokens) + 1, device=self._weights.device)
+        return self._weights.logits(
             PackedBatch(
                 token_ids=tokens,
                 position_ids=positions,
@@ -135,6 +143,7 @@ class OwnCache:
                 sample_counts=torch.ones_like(tokens),
                 row_length=1,
                 cache=self._cache,
+                axes=axes_after(self._weights, positions, self._shifts),
             )
         )
 
@@ -142,8 +151,10 @@ class OwnCache:
         order = list(range(num_answers))
         for old, new in pairs:
             order[new] = old
-        if self._cache is not None and order:
-            self._cache.reorder_cache(torch.tensor(order, device=self._device))
+        if self._cache is not None and self._shifts is not None and order:
+            rows = torch.tensor(order, device=self._weights.device)
+            self._cache.reorder_cache(rows)
+            self._shifts = self._shifts[rows]
 
 
 @dataclass
@@ -151,33 +162,30 @@ class Recomputed:
     """No cache: every token takes a pass over its prompt and the answer so far."""
 
     mixes = True
-    _logits: Logits
-    _device: torch.device
-    _pass_tokens: int
-    _is_padded: bool
-    _sequences: list[list[int]] = field(default_factory=list)
+    _weights: Weights
+    _sequences: list[Sequence[int]] = field(default_factory=list)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
-        self._sequences += [list(prompt) for prompt, count in groups for _ in range(count)]
+        self._sequences += [prompt for prompt, count in groups for _ in range(count)]
         return self._pass([prompt for prompt, _ in groups])
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        for sequence, token_id in zip(self._sequences, tokens.tolist(), strict=True):
-            sequence.append(token_id)
+        longer = zip(self._sequences, tokens.tolist(), strict=True)
+        self._sequences = [followed(sequence, [token_id]) for sequence, token_id in longer]
         return self._pass(self._sequences)
 
     def _pass(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits after each sequence, in as few passes as hold them."""
-        found, group = list[Tensor](), list[Sequence[int]]()
+        found, group, is_padded = list[Tensor](), list[Sequence[int]](), self._weights.is_padded
         for index, sequence in enumerate(sequences):
             group.append(sequence)
             following = [len(each) for each in (*group, *sequences[index + 1 : index + 2])]
             padded = row_length(max(following))
-            num_tokens = len(following) * padded if self._is_padded else sum(following)
-            if len(following) == len(group) or num_tokens > self._pass_tokens:
+            num_tokens = len(following) * padded if is_padded else sum(following)
+            if len(following) == len(group) or num_tokens > self._weights.pass_tokens:
                 padded = row_length(max(map(len, group)))
-                batch = last_rows_of(group, self._device, row_length=padded if self._is_padded else None)
-                found.append(self._logits(batch))
+                batch = last_rows_of(group, self._weights, row_length=padded if is_padded else None)
+                found.append(self._weights.logits(batch))
                 group = []
         return torch.cat(found)
 
@@ -187,12 +195,38 @@ class Recomputed:
         del self._sequences[num_answers:]
 
 
-def last_rows_of(
-    sequences: Sequence[Sequence[int]], device: torch.device, *, row_length: int | None = None
-) -> PackedBatch:
+def shifts_of(batch: PackedBatch, groups: Sequence[Group]) -> Tensor:
+    """Return how far the next position in the axes is from the number of tokens, int64, for each answer of groups.
+
+    A picture takes fewer positions than tokens.
+    """
+    lengths = torch.tensor([len(prompt) for prompt, _ in groups], device=batch.token_ids.device)
+    counts = torch.tensor([count for _, count in groups], device=lengths.device)
+    ends = torch.zeros_like(lengths)
+    if batch.axes is not None:
+        starts = batch.cu_seqlens[: len(groups)].tolist()
+        own = zip(starts, lengths.tolist(), strict=True)
+        ends = torch.stack([batch.axes[:, start : start + length].max() + 1 - length for start, length in own])
+    return ends.repeat_interleave(counts)
+
+
+def axes_after(weights: Weights, positions: Tensor, shifts: Tensor) -> Tensor | None:
+    """Return the axes (3, N) of new tokens at `positions`; None if the model has none, or no prompt has pictures."""
+    if weights.pictures is None or not weights.pictures.has_axes:
+        return None
+    return (positions + shifts[: len(positions)]).expand(3, -1)
+
+
+def last_rows_of(sequences: Sequence[Sequence[int]], weights: Weights, *, row_length: int | None = None) -> PackedBatch:
     """Return sequences as one batch whose label rows are their last tokens, padded on a GPU as in training."""
+    device = weights.device
     samples = [(np.asarray(sequence), np.zeros(len(sequence), bool)) for sequence in sequences]
     num_boundaries = padded_num_boundaries(len(samples)) if device.type == "cuda" and row_length is None else None
     batch = flatten_samples(samples, num_boundaries=num_boundaries, row_length=row_length)
     last_rows = batch.cu_seqlens[: len(sequences)] + torch.tensor([len(sequence) for sequence in sequences]) - 1
+    files = [pictures_of(sequence) for sequence in sequences]
+    if weights.pictures is not None and any(files):
+        images = [decoded(file) for own in files for file in own]
+        ids = [np.asarray(sequence) for sequence in sequences]
+        batch = weights.pictures.with_images(batch, images, [len(own) for own in files], ids)
     return replace(batch, label_rows=last_rows, label_ids=torch.zeros_like(last_rows)).to(device)

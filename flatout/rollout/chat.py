@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from flatout.errors import UsageError
 from flatout.io.redact import printable
-from flatout.io.template_limits import bounded
 from flatout.models.load.model import library_errors
+from flatout.models.pictures import PicturePacker
 from flatout.models.stops import stop_token_ids
 from flatout.rollout.in_process import BackendName, InProcess
-from flatout.rollout.sampler import SamplingParams
+from flatout.rollout.prompts import num_positions, processor_of_model, prompt_ids
+from flatout.rollout.sampler import SamplingParams, pictures_of
 from flatout.rollout.weights import inference_weights
 
 # what transformers takes if nothing names another number
@@ -99,38 +99,8 @@ def _params(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_
             repetition_penalty=values.get("repetition_penalty", 1.0),
             seed=sampling.seed,
             stop_ids=frozenset(stop_token_ids(model, tokenizer)),
-            max_positions=_num_positions(model),
+            max_positions=num_positions(model),
         )
-
-
-def _num_positions(model: PreTrainedModel) -> int | None:
-    """Return how long a sequence the model takes; None for a model without a limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or None
-
-
-def prompt_ids(model: PreTrainedModel, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return `messages` (dicts with role and content) as the tokens after which the assistant answers.
-
-    Raises UsageError if the tokenizer has no chat template or the prompt leaves no position for an answer, and
-    TemplateLimitError for a template that never ends.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("the tokenizer has no chat template; use the one saved in the run's final/ folder")
-    with (
-        library_errors("the tokenizer or its chat template cannot render the messages"),
-        bounded("the tokenizer's chat template"),
-    ):
-        inputs = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-    token_ids: list[int] = list(inputs["input_ids"])
-    if not token_ids:
-        raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
-    room = _num_positions(model)
-    if room is not None and len(token_ids) >= room:
-        raise UsageError(
-            f"the prompt has {len(token_ids):,} tokens, but the model has {room:,} positions for it and its answer; "
-            "shorten it"
-        )
-    return token_ids
 
 
 class _Printer(TextStreamer):  # type: ignore[misc]  # transformers has no types for it
@@ -179,7 +149,10 @@ def answer_all(
     printed. The model must come from load_for_inference. Raises UsageError if the model's files have unusable values.
     """
     params = _params(model, tokenizer, sampling, max_new_tokens)
-    sampler = InProcess(inference_weights(model, warnings.warn), known=_KNOWN.setdefault(model, {}))
+    weights = inference_weights(model, warnings.warn)
+    if any(pictures_of(prompt) for prompt in prompts):
+        weights = replace(weights, pictures=PicturePacker(processor_of_model(model, tokenizer), model))
+    sampler = InProcess(weights, known=_KNOWN.setdefault(model, {}))
     if stream:
         sampler.prove(prompts)
     printer, counts = _Printer(tokenizer, len(prompts)), [0] * len(prompts)
@@ -200,11 +173,12 @@ def answer(
     model: PreTrainedModel,
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
+    pictures: Sequence[bytes] = (),
     *,
     on_token: Callable[[int, float], None] = lambda number, silent_s: None,
     **options: Any,
 ) -> str:
-    """Return the assistant's next turn after `messages` (dicts with role and content).
+    """Return the assistant's next turn after `messages` (dicts with role and content) with their `pictures`.
 
     `options` are those of `answer_all`; `on_token` gets the number of tokens so far, and the seconds since text was
     printed. Raises what `prompt_ids` and `answer_all` raise.
@@ -216,4 +190,4 @@ def answer(
         number += 1
         on_token(number, silent_s)
 
-    return answer_all(model, tokenizer, [prompt_ids(model, tokenizer, messages)], on_token=told, **options)[0]
+    return answer_all(model, tokenizer, [prompt_ids(model, tokenizer, messages, pictures)], on_token=told, **options)[0]

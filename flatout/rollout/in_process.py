@@ -19,7 +19,15 @@ from flatout.planner.steps.padded import row_length
 from flatout.rollout.answers import Answer
 from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of
 from flatout.rollout.decode import Decoding
-from flatout.rollout.sampler import Completion, Ending, OnToken, Sampler, SamplingParams
+from flatout.rollout.sampler import (
+    Completion,
+    Ending,
+    OnToken,
+    Sampler,
+    SamplingParams,
+    followed,
+    pictures_of,
+)
 from flatout.rollout.slots import open_slots
 from flatout.rollout.weights import Weights
 
@@ -70,6 +78,9 @@ class InProcess(Sampler):
         if not prompts or not num_completions:
             return [[] for _ in prompts]
         told = _Told(on_token)
+        if self.weights.pictures is not None:
+            # it stands for a part of a picture, and an answer has none
+            params = replace(params, never_ids=frozenset({self.weights.pictures.token_id}))
         for name in self._usable_backends(len(prompts) * num_completions):
             answers = begin(prompts, num_completions, params)
             flat = [each for group in answers for each in group]
@@ -96,9 +107,10 @@ class InProcess(Sampler):
         """Find the backend for as many prompts by a few tokens, before answers are shown that might be given up."""
         backend, *_ = self._usable_backends(len(prompts))
         if backend != "recomputed" and backend not in self.known:
-            # of each prompt the end, which leaves positions for an answer
-            ends = [prompt[-PROVED_TOKENS:] for prompt in prompts[:2]]
-            self.sample([end[len(end) // 2 :] for end in ends], 1, SamplingParams(PROVED_ANSWER))
+            # of each text the end, which leaves positions for an answer
+            texts = [prompt[-PROVED_TOKENS:] for prompt in prompts[:2] if not pictures_of(prompt)]
+            ends = [text[len(text) // 2 :] for text in texts]
+            self.sample(ends or prompts[:1], 1, SamplingParams(PROVED_ANSWER))
 
     def _usable_backends(self, num_answers: int) -> list[BackendName]:
         weights, backends = self.weights, list[BackendName]()
@@ -117,9 +129,9 @@ class InProcess(Sampler):
                 yield open_slots(weights, answers)
         elif name == "own cache":
             with own_attention(weights.model):
-                yield OwnCache(weights.logits, weights.model, weights.device), len(answers)
+                yield OwnCache(weights), len(answers)
         else:
-            yield Recomputed(weights.logits, weights.device, weights.pass_tokens, weights.is_padded), len(answers)
+            yield Recomputed(weights), len(answers)
 
     def _difference(self, name: BackendName, answers: Sequence[Answer]) -> str | None:
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
@@ -127,7 +139,7 @@ class InProcess(Sampler):
             return None
         longest = max(answers, key=lambda each: len(each.token_ids))
         found = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
-        true = packed_logprobs(self.weights, [*longest.prompt_ids, *longest.token_ids], len(found)).double().cpu()
+        true = packed_logprobs(self.weights, followed(longest.prompt_ids, longest.token_ids), len(found)).double().cpu()
         error, limit = float((found - true).abs().mean()), self.weights.tolerance
         if not self.weights.least(int(error <= limit)):
             return f"log-probabilities differ by {error:.1e} on average (limit {limit:.0e})"
@@ -138,7 +150,7 @@ class InProcess(Sampler):
 def packed_logprobs(weights: Weights, sequence: Sequence[int], count: int) -> Tensor:
     """Return the log-probabilities (count,) of the last tokens of a sequence by a pass without a cache."""
     padded = row_length(len(sequence)) if weights.is_padded else None
-    batch = last_rows_of([sequence], weights.device, row_length=padded)
+    batch = last_rows_of([sequence], weights, row_length=padded)
     rows = torch.arange(len(sequence) - count - 1, len(sequence) - 1, device=weights.device)
     ids = batch.token_ids[rows + 1]
     logits = weights.logits(replace(batch, label_rows=rows, label_ids=ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -23,8 +23,9 @@ class SamplingParams:
     `top_k` keeps so many of the likeliest tokens, `top_p` the fewest that have this probability together, and `min_p`
     those with at least this share of the likeliest one's (None: all). Before that, logits of tokens that the prompt or
     the answer has are divided by `repetition_penalty` where they are positive, else multiplied (CTRL,
-    arXiv:1909.05858). An answer ends after one of `stop_ids`, after `max_new_tokens`, or at `max_positions` with its
-    prompt. The draws of a completion depend on `seed`, its prompt's index and its own, and on nothing else.
+    arXiv:1909.05858). `never_ids` are not drawn. An answer ends after one of `stop_ids`, after `max_new_tokens`, or at
+    `max_positions` with its prompt. The draws of a completion depend on `seed`, its prompt's index and its own, and on
+    nothing else.
     """
 
     max_new_tokens: int
@@ -35,6 +36,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
+    never_ids: frozenset[int] = frozenset()
     max_positions: int | None = None
 
 
@@ -56,6 +58,28 @@ class Completion:
         return self.token_ids[:-1] if self.ending == "stop" else self.token_ids
 
 
+class PicturePrompt(tuple[int, ...]):
+    """The token ids of a prompt, and the files of the pictures that its picture tokens stand for."""
+
+    pictures: tuple[bytes, ...]
+
+    def __new__(cls, token_ids: Iterable[int], pictures: Iterable[bytes]) -> PicturePrompt:
+        made = super().__new__(cls, token_ids)
+        made.pictures = tuple(pictures)
+        return made
+
+
+def pictures_of(prompt: Sequence[int]) -> tuple[bytes, ...]:
+    """Return the files of a prompt's pictures; empty for one without any."""
+    return prompt.pictures if isinstance(prompt, PicturePrompt) else ()
+
+
+def followed(prompt: Sequence[int], token_ids: Sequence[int]) -> Sequence[int]:
+    """Return a prompt and the tokens after it, with its pictures."""
+    both = (*prompt, *token_ids)
+    return PicturePrompt(both, prompt.pictures) if isinstance(prompt, PicturePrompt) else both
+
+
 class NoRoomError(ResourceError):
     """Memory has no room for the keys and values of a single answer."""
 
@@ -67,7 +91,7 @@ class Sampler(Protocol):
         self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Return `num_completions` of each prompt, which has at least one token.
+        """Return `num_completions` of each prompt, which has at least one token and may be a `PicturePrompt`.
 
         Raises UsageError for a prompt that leaves no position, and NoRoomError if one answer needs more memory than is
         free.

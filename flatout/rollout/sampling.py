@@ -43,6 +43,10 @@ def choose(
     `keys` and `counts` int64 (N,) decide the draws; `seen` bool (N, V) are tokens for the repetition penalty.
     """
     scores = logits
+    if params.never_ids:
+        scores = scores.clone()
+        for token_id in params.never_ids:
+            scores[:, token_id] = float("-inf")
     if seen is not None:
         penalty = params.repetition_penalty
         scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)

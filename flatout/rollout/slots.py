@@ -47,7 +47,7 @@ def open_slots(weights: Weights, answers: Sequence[Answer]) -> tuple[Slots, int]
             f"of keys and values, and {budget / 2**30:.1f} GiB may be used"
         )
     cache = SlotCache(num_slots, length)
-    return Slots(weights.logits, cache, weights.device, weights.pass_tokens), num_slots
+    return Slots(weights, cache), num_slots
 
 
 def _bytes_of_a_token(weights: Weights, token_id: int) -> int:
@@ -55,7 +55,7 @@ def _bytes_of_a_token(weights: Weights, token_id: int) -> int:
     cache = SlotCache(1, 1)
     row = torch.zeros(1, dtype=torch.int64, device=weights.device)
     cache.fill(row, row)
-    weights.logits(replace(last_rows_of([[token_id]], weights.device), cache=cache))
+    weights.logits(replace(last_rows_of([[token_id]], weights), cache=cache))
     if not cache.num_bytes:
         raise ValueError("no layer keeps keys and values")
     return cache.num_bytes

@@ -12,8 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flatout.models.attention import choose_attention, register, registered_name
+from flatout.models.blocks import attention_of_parts
 from flatout.models.packed import PackedBatch
 from flatout.models.packed_loss import next_logits
+from flatout.models.picture_check import read_with_own_attention
+from flatout.models.pictures import PicturePacker
 
 # mean difference of log-probabilities with a cache to those without: both add the same terms in another order
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -33,7 +36,8 @@ class Weights:
     which the model computes packed documents; None if it cannot. `is_padded`: passes without a cache are padded.
     `prefers_own_cache`: one answer alone is sampled by transformers' own attention and cache.
     `in_lockstep`: other ranks take part in every pass. `agree` returns the tokens that all ranks use in place of this
-    rank's, `least` the smallest number of any rank. `tell` gets lines for people.
+    rank's, `least` the smallest number of any rank. `tell` gets lines for people. `pictures` adds
+    those of prompts to batches; None if no prompt has any.
     """
 
     model: PreTrainedModel
@@ -48,6 +52,7 @@ class Weights:
     agree: Callable[[Tensor], Tensor] = lambda tokens: tokens
     least: Callable[[int], int] = lambda number: number
     tell: Callable[[str], None] = lambda line: None
+    pictures: PicturePacker | None = None
 
 
 def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lambda line: None) -> Weights:
@@ -73,8 +78,7 @@ def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lamb
 @contextmanager
 def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with transformers' attention compute packed documents. Raises ValueError if it cannot."""
-    config = model.config.get_text_config()
-    own = config._attn_implementation
+    config, own = model.config.get_text_config(), attention_of_parts(model)
     choice = choose_attention("auto", config, device=model.device, dtype=model.dtype)
     register(choice.implementation)
     name = registered_name(choice.implementation)
@@ -82,6 +86,8 @@ def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(name)
         if config._attn_implementation != name:
             raise ValueError("its attention does not go through transformers' attention interface")
+        if config is not model.config:
+            read_with_own_attention(model)
         yield
     finally:
         model.set_attn_implementation(own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from flatout.config.schema import Config
 from flatout.data.judged import are_good
+from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.prompt_file import Prompt, read_prompts, user_prompt
+from flatout.data.rows.formats.pictures import MARK
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import control_pattern, tokenizer_of
 from flatout.errors import DataError, UsageError, reason_of
 from flatout.io.template_limits import bounded
+from flatout.rollout.sampler import PicturePrompt, pictures_of
 from flatout.track.callback import Reporter
+from flatout.trainer.pictures import processor_of
 
 # every evaluation writes all of them into one line of answers.jsonl
 MAX_PROMPTS, MAX_PROMPT_BYTES = 32, 128 << 10
@@ -30,7 +33,10 @@ MAX_ROW_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt as people read it and as the model does, and the data set's own answer, if it has one."""
+    """A prompt as people read it and as the model does, and the data set's own answer, if it has one.
+
+    `token_ids` are a `PicturePrompt` if the prompt has pictures.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -77,7 +83,8 @@ def read_eval_prompts(
             reporter.stage("answers", f"passed over {num_too_long:,} rows of the evaluation set as too long: {why}")
     else:
         given = _given_prompts(config.eval.prompts)
-        prompts = [_rendered(tokenizer, template, prompt) for prompt in given]
+        processor = processor_of(store) if store.num_pictures and any(one.pictures for one in given) else None
+        prompts = [_rendered(tokenizer, template, prompt, processor) for prompt in given]
     if max_positions is not None:
         prompts = _cut(prompts, max_positions, most, reporter)
     for number, prompt in enumerate(prompts, start=1):
@@ -98,6 +105,11 @@ def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter
     room = max(max_positions - most, max_positions // 2)
     for number, prompt in enumerate(prompts, start=1):
         if (num_tokens := len(prompt.token_ids)) > room:
+            if pictures_of(prompt.token_ids):
+                raise UsageError(
+                    f"eval.prompts: prompt {number} has {num_tokens:,} tokens with its pictures, which are not cut, "
+                    f"and the model {max_positions:,} positions, {most} of them for the answer (eval.max_new_tokens)"
+                )
             what = f"prompt {number}: only its last {room:,} of {num_tokens:,} tokens are used"
             reporter.stage("answers", f"{what}; the model has {max_positions:,} positions")
     return [replace(prompt, token_ids=prompt.token_ids[-room:]) for prompt in prompts]
@@ -115,35 +127,46 @@ def _given_prompts(given: Sequence[str] | str) -> list[Prompt]:
     return prompts
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, prompt: Prompt) -> TokenPrompt:
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None, prompt: Prompt,
+    processor: PictureProcessor | None,
+) -> TokenPrompt:  # fmt: skip
     """Tokenize a prompt as `flatout chat` does, or as plain text to be continued if the data has no template."""
+    if prompt.pictures and (processor is None or template is None):
+        raise UsageError(
+            f"{prompt.origin}: has pictures, which are answered if the training data has some; remove them"
+        )
     try:
         with bounded("the chat template"):
-            messages: list[dict[str, Any]] = [*prompt.messages]
-            text = template.render(messages, generation_prompt=True) if template else prompt.text
+            messages = [*prompt.messages]
+            if prompt.pictures and processor is not None and template is not None:
+                text = processor.rendered_prompt(template, messages, prompt.pictures)
+            else:
+                text = template.render(messages, generation_prompt=True) if template else prompt.text
         token_ids = tuple(tokenizer(text, add_special_tokens=template is None)["input_ids"])
     except RENDER_ERRORS as error:
         raise DataError(f"eval.prompts: {prompt.text[:80]!r} cannot be tokenized: {reason_of(error)}") from error
     if not token_ids:
         raise DataError(f"eval.prompts: {prompt.text[:80]!r} has no tokens; leave it out")
+    token_ids = PicturePrompt(token_ids, prompt.pictures) if prompt.pictures else token_ids
     return TokenPrompt(prompt.text, token_ids, prompt.accepted[0] if prompt.accepted else None)
 
 
 def choose_rows(
     evaluated: Sequence[tuple[TokenStore, Sequence[int]]], room: int
-) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
+) -> tuple[list[tuple[tuple[int, ...], NDArray[np.int32]]], int]:
     """Return the prompts and references of NUM_ROWS samples: evenly spaced among the short ones, data sets in turn.
 
-    Prompts have no pictures. Answers to avoid are no references. Samples whose prompt has over `room` tokens are passed
-    over and counted.
+    A prompt with pictures is a `PicturePrompt`. Answers to avoid are no references. Samples whose prompt has over
+    `room` tokens are passed over and counted.
     """
-    chosen: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
+    chosen: dict[tuple[int, int], tuple[tuple[int, ...], NDArray[np.int32]]] = {}
     too_long = set()
     for number in range(NUM_ROWS):
         place = number % len(evaluated)
         store, sample_ids = evaluated[place]
         ids = np.sort(np.asarray(sample_ids))
-        ids = ids[are_good(store, ids) & (np.diff(store.picture_offsets)[ids] == 0)]
+        ids = ids[are_good(store, ids)]
         if not len(ids):
             continue
         lengths = store.lengths[ids]
@@ -151,13 +174,28 @@ def choose_rows(
         limit = max(MAX_ROW_TOKENS, int(np.sort(lengths)[:NUM_ROWS][-1]))
         ids = np.unique(ids[(lengths <= limit) & (lengths > 1)])
         for sample_id in np.roll(ids, -((2 * number + 1) * len(ids) // (2 * NUM_ROWS))).tolist():
-            context, reference = _split(*store.sample(sample_id).pair)
+            split, reference = _split(*store.sample(sample_id).pair)
+            if (context := _with_pictures(store, sample_id, split)) is None:
+                continue
             if len(context) > room:
                 too_long.add((place, sample_id))
             elif (place, sample_id) not in chosen:
                 chosen[place, sample_id] = context, reference
                 break
     return list(chosen.values()), len(too_long)
+
+
+def _with_pictures(store: TokenStore, sample_id: int, context: NDArray[np.int32]) -> tuple[int, ...] | None:
+    """Return a prompt with those of the sample's pictures that are in it; None if it ends inside one."""
+    own = slice(*store.picture_offsets[sample_id : sample_id + 2])
+    if own.start == own.stop:
+        return tuple(context.tolist())
+    ends = np.cumsum(store.extra["picture_tokens"][own])
+    count = int((context == processor_of(store).token_id).sum())
+    num_pictures = int(np.searchsorted(ends, count, side="right"))
+    if count and count != ends[num_pictures - 1]:
+        return None
+    return PicturePrompt(context.tolist(), store.pictures(sample_id)[:num_pictures])
 
 
 def _split(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -174,7 +212,7 @@ def _split(token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> tuple[
 def _prompt_of_row(
     tokenizer: PreTrainedTokenizerBase,
     template: ChatTemplate | None,
-    context: NDArray[np.int32],
+    context: tuple[int, ...],
     reference: NDArray[np.int32],
 ) -> TokenPrompt:
     """Return a row's prompt as it reads, without the template's marks around a single user turn."""
@@ -186,6 +224,5 @@ def _prompt_of_row(
         inner = whole.removeprefix(before).removesuffix(after)
         is_single = len(inner) == len(whole) - len(before) - len(after)
         text = inner if is_single and not (control and control.search(inner)) else text
-    return TokenPrompt(
-        text, tuple(context.tolist()), str(tokenizer.decode(reference, skip_special_tokens=True)).strip()
-    )
+    text = MARK * len(pictures_of(context)) + text
+    return TokenPrompt(text, context, str(tokenizer.decode(reference, skip_special_tokens=True)).strip())

@@ -22,6 +22,7 @@ from flatout.data.conversation import PICTURE, Conversation
 from flatout.data.encode import Span
 from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.pictures.read import PictureFile, decoded, read_picture, require_pillow
+from flatout.data.templates.template import ChatTemplate
 from flatout.errors import DataError, FlatoutError, reason_of
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json
@@ -148,6 +149,24 @@ class PictureProcessor:
         image = decoded(file.content)
         if (image.height, image.width) != (file.height, file.width) or self._make(image) != standing:
             raise DataError(f"{where}: the processor of {self._name} treats pictures of one size differently")
+
+    def rendered_prompt(
+        self, template: ChatTemplate, messages: Sequence[dict[str, Any]], files: Sequence[bytes]
+    ) -> str:
+        """Return the text after which an answer begins, with what stands for the pictures of these files.
+
+        Raises DataError if the template does not show each of them, or if a message holds the mark.
+        """
+        if any(self.mark in message["content"] for message in messages):
+            raise DataError(f"a text holds {self.mark}, which stands for a picture; remove it")
+        pieces = replace(template, mark=self.mark).render(messages, generation_prompt=True).split(PICTURE)
+        if len(pieces) != len(files) + 1:
+            raise DataError(
+                f"the chat template shows {len(pieces) - 1} of {len(files)} pictures; use one of the model's family"
+            )
+        sizes = [(image.height, image.width) for image in map(decoded, files)]
+        texts = [self.standing(*size, f"picture {number}").text for number, size in enumerate(sizes, start=1)]
+        return "".join(part for pair in zip(["", *texts], pieces, strict=True) for part in pair)
 
     def image_of(self, pixels: NDArray[np.uint8]) -> Any:
         """Return pixels [height, width, 3] as an image of Pillow's."""

@@ -1,0 +1,154 @@
+"""Answers about pictures: as transformers' own `generate` writes them, from Python, the command line and a run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from picture_world import FAMILIES, SIZES, draw, make_picture_model, write_rows
+from PIL import Image
+from plain_pictures import plain_processor
+
+from flatout.cli.main import main
+from flatout.data.conversation import Origin
+from flatout.data.prompt_file import Prompt, shown_prompt
+
+PICTURES = [draw(*size, seed) for seed, size in enumerate(SIZES)]
+TEXTS = {"what is shown?": PICTURES[:1], "two <image> and <image>": PICTURES[1:3], "is it red?": []}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("picture_models")
+
+    def make(family: str) -> Path:
+        folder = root / family
+        return folder if folder.is_dir() else make_picture_model(folder, family)
+
+    return make
+
+
+def asked(text: str, files: list[bytes]) -> Prompt:
+    uris = [f"data:;base64,{base64.b64encode(file).decode()}" for file in files]
+    return shown_prompt([{"role": "user", "content": text}], {"images": uris}, Origin("test", 1))
+
+
+def plain_inputs(processor: Any, text: str, files: list[bytes]) -> dict[str, torch.Tensor]:
+    """Return what transformers' whole model reads of one prompt alone."""
+    before, *behind = (text if "<image>" in text else "<image>" * len(files) + text).split("<image>")
+    parts = [{"type": "text", "text": before}] if before else []
+    for piece in behind:
+        parts += [{"type": "image"}, *([{"type": "text", "text": piece}] if piece else [])]
+    turns = [{"role": "user", "content": parts}]
+    written = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+    given = dict(processor(text=[written], images=images or None, return_tensors="pt"))
+    if not images:
+        given.pop("mm_token_type_ids", None)
+    return given
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_equal_those_of_generate(model_of: Any, family: str) -> None:
+    """Tokens and their log-probabilities. Several prompts share packed passes; one alone takes transformers' cache."""
+    from transformers import AutoModelForImageTextToText
+
+    from flatout.models.load.inference import load_trained, resolve_model_paths
+    from flatout.models.pictures import PicturePacker
+    from flatout.rollout.in_process import InProcess
+    from flatout.rollout.prompts import processor_of_model, prompt_ids
+    from flatout.rollout.sampler import SamplingParams
+    from flatout.rollout.weights import inference_weights
+
+    folder, told = model_of(family), list[str]()
+    model, tokenizer = load_trained(resolve_model_paths(str(folder)), device=torch.device("cpu"))
+    model.double()
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    processor, prompts, expected = plain_processor(folder), list[Any](), list[Any]()
+    reader = processor_of_model(model, tokenizer)
+    for text, files in TEXTS.items():
+        prompt, given = asked(text, files), plain_inputs(processor, text, files)
+        prompts.append(prompt_ids(model, tokenizer, prompt.messages, prompt.pictures))
+        assert list(prompts[-1]) == given["input_ids"][0].tolist()
+        found = plain.generate(
+            **given, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True, suppress_tokens=[reader.token_id],
+        )  # fmt: skip
+        answer = found.sequences[0, given["input_ids"].shape[1] :]
+        logprobs = torch.cat(found.logits).log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+        expected.append((tuple(answer.tolist()), logprobs.tolist()))
+    weights = replace(inference_weights(model, told.append), pictures=PicturePacker(reader, model))
+    sampler = InProcess(weights)
+    with torch.no_grad():
+        together = sampler.sample(prompts, 2, SamplingParams(8))
+        alone = [sampler.sample([prompt], 1, SamplingParams(8)) for prompt in prompts]
+        sampler.known.update({"slots": False, "own cache": False})
+        recomputed = sampler.sample(prompts, 1, SamplingParams(8))
+    assert not told
+    for index, (token_ids, logprobs) in enumerate(expected):
+        for found in (*together[index], *alone[index][0], *recomputed[index]):
+            assert found.token_ids == token_ids
+            # eager and sdpa compute softmax of towers in fp32
+            assert found.logprobs == pytest.approx(logprobs, abs=1e-5)
+    with torch.no_grad():
+        other = asked("what is shown?", [draw(*SIZES[0], 99)])
+        ids = prompt_ids(model, tokenizer, other.messages, other.pictures)
+        ((changed,),) = sampler.sample([ids], 1, SamplingParams(8))
+    assert ids == prompts[0]
+    assert changed.logprobs != pytest.approx(expected[0][1], abs=1e-3)
+
+
+def test_chat_eval_and_python_answer_about_pictures(
+    model_of: Any, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    """The three ways give one answer; what is no picture is told before a model is loaded."""
+    from flatout.api.run import Run
+
+    write_rows(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"run_dir: one\ndevice: cpu\nmodel: {{name: '{model_of('qwen2_5_vl')}', precision: fp32}}\n"
+        "data: {name: pictures, root: data, sources: [{path: rows.jsonl}]}\nlora: {rank: 4, alpha: 8}\n"
+        "eval: {fraction: 0.5, max_new_tokens: 6}\nbatch: {samples_per_step: 5, max_steps: 2}\n"
+    )
+    assert main(["train", str(config)]) == 0
+    answers = [json.loads(line) for line in Path("one/answers.jsonl").read_text().splitlines()]
+    assert len(answers[-1]["answers"]) == 3
+    assert any("<image>" in answer["prompt"] for answer in answers[-1]["answers"])
+    capfd.readouterr()
+    run, options = Run("one"), {"max_new_tokens": 6, "temperature": 0.0}
+    (said,) = run.generate("what is shown?", images=["pictures/0.png"], **options)
+    parts = [{"type": "image", "image": Image.open("pictures/0.png")}, {"type": "text", "text": "what is shown?"}]
+    assert run.generate([[{"role": "user", "content": parts}]], **options) == [said]
+    both = run.generate(["what is shown?", "is it red?"], images=[[PICTURES[0]], None], **options)
+    assert both[0] == said
+    given = ["--prompt", "what is shown?", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
+    assert main(["chat", "one", "--image", "pictures/0.png", *given]) == 0
+    assert capfd.readouterr().out.strip() == said
+    rows = [
+        {"prompt": "what is shown?", "images": ["pictures/0.png"], "answer": said},
+        {"messages": [{"role": "user", "content": parts_of("pictures/1.png")}], "answer": "no such answer"},
+        {"prompt": "is it red?", "answer": both[1]},
+    ]
+    Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["eval", "one", "--answers", "asked.jsonl", "--max-new-tokens", "6", "--device", "cpu"]) == 0
+    assert "exact match: 2 of 3 right" in capfd.readouterr().out
+    Path("rows.txt").write_text("no picture")
+    for options_of, code, says in (
+        (["chat", "one", "--image", "rows.txt", *given], 3, "not a whole picture"),
+        (["chat", "one", "--image", "nothing.png", *given], 3, "cannot be read"),
+        (["chat", "one", "--image", "pictures/0.png", "--prompt", "<image> and <image>"], 3, "has 1 pictures"),
+    ):
+        assert main(options_of) == code
+        assert says in " ".join(capfd.readouterr().err.split())
+
+
+def parts_of(path: str) -> list[dict[str, str]]:
+    return [{"type": "image", "path": path}, {"type": "text", "text": "what is shown?"}]
