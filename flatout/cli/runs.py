@@ -22,7 +22,7 @@ _SORTS = {
     "started": "started_at", "name": "name", "state": "state", "model": "model", "data": "data", "steps": "steps",
     "loss": "loss_after", "best": "best", "time": "time_s", "size": "size_bytes",
 }  # fmt: skip
-_HEAD = ("run", "state", "steps", "before", "after", "best", "time", "size", "model", "data")
+_HEAD = ("run", "state", "tags", "steps", "before", "after", "best", "time", "size", "note", "model", "data")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,28 +32,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sort", choices=_SORTS, default="started", help="what to sort by; rows without it come last (started)")
     add("--reverse", action="store_true", help="sort from the largest or last")
     add("--json", action="store_true", help="print JSON instead of a table")
+    add("--tagged", metavar="TAG", help="list only runs with this tag")
+    add("--note", nargs=2, metavar=("RUN", "TEXT"), help="write a note beside a run; an empty text removes it")
+    add("--tag", nargs="+", metavar=("RUN", "TAG"), help="tag a run")
+    add("--untag", nargs="+", metavar=("RUN", "TAG"), help="remove tags of a run")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list. Returns 0; raises UsageError for a folder that does not exist."""
+    """Print the list, after notes and tags were written. Returns 0; raises UsageError for what does not exist."""
     from flatout.view.open_runs import list_runs
 
     if not args.folder.is_dir():
         hint = "train one: flatout train run.yaml" if args.folder == Path("runs") else "name the folder that holds runs"
         raise UsageError(f"there is no folder {args.folder}; {hint}")
-    rows = list(list_runs(args.folder))
+    _write_notes(args)
+    rows = [row for row in list_runs(args.folder) if args.tagged is None or args.tagged in row.tags]
     field = _SORTS[args.sort]
     known = [row for row in rows if getattr(row, field) is not None]
     known.sort(key=lambda row: getattr(row, field), reverse=args.reverse)
     rows = known + [row for row in rows if getattr(row, field) is None]
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))
+    elif not rows and args.tagged is not None:
+        print(f"no run in {args.folder} has the tag {args.tagged}")
     elif not rows:
         print(f"no runs in {args.folder}; train one: flatout train run.yaml")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print("\n".join(_table([_HEAD, *map(_cells, rows)], width)))
     return 0
+
+
+def _write_notes(args: argparse.Namespace) -> None:
+    """Write what --note, --tag and --untag say. Raises UsageError for a run or a text that is missing."""
+    from flatout.track.notes import write_notes
+    from flatout.track.run_log import read_notes, read_start
+    from flatout.view.open_runs import find_run, run_folders
+
+    for option in ("note", "tag", "untag"):
+        if (words := getattr(args, option)) is None:
+            continue
+        target, *given = words
+        if not given:
+            raise UsageError(f"--{option} {target}: name a tag after the run, as in --{option} {target} baseline")
+        folder = find_run(target, args.folder)
+        if folder not in run_folders(folder):
+            raise UsageError(f"{folder} is not the folder of a run, so it has no {option}; name a run of the list")
+        old = read_notes(folder, read_start(folder))
+        if option == "note":
+            write_notes(folder, old, note=given[0])
+        else:
+            write_notes(folder, old, **{"tag": {"add": given}, "untag": {"remove": given}}[option])
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
@@ -67,12 +96,18 @@ def _cells(row: RunRow) -> tuple[str, ...]:
     steps = f"{row.steps:,}" if row.steps == row.planned_steps else f"{row.steps:,}/{row.planned_steps:,}"
     size = f"{short_count(row.size_bytes)}B"
     model, data = shown(row.model, lambda name: Path(name).name), shown(row.data, str)
-    return row.name, row.state, steps, *losses, best, short_time(row.time_s), size, model, data
+    tags, note = ",".join(row.tags) or "-", " ".join(row.note.split()) or "-"
+    return row.name, row.state, tags, steps, *losses, best, short_time(row.time_s), size, note, model, data
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
-    """Return aligned lines; names of models and data, at the end, are cut to the width of a terminal."""
-    rows = [tuple(map(printable, row)) for row in rows]
+    """Return aligned lines, without notes and tags if no run has any; their ends are cut to the width of a terminal."""
+    kept = [place for place, name in enumerate(rows[0]) if name not in ("tags", "note") or _is_used(rows, place)]
+    rows = [tuple(printable(row[place]) for place in kept) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return lines if width is None else [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
+
+
+def _is_used(rows: list[tuple[str, ...]], place: int) -> bool:
+    return any(row[place] != "-" for row in rows[1:])

@@ -83,6 +83,11 @@ class _Folder(_Body):
     folder: str
 
 
+class _Notes(_Folder):
+    note: str
+    tags: str
+
+
 class _Samples(_Body):
     name: str
     first: int = Field(default=0, ge=0)
@@ -147,6 +152,7 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None], mode
         Route("/api/run", studio.live),
         Route("/api/build", studio.follow_build),
         Route("/api/settings", studio.settings),
+        Route("/api/notes", studio.notes, methods=["POST"]),
         Route("/report", studio.report),
         Route("/api/upload", studio.upload, methods=["POST"]),
         Route("/api/cancel", studio.cancel, methods=["POST"]),
@@ -192,7 +198,7 @@ class Studio:
             folder = workspace.inside(query.get("folder", ""))
             if not folder.is_dir():
                 raise UsageError(f"there is no folder {workspace.relative(folder)}; choose a run from the list")
-            facts["folder"] = workspace.relative(folder)
+            facts |= {"folder": workspace.relative(folder), "notes": self.trainings.notes(folder)}
         elif name == "compare":
             folders = [workspace.inside(folder) for folder in query.getlist("run")]
             if len(folders) < 2:
@@ -236,6 +242,14 @@ class Studio:
     def settings(self, request: Request) -> Response:
         """The settings of a run that differ from their defaults, as text by dotted name: where another one starts."""
         return JSONResponse(self.trainings.settings(self.workspace.inside(request.query_params.get("folder", ""))))
+
+    async def notes(self, request: Request) -> Response:
+        """Write a run's note and tags, which a space or a comma parts; return them."""
+        body = await _read(request, _Notes)
+        found = self.trainings.write_notes(
+            self.workspace.inside(body.folder), body.note, re.findall(r"[^\s,]+", body.tags)
+        )
+        return JSONResponse({"note": found.note, "tags": list(found.tags)})
 
     def report(self, request: Request) -> Response:
         """The page of a run, as `flatout report` writes it, to save."""

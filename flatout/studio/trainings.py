@@ -24,8 +24,9 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock, holder_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
+from flatout.track.notes import RunNotes, write_notes
 from flatout.track.record import StepRecord
-from flatout.track.run_log import LineFollower, RunFollower, read_end, read_start, record_of
+from flatout.track.run_log import LineFollower, RunFollower, read_end, read_notes, read_start, record_of
 from flatout.view.report import run_fragment
 
 CONFIG_FILE, OUTPUT_FILE = "studio.yaml", "logs/studio.log"
@@ -90,11 +91,9 @@ class Trainings:
 
     def delete(self, folder: Path) -> None:
         """Remove a run that does not train, with all it wrote. Raises UsageError for a folder that is no run's."""
-        shown = self._workspace.relative(folder)
         with self._lock:
             self._require_free(folder)
-            if shown not in self._workspace.survey().runs:
-                raise UsageError(f"{shown} is not the folder of a run; choose one from the list")
+            self._require_run(folder)
             with RunLock(folder, "delete"):
                 self._drawings.pop(folder, None)
                 DurableIO().remove_tree(folder)
@@ -111,6 +110,23 @@ class Trainings:
             for name, value in given.items()
             if name not in ("name", "run_dir") and usual.get(name) != value
         }
+
+    def notes(self, folder: Path) -> RunNotes:
+        """Return a run's note and tags. Raises DataError for a file that flatout did not write."""
+        start = None
+        with suppress(DataError):  # the page says that the run is damaged
+            start = read_start(folder)
+        return read_notes(folder, start)
+
+    def write_notes(self, folder: Path, note: str, tags: Sequence[str]) -> RunNotes:
+        """Write a run's note and all its tags; return them. Raises UsageError for a folder that is no run's."""
+        self._require_run(folder)
+        old = self.notes(folder)
+        return write_notes(folder, old, note=note, add=tags, remove=sorted(set(old.tags) - set(tags)))
+
+    def _require_run(self, folder: Path) -> None:
+        if (shown := self._workspace.relative(folder)) not in self._workspace.survey().runs:
+            raise UsageError(f"{shown} is not the folder of a run; choose one from the list")
 
     def stop(self, folder: Path) -> None:
         """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""
@@ -157,7 +173,9 @@ class Trainings:
             row: dict[str, Any] = {"folder": name, "state": self.state(folder), "started_at": folder.stat().st_mtime}
             row["is_finished"] = row["state"] != "running" and (folder / "final").is_dir()
             try:
-                if start := read_start(folder):
+                start = read_start(folder)
+                row["tags"] = read_notes(folder, start).tags
+                if start:
                     row |= {"model": start.model, "method": start.method, "data": start.data}
                     row["started_at"] = start.first_started_at
             except FlatoutError as error:

@@ -15,6 +15,7 @@ from flatout.errors import DataError
 from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.io.redact import cleaned
+from flatout.track.notes import NOTES_FILE, RunNotes
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
 
 _RECORDS: Mapping[str, TypeAdapter[Any]] = {
@@ -22,7 +23,7 @@ _RECORDS: Mapping[str, TypeAdapter[Any]] = {
     "eval": TypeAdapter(EvalRecord),
     "answers": TypeAdapter(AnswersRecord),
 }
-_START, _END = TypeAdapter(RunStart), TypeAdapter(RunEnd)
+_START, _END, _NOTES = TypeAdapter(RunStart), TypeAdapter(RunEnd), TypeAdapter(RunNotes)
 
 RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
 """Any of them makes a folder a run's."""
@@ -86,6 +87,7 @@ class RunLog:
     num_bad_lines: int = 0
     holder: Holder | None = None
     last_holder: Holder | None = None
+    notes: RunNotes = field(default_factory=RunNotes)
 
     @property
     def state(self) -> str:
@@ -114,6 +116,7 @@ class RunFollower:
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         start, end = read_start(log.folder), read_end(log.folder)
+        notes = read_notes(log.folder, start)
         for line in self._files["metrics"].new_lines():
             found = self._add(line) or found
         for line in self._files["answers"].new_lines():
@@ -121,8 +124,8 @@ class RunFollower:
         for line in self._files["events"].new_lines():
             log.events.append(line)
             found = True
-        found = found or (start, end) != (log.start, log.end)
-        log.start, log.end = start, end
+        found = found or (start, end, notes) != (log.start, log.end, log.notes)
+        log.start, log.end, log.notes = start, end, notes
         log.num_bad_lines = sum(file.num_bad for file in self._files.values()) + self._num_unknown
         return found
 
@@ -174,6 +177,16 @@ def read_end(folder: Path) -> RunEnd | None:
     """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
     found: RunEnd | None = _read(folder / "end.json", _END)
     return found
+
+
+def read_notes(folder: Path, start: RunStart | None = None) -> RunNotes:
+    """Return a run's note and tags; before any were written, the tags of `track.tags` in `start`.
+
+    Raises DataError for a notes.json that flatout did not write.
+    """
+    given = start.settings.get("track.tags") if start else None
+    found: RunNotes | None = _read(folder / NOTES_FILE, _NOTES)
+    return found or RunNotes(tags=tuple(sorted(map(str, given))) if isinstance(given, list) else ())
 
 
 def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:

@@ -143,6 +143,15 @@ def different_settings(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
+def notes_rows(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
+    """Return the tags and the notes of several runs, as `results` does; none if no run has any."""
+    rows = (
+        ("Tags", *(", ".join(log.notes.tags) or NONE for log in logs)),
+        ("Note", *(log.notes.note or NONE for log in logs)),
+    )
+    return [row for row in rows if set(row[1:]) != {NONE}]
+
+
 def results(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     """Return the headline figures of several runs: (name, value of each run)."""
     found = [{name: value for name, value, _ in headline(summary)} for summary in summaries]

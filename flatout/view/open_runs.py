@@ -21,24 +21,24 @@ _FILE_ENDINGS = (
 )  # fmt: skip
 
 
-def find_run(target: str | Path) -> Path:
-    """Return the folder of a run that is named by its folder, or by its name in `runs/`.
+def find_run(target: str | Path, runs: Path = RUNS) -> Path:
+    """Return the folder of a run that is named by its folder, or by its name in `runs`.
 
     Raises UsageError, with the run whose name is nearest, if there is none.
     """
     path = Path(target)
     try:
-        named = next((one for one in (path, RUNS / path) if one.exists()), None)
+        named = next((one for one in (path, runs / path) if one.exists()), None)
     except OSError:  # a name too long for a path, as its reader says
         return path
     if named is not None:
         return named
-    known = [folder.name for folder in run_folders(RUNS)]
+    known = [folder.name for folder in run_folders(runs)]
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
     if near:
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
-    found = f"the runs here are {', '.join(known[:8])}" if known else "there are no runs in runs/ yet"
+    found = f"the runs here are {', '.join(known[:8])}" if known else f"there are no runs in {runs}/ yet"
     raise UsageError(f"{target}: no such folder, and no run of that name; {found}")
 
 
@@ -136,6 +136,8 @@ class RunRow:
     time_s: float
     size_bytes: int
     started_at: float | None
+    tags: tuple[str, ...] = ()
+    note: str = ""
 
 
 def list_runs(folder: Path) -> Iterator[RunRow]:
@@ -164,6 +166,8 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             time_s=found.train_s,
             size_bytes=size,
             started_at=start.first_started_at if start else None,
+            tags=log.notes.tags,
+            note=log.notes.note,
         )
 
 

@@ -17,6 +17,7 @@ from flatout.view.facts import (
     changed_settings,
     different_settings,
     headline,
+    notes_rows,
     plan_rows,
     results,
     settings_of,
@@ -31,13 +32,15 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
     """Return the report of one run, or a comparison of several, as Markdown."""
     if len(logs) > 1:
         names, summaries = list(logs), [summarize(log) for log in logs.values()]
-        parts = [f"# {len(logs)} runs", table(["", *names], results(summaries))]
+        figures = [*results(summaries), *notes_rows(list(logs.values()))]
+        parts = [f"# {len(logs)} runs", table(["", *names], figures)]
         if rows := different_settings(list(logs.values())):
             parts += ["## Settings that differ", table(["", *names], rows)]
         return "\n\n".join(parts) + "\n"
     log = next(iter(logs.values()))
     summary = summarize(log)
     parts = [f"# {printable(summary.name)}: {summary.state}", table(["", "", ""], headline(summary))]
+    parts += [f"**{name}** {printable(value)}" for name, value in notes_rows([log])]
     parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
     if planned := plan_rows(log):
         parts += ["## Plan and run", table(["", "planned", "actual"], planned)]

@@ -18,6 +18,7 @@ from flatout.view.facts import (
     changed_settings,
     different_settings,
     headline,
+    notes_rows,
     number_of,
     plan_rows,
     results,
@@ -74,7 +75,7 @@ def run_fragment(log: RunLog) -> str:
 def runs_fragment(logs: Mapping[str, RunLog]) -> str:
     """Return the body of a page that compares runs, each by its name."""
     summaries = {name: summarize(log) for name, log in logs.items()}
-    figures = results(list(summaries.values()))
+    figures = [*results(list(summaries.values())), *notes_rows(list(logs.values()))]
     return render(
         "runs.html",
         names=list(logs),

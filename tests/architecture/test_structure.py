@@ -56,7 +56,7 @@ MAX_PACKAGE_LINES = {
     "api": 874,
     "bench": 255,
     "checkpoint": 1477,
-    "cli": 2698,
+    "cli": 2733,
     "compat": 3142,
     "config": 2711,
     "data": 10388,
@@ -76,11 +76,11 @@ MAX_PACKAGE_LINES = {
     "planner": 3187,
     "profile": 350,
     "rollout": 1355,
-    "studio": 1271,
-    "track": 2522,
+    "studio": 1303,
+    "track": 2582,
     "trainer": 5732,
     "verifier": 1120,
-    "view": 1459,
+    "view": 1476,
 }
 
 

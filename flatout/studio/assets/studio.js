@@ -396,6 +396,17 @@
         if (!confirm(`Delete ${folder} with its checkpoints and results? This cannot be undone.`)) return;
         try { await ask("/api/delete", { folder }); location.href = "/runs"; } catch (problem) { show(error, problem.message); }
       });
+      byId("notes").addEventListener("submit", async (event) => {
+        event.preventDefault();
+        show(error, "");
+        const told = byId("notes-status");
+        told.textContent = "";
+        try {
+          const saved = await (await ask("/api/notes", { folder, note: byId("note").value, tags: byId("tags").value })).json();
+          byId("tags").value = saved.tags.join(" ");
+          told.textContent = "saved";
+        } catch (problem) { show(error, problem.message); }
+      });
       byId("to").addEventListener("change", () => { byId("repo-field").hidden = byId("to").value !== "push"; });
       byId("take-away").addEventListener("submit", async (event) => {
         event.preventDefault();

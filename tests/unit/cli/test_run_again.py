@@ -329,3 +329,54 @@ def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert "adapter_model.safetensors is a file; name the folder" in error
     assert commands(error) == [["chat", "runs/run/final", "--prompt", "x"]]
+
+
+def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(here / "runs" / "run")
+    shutil.copytree(here / "runs" / "run", here / "runs" / "other")
+    assert main(["runs"]) == 0
+    assert "tags" not in capsys.readouterr().out.splitlines()[0]
+    note = "the <b>first</b> try\nwith a longer warm-up"
+    with RunLock(here / "runs" / "run"):  # as while it trains
+        assert main(["runs", "--tag", "run", "baseline", "v2", "--note", "run", note]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["run", "state", "tags"]
+    assert [row.split()[:3] for row in rows] == [["other", "complete", "-"], ["run", "running", "baseline,v2"]]
+    assert "the <b>first</b> try with a longer warm-up" in rows[1]
+    assert main(["runs", "--untag", "run", "v2", "--tagged", "baseline", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["tags"], row["note"]) == ("run", ["baseline"], note)
+    assert main(["runs", "--tagged", "v2"]) == 0
+    assert "no run in runs has the tag v2" in capsys.readouterr().out
+    for runs in (["run"], ["run", "other"]):
+        for form in ("html", "md", "json"):
+            out = here / f"{len(runs)}.{form}"
+            assert main(["report", *runs, "--format", form, "--out", str(out)]) == 0
+            assert "baseline" in out.read_text()
+            assert ("<b>first</b>" in out.read_text()) == (form != "html")
+    after = contents(here / "runs" / "run")
+    assert after.pop("notes.json")
+    assert after | {".lock": b""} == before | {".lock": b""}
+    # a new run of that name starts without them
+    assert main(["train", "run.yaml", "--restart"]) == 0
+    assert not (here / "runs" / "run" / "notes.json").exists()
+    assert (here / "runs" / "run.old-1" / "notes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tag", "rum", "a"], "did you mean run?"),
+        (["--tag", "run"], "--tag run: name a tag after the run"),
+        (["--tag", "run", "a/b"], "tag 'a/b': use up to 40 letters"),
+        (["--untag", "run", "a"], "has no tag 'a'; it has none"),
+        (["--note", "run", "n" * 4001], "the note has 4,001 characters"),
+        (["--note", ".", "text"], "is not the folder of a run"),
+    ],
+)
+def test_what_cannot_be_a_note_or_tag_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["runs", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (here / "runs" / "run" / "notes.json").exists()

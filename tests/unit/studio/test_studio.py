@@ -507,6 +507,23 @@ def test_a_run_is_deleted_and_its_settings_start_another(client: Any, workspace:
     assert not folder.exists()
 
 
+def test_a_run_has_a_note_and_tags(client: Any, workspace: Path) -> None:
+    folder = write_synthetic_run(workspace / "runs" / "noted", num_steps=20)
+    body = {"folder": "runs/noted", "note": " <b>lr</b> too high ", "tags": "baseline, v2 v2"}
+    with RunLock(folder):  # as while it trains
+        assert client.post("/api/notes", json=body).json() == {"note": "<b>lr</b> too high", "tags": ["baseline", "v2"]}
+    listed, shown = client.get("/runs").text, client.get("/run", params={"folder": "runs/noted"}).text
+    assert "baseline, v2" in listed
+    assert "&lt;b&gt;lr&lt;/b&gt; too high" in shown
+    assert "&lt;b&gt;lr&lt;/b&gt; too high" in client.get("/api/run", params={"folder": "runs/noted"}).json()["html"]
+    assert client.post("/api/notes", json=body | {"tags": "", "note": ""}).json() == {"note": "", "tags": []}
+    assert "tag 'a/b'" in refusal(client.post("/api/notes", json=body | {"tags": "a/b"}), 400)
+    assert "not the folder of a run" in refusal(client.post("/api/notes", json=body | {"folder": "tiny-model"}), 400)
+    (folder / "notes.json").write_text("[1]")
+    assert "notes.json" in refusal(client.get("/run", params={"folder": "runs/noted"}), 400)
+    shutil.rmtree(folder)
+
+
 def test_a_model_without_weights_has_no_plan(client: Any, workspace: Path) -> None:
     shutil.copytree(workspace / "tiny-model", workspace / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
     body = {"settings": {**SETTINGS, "model.name": "empty-model"}}
