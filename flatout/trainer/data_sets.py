@@ -11,8 +11,9 @@ import numpy as np
 from flatout.data.mismatched import MismatchedStore, mismatched
 from flatout.data.token_store import TokenStore
 from flatout.objectives.protocol import Objective
-from flatout.planner.steps.run_plan import RunPlan, make_eval_plan
-from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.planned_samples import PlannedSamples
+from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, select_samples
+from flatout.planner.steps.step_plan import BatchLayout, StepPlan
 from flatout.trainer.normalizers import Normalizers
 
 
@@ -24,7 +25,15 @@ class EvalSet:
     store: TokenStore
     plan: StepPlan
     normalizers: Normalizers
+    layout: BatchLayout
     mismatched: EvalSet | None = None
+
+    @property
+    def planned(self) -> PlannedSamples:
+        """Its samples, which split its passes again."""
+        ids, store = np.sort(self.plan.sample_ids), self.store
+        samples = select_samples(store.lengths, store.num_labels, ids, self.layout, store.unit_offsets)
+        return PlannedSamples(samples, self.layout)
 
     @property
     def max_documents(self) -> int:
@@ -53,10 +62,8 @@ def plan_mismatched(
     for each in eval_sets:
         other, ids = stores[id(each.store)], np.sort(each.plan.sample_ids)
         layout = plan.layout.for_others(int(other.lengths.max()))
-        own = EvalSet(
-            each.name, other, make_eval_plan(other.lengths, other.num_labels, ids, layout=layout), each.normalizers
-        )
-        planned.append(replace(each, mismatched=own))
+        own = make_eval_plan(other.lengths, other.num_labels, ids, layout=layout)
+        planned.append(replace(each, mismatched=EvalSet(each.name, other, own, each.normalizers, layout)))
     return MismatchedSteps(
         stores[id(store)], plan.of_lengths(stores[id(store)].lengths, stores[id(store)].num_labels)
     ), tuple(planned)

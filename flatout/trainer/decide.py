@@ -291,7 +291,7 @@ def plan_evaluation(
         if num_seen:
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
-        eval_sets.append(EvalSet(name, eval_store, eval_plan, make_normalizers(objective, eval_store)))
+        eval_sets.append(EvalSet(name, eval_store, eval_plan, make_normalizers(objective, eval_store), layout))
     totals = [sum(own) for own in zip(*(each.normalizers.of(each.plan) for each in eval_sets), strict=True)]
     if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
         raise DataError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import takewhile
 
 import torch
@@ -14,10 +15,12 @@ from flatout.models.packed_loss import sums_of
 from flatout.models.token_head import TokenHead
 from flatout.objectives.labels import LabelTokens
 from flatout.objectives.protocol import Objective
-from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
-from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.passes import as_in_training, autocast, micro_batches_of, until_stopped
+from flatout.planner.steps.planned_samples import PlannedSamples
+from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.memory_retry import take_passes
+from flatout.trainer.passes import as_in_training, autocast, until_stopped
 from flatout.trainer.state import Run
 
 
@@ -47,28 +50,32 @@ def start_estimates(run: Run, step: StepPlan) -> None:
     plan = mismatched.plan
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
     own = next(iter(loader.prefetching(steps, run.data_rank)))
-    passes = micro_batches_of(run, plan, own)
-    # in lockstep every rank must run every pass, or the others would hang
-    batches = takewhile(lambda _: run.shares_passes or not run.stop.requested, loader.batches(passes))
-    num_tokens = sum(one.num_padded_tokens for one in passes)
-    with as_in_training(run), run.rank_meter.phase("forward", num_tokens=num_tokens):
-        _estimate(run, batches, len(own.sample_ids))
+    with as_in_training(run):
+        _estimate(run, plan, own, loader, is_evaluation=False)
 
 
 def evaluation_estimates(run: Run, place: int) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
-    mismatched = run.eval_sets[place].mismatched
-    if mismatched is not None:
-        batches = run.mismatched_loaders[1 + place].batches(mismatched.plan.ranks[run.data_rank])
-        _estimate(run, until_stopped(run, batches), len(mismatched.plan.sample_ids))
+    each = run.eval_sets[place].mismatched
+    if each is not None:
+        _estimate(run, each.planned, each.plan, run.mismatched_loaders[1 + place], is_evaluation=True)
 
 
-def _estimate(run: Run, batches: Iterable[PackedBatch], num_samples: int) -> None:
+def _estimate(run: Run, plan: PlannedSamples, step: StepPlan, loader: BatchLoader, *, is_evaluation: bool) -> None:
     objective = run.planned.objective
-    reader = _Sums(objective, HEAD_TILE_ROWS[run.memory.recompute], run.device)
-    with oom_as_resource_error(run.rank), run.terms.observed_by(reader):
-        for batch in batches:
-            with autocast(run):
-                run.loss(batch)
-    means = run.strategy.sum_values(reader.sums) / num_samples
+
+    def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
+        reader = _Sums(objective, HEAD_TILE_ROWS[run.memory.recompute], run.device)
+        # in lockstep every rank must run every pass of a step, or the others would hang
+        wanted = takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)
+        num_tokens = sum(one.num_padded_tokens for one in passes)
+        timed = nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens)
+        with timed, run.terms.observed_by(reader):
+            for batch in until_stopped(run, batches) if is_evaluation else wanted:
+                with autocast(run):
+                    run.loss(batch)
+        return reader.sums
+
+    sums = take_passes(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
+    means = run.strategy.sum_values(sums) / len(step.sample_ids)
     run.terms.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from flatout.errors import NumericError
+from flatout.models.packed import PackedBatch
+from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
 from flatout.trainer.estimates import evaluation_estimates
+from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import autocast, inference, sum_unless_stopped, until_stopped
 from flatout.trainer.state import Run
 from flatout.trainer.worst_samples import WorstSamples
@@ -92,11 +97,8 @@ def evaluate(run: Run, worst: WorstSamples | None = None) -> tuple[EvalFigures, 
     with inference(run):
         for place, (total, each, loader) in enumerate(zip(totals, run.eval_sets, run.eval_loaders, strict=True)):
             evaluation_estimates(run, place)
-            planned = each.plan.ranks[run.data_rank]
-            for micro_batch, batch in zip(planned, until_stopped(run, loader.batches(planned)), strict=False):
-                with autocast(run), worst.reading(place, micro_batch):
-                    found = run.loss(batch)
-                total += torch.stack([value.double() for value in found])
+            take = partial(_sum_each, run, worst, place)
+            total += take_passes(run, each.planned, each.plan, loader, "evaluation", take)
     by_data, every = {}, []
     for each, sums in zip(run.eval_sets, sum_unless_stopped(run, totals).tolist(), strict=True):
         own = (sums, each.normalizers.of(each.plan), each.plan.num_label_tokens)
@@ -106,6 +108,18 @@ def evaluate(run: Run, worst: WorstSamples | None = None) -> tuple[EvalFigures, 
         [sum(part) for part in zip(*parts, strict=True)] for parts in zip(*(own[:2] for own in every), strict=True)
     )
     return _figures(run, sums, counts, sum(own[2] for own in every)), by_data
+
+
+def _sum_each(
+    run: Run, worst: WorstSamples, place: int, passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+) -> Tensor:
+    total = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
+    worst.start(place)
+    for micro_batch, batch in zip(passes, until_stopped(run, batches), strict=False):
+        with autocast(run), worst.reading(place, micro_batch):
+            found = run.loss(batch)
+        total += torch.stack([value.double() for value in found])
+    return total
 
 
 def _figures(run: Run, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:

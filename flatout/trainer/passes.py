@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatout.models.packed import PackedBatch
 from flatout.optim.update import copy_to_host_async
-from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.state import Run
 
@@ -60,7 +60,7 @@ def autocast(run: Run) -> AbstractContextManager[object]:
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
 
 
-def micro_batches_of(run: Run, plan: RunPlan, step: StepPlan) -> Sequence[MicroBatch]:
+def micro_batches_of(run: Run, plan: PlannedSamples, step: StepPlan) -> Sequence[MicroBatch]:
     """Return this rank's passes of a plan's step: those planned, or smaller ones after an out-of-memory error."""
     planned = step.ranks[run.data_rank]
     # in lockstep, all ranks take the planned passes together

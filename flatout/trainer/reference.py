@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,17 +32,17 @@ from flatout.models.lora.adapter import load_adapter
 from flatout.models.packed import PackedBatch
 from flatout.models.token_head import TokenHead
 from flatout.objectives.labels import LabelTokens
-from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
+from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.decide import reference_identity
+from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import as_in_training, autocast, inference
 from flatout.trainer.state import Run
 
-# micro-batches of each rank, of one step or a part of an evaluation
-Chunk = tuple[Sequence[MicroBatch], ...]
+# micro-batches of each rank that are computed at a time
 EVAL_CHUNK = 8
 # keeping what is known takes at most this share of the time
 KEEPING_SHARE = 0.05
@@ -72,10 +73,10 @@ def compute_reference(run: Run) -> None:
     with _weights_of(run, adapter) if adapter else nullcontext():
         with as_in_training(run):
             for each, loader in run.step_sources:
-                _fill_column(run, loader, partial(_first_steps, each, first_epoch))
+                _fill_column(run, loader, each, partial(_first_steps, each, first_epoch))
         for evaluated, loader in run.eval_sources:
             with inference(run):
-                _fill_column(run, loader, partial(_parts, evaluated.plan.ranks))
+                _fill_column(run, loader, evaluated.planned, partial(_parts, evaluated.plan))
 
 
 def compute_step(run: Run, step: StepPlan) -> None:
@@ -84,8 +85,8 @@ def compute_step(run: Run, step: StepPlan) -> None:
     with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
         for plan, loader in run.step_sources:
             own = step if plan is run.plan else plan.step(step.index)
-            ids = _ids(own.ranks)
-            loader.store.extra[REFERENCE][ids] = _take(run, loader, own.ranks, ids)
+            ids = _ids(own)
+            loader.store.extra[REFERENCE][ids] = _take(run, loader, plan, own, ids)
 
 
 @contextmanager
@@ -107,17 +108,21 @@ def _weights_of(run: Run, adapter: Path) -> Iterator[None]:
                 parameter.copy_(own[name])
 
 
-def _first_steps(plan: RunPlan, count: int) -> Iterator[Chunk]:
-    return (step.ranks for step in islice(plan.steps(), count))
+def _first_steps(plan: RunPlan, count: int) -> Iterator[StepPlan]:
+    return islice(plan.steps(), count)
 
 
-def _parts(ranks: Sequence[Sequence[MicroBatch]]) -> Iterator[Chunk]:
-    for first in range(0, max(map(len, ranks)), EVAL_CHUNK):
-        yield tuple(rank[first : first + EVAL_CHUNK] for rank in ranks)
+def _parts(evaluation: StepPlan) -> Iterator[StepPlan]:
+    for first in range(0, max(map(len, evaluation.ranks)), EVAL_CHUNK):
+        part = replace(evaluation, ranks=tuple(rank[first : first + EVAL_CHUNK] for rank in evaluation.ranks))
+        yield replace(part, sample_ids=tuple(sorted(_ids(part))))
 
 
-def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Chunk]]) -> None:
-    """Fill one data set's column and keep it; a chunk of which all is known is left out, by all ranks."""
+def _fill_column(run: Run, loader: BatchLoader, plan: PlannedSamples, chunks: Callable[[], Iterable[StepPlan]]) -> None:
+    """Fill one data set's column and keep it; a chunk of which all is known is left out, by all ranks.
+
+    A chunk is a step, or a part of an evaluation.
+    """
     # a plan that was made again may have opened another
     store = loader.store
     values, name = store.extra[REFERENCE], store.meta.name
@@ -142,7 +147,7 @@ def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Ch
             continue
         run.reporter.phase("computing the reference", done, total)
         run.watch.set_phase("start")  # it goes on, however long the pass is
-        found = dict(zip(ids := _ids(chunk), _take(run, loader, chunk, ids), strict=True))
+        found = dict(zip(ids := _ids(chunk), _take(run, loader, plan, chunk, ids), strict=True))
         # what is known stays as it is: it may be of another packing
         values[unknown] = [found[sample_id] for sample_id in unknown]
         _require_finite(store, unknown)
@@ -158,27 +163,31 @@ def _fill_column(run: Run, loader: BatchLoader, chunks: Callable[[], Iterable[Ch
     )
 
 
-def _ids(chunk: Chunk) -> list[int]:
-    return [sample_id for rank in chunk for batch in rank if not batch.is_filler for sample_id in batch.sample_ids]
+def _ids(chunk: StepPlan) -> list[int]:
+    return [i for rank in chunk.ranks for batch in rank if not batch.is_filler for i in batch.sample_ids]
 
 
-def _unknown(values: NDArray[np.float64], chunk: Chunk) -> list[int]:
+def _unknown(values: NDArray[np.float64], chunk: StepPlan) -> list[int]:
     ids = np.array(_ids(chunk), np.int64)
     return list(ids[values[ids] == UNKNOWN].tolist())
 
 
-def _take(run: Run, loader: BatchLoader, chunk: Chunk, ids: Sequence[int]) -> list[float]:
+def _take(run: Run, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan, ids: Sequence[int]) -> list[float]:
     """Return the log-probabilities of these samples, which are all of a chunk; collective."""
-    own, reader = chunk[run.data_rank], _SampleLogprobs(HEAD_TILE_ROWS[run.memory.recompute])
-    found = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
     places = {sample_id: place for place, sample_id in enumerate(ids)}
-    with oom_as_resource_error(run.rank), run.terms.observed_by(reader):
-        for planned, batch in zip(own, loader.batches(own), strict=True):
-            with autocast(run):
-                run.loss(batch)
-            if not planned.is_filler:
-                found[[places[sample_id] for sample_id in planned.sample_ids]] = reader.found
-    return list(run.strategy.sum_values(found).tolist())
+
+    def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
+        reader = _SampleLogprobs(HEAD_TILE_ROWS[run.memory.recompute])
+        found = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
+        with run.terms.observed_by(reader):
+            for planned, batch in zip(passes, batches, strict=True):
+                with autocast(run):
+                    run.loss(batch)
+                if not planned.is_filler:
+                    found[[places[sample_id] for sample_id in planned.sample_ids]] = reader.found
+        return found
+
+    return list(run.strategy.sum_values(take_passes(run, plan, chunk, loader, "reference", take)).tolist())
 
 
 def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:

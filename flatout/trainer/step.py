@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flatout.errors import NumericError, ResourceError
+from flatout.errors import NumericError
+from flatout.models.packed import PackedBatch
 from flatout.models.terms import StepFacts
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
@@ -28,10 +27,10 @@ from flatout.optim.update import (
     supports_found_inf,
 )
 from flatout.parallel.shards import local_part
-from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.estimates import start_estimates
-from flatout.trainer.passes import autocast, micro_batches_of
+from flatout.trainer.memory_retry import take_passes
+from flatout.trainer.passes import autocast
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import Run
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
@@ -102,46 +101,32 @@ def skip_step(run: Run) -> Pending:
 
 
 def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
-    """Run this rank's micro-batches; return the objective's sums, fp64, the loss first.
-
-    On out-of-memory, gradients are dropped and the same samples are run again in smaller micro-batches, with the same
-    normalizer. Raises ResourceError if they cannot get smaller, and under sharded strategies, whose other ranks could
-    not run this one's extra passes.
-    """
+    """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `take_passes`."""
     start_estimates(run, step)
-    while True:
-        micro_batches = micro_batches_of(run, run.plan, step)
-        sums = _backward_each(run, step, micro_batches)
-        if not isinstance(sums, MicroBatch):
-            return sums
-        # called here because no frame of the failed pass holds tensors any more
-        lower_cap(run, step, micro_batches, failed=sums)
+    return take_passes(run, run.plan, step, run.loader, "training", partial(_backward_each, run, step))
 
 
-def _backward_each(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> Tensor | MicroBatch:
-    """Return the sums over all micro-batches, or the micro-batch that did not fit in memory."""
+def _backward_each(
+    run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+) -> Tensor:
     run.fused_lora.refresh()
-    index, normalizer = 0, normalizer_of(run, step)
+    normalizer = normalizer_of(run, step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     each = sums.unbind()
-    try:
-        with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
-            start_terms(run, step, micro_batches)
-        for index, batch in enumerate(run.loader.batches(micro_batches)):
-            # in lockstep every rank must run every pass, or the others would hang
-            if run.stop.requested and not run.shares_passes:
-                break
-            seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
-            with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
-                with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-                    found = run.loss(batch)
-                with run.rank_meter.phase("backward"):
-                    # the plan fixes this normalizer before step 0, so ranks need no collective for it
-                    run.scaler.scale(found[0] / normalizer).backward()
-            for total, value in zip(each, found, strict=True):
-                total += value.detach()
-    except torch.OutOfMemoryError:
-        return micro_batches[index]
+    start_terms(run, step, micro_batches)
+    for index, batch in enumerate(batches):
+        # in lockstep every rank must run every pass, or the others would hang
+        if run.stop.requested and not run.shares_passes:
+            break
+        seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
+        with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
+            with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
+                found = run.loss(batch)
+            with run.rank_meter.phase("backward"):
+                # the plan fixes this normalizer before step 0, so ranks need no collective for it
+                run.scaler.scale(found[0] / normalizer).backward()
+        for total, value in zip(each, found, strict=True):
+            total += value.detach()
     return sums
 
 
@@ -160,40 +145,6 @@ def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -
 def normalizer_of(run: Run, step: StepPlan) -> float:
     """Return what the summed loss of a step is divided by."""
     return run.planned.normalizers.of_loss(step)
-
-
-def lower_cap(run: Run, step: StepPlan, taken: Sequence[MicroBatch], *, failed: MicroBatch) -> None:
-    """After an out-of-memory error, drop gradients, free caches, and cap micro-batches at 2/3 of the failed one.
-
-    The cap lasts for the rest of the run and applies to this rank only. Raises ResourceError if the micro-batches
-    `taken` could not get smaller.
-    """
-    run.optimizer.zero_grad(set_to_none=True)
-    release_memory(run)
-    cap_tokens = max(failed.num_padded_tokens * 2 // 3, run.plan.largest_unit(taken))
-    if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
-        raise ResourceError(
-            f"step {step.index + 1}: out of GPU memory with a micro-batch of {failed.num_padded_tokens:,} tokens, "
-            "which cannot be split further because samples stay whole; set recompute: offload, lower "
-            "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
-        )
-    run.state.micro_batch_cap = cap_tokens
-    facts = {
-        "step": step.index + 1,
-        "rank": run.rank.index,
-        "tokens": failed.num_padded_tokens,
-        "cap_tokens": cap_tokens,
-    }
-    run.watch.event("out_of_memory", facts)
-
-
-def release_memory(run: Run) -> None:
-    """Free what a failed pass left, once no frame of it holds tensors any more."""
-    run.fused_lora.forget()
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
-        torch.cuda.empty_cache()
 
 
 def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:

@@ -33,6 +33,11 @@ class WorstSamples:
         self._ids = [np.sort(each.plan.sample_ids) for each in run.eval_sets] if self._count else []
         self._sums = [torch.zeros(len(ids), dtype=torch.float64, device=run.device) for ids in self._ids]
 
+    def start(self, place: int) -> None:
+        """Start the evaluation set at `place`, also once more after its passes ran out of memory."""
+        if self._count:
+            self._sums[place].zero_()
+
     @contextmanager
     def reading(self, place: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Read the losses of the pass within, over a micro-batch of the evaluation set at `place`."""

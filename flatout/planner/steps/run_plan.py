@@ -16,10 +16,10 @@ from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.order import Families, permute
+from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.prefixes import Prefixes
 from flatout.planner.steps.step_plan import (
     BatchLayout,
-    MicroBatch,
     StepPlan,
     assemble,
     assemble_eval,
@@ -38,7 +38,7 @@ NUM_SHARED_STEPS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class RunPlan:
+class RunPlan(PlannedSamples):
     """All steps of a run as a pure function; holds the length arrays and nothing per step.
 
     Step i takes `batch.samples_per_step` units of epoch i // `steps_per_epoch`, and the last step of an epoch takes
@@ -47,10 +47,8 @@ class RunPlan:
     units. Make it with `make_plan`.
     """
 
-    samples: Samples
     batch: BatchConfig
     seed: int
-    layout: BatchLayout
     num_steps: int
     families: Families | None = None
 
@@ -58,11 +56,6 @@ class RunPlan:
     def num_samples(self) -> int:
         """Samples of one epoch."""
         return len(self.samples)
-
-    @cached_property
-    def unit_offsets(self) -> NDArray[np.int64] | None:
-        """Where units begin among the samples, and their number, int64 (U + 1,); None: each sample is a unit."""
-        return None if self.samples.units is None else np.append(self.samples.unit_starts, self.num_samples)
 
     @property
     def num_units(self) -> int:
@@ -74,12 +67,6 @@ class RunPlan:
         """An upper bound on the samples of a step."""
         largest = 1 if self.unit_offsets is None else int(np.diff(self.unit_offsets).max())
         return min(self.batch.samples_per_step * largest, self.num_samples)
-
-    @cached_property
-    def unit_tokens(self) -> NDArray[np.int64]:
-        """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
-        is_padded = self.layout.pass_tokens is not None
-        return self.samples.unit_tokens(is_padded=is_padded, prefixes=self.layout.unit_prefixes)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -191,25 +178,6 @@ class RunPlan:
         samples = replace(self.samples, lengths=lengths[ids], num_labels=num_labels[ids])
         return replace(self, samples=samples, layout=self.layout.for_others(int(samples.lengths.max())))
 
-    def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
-        """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
-
-        Samples, ranks and label counts do not change, units stay whole, and fillers are left out. Raises ValueError for
-        a unit over the budget.
-        """
-        position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
-        real = [batch for batch in step.ranks[rank] if not batch.is_filler]
-        ids = sorted((i for batch in real for i in batch.sample_ids), key=position.__getitem__)
-        samples = self.samples.take(self.samples.indices_of(ids))
-        return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
-
-    def largest_unit(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the tokens of the largest unit in these micro-batches, as rows with their padding: none is smaller."""
-        indices = self.samples.indices_of([sample_id for batch in micro_batches for sample_id in batch.sample_ids])
-        if self.unit_offsets is not None:
-            indices = np.searchsorted(self.unit_offsets, indices, side="right") - 1
-        return int(self.unit_tokens[indices].max())
-
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line; balance and padding come from a sample of its steps.
 
@@ -293,7 +261,7 @@ def make_plan(
         keys = np.asarray(row_keys)
         keys = keys if sample_ids is None else keys[np.asarray(sample_ids)]
         families = Families.of(keys if samples.units is None else keys[samples.unit_starts])
-    epoch = RunPlan(samples, batch, seed, layout, num_steps=0, families=families)
+    epoch = RunPlan(samples, layout, batch, seed, num_steps=0, families=families)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
     return replace(epoch, num_steps=num_steps)

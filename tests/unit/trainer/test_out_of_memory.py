@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from unit_store import write_units
 
 from flatout.checkpoint.write import Checkpoints
+from flatout.config.read import make_config
 from flatout.errors import ResourceError
-from flatout.models.blocks import decoder_layers
+from flatout.models.blocks import decoder_layers, hidden_states
 from flatout.models.packed_loss import sums_of
 from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
+from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.loop import run_steps
@@ -263,3 +265,75 @@ def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monke
     assert [(event["step"], event["tokens"]) for event in told] == [(1, failed[0])]
     assert result.num_steps == 6
     assert load_file(result.final_dir / "adapter_model.safetensors")
+
+
+class Phases(MemoryCallback):
+    """Knows what the run does now."""
+
+    now = ""
+
+    def on_phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        self.now = self.now if name == "start" else name
+
+
+def train_preferences(tiny: Any, root: Path, kind: str, phase: str, limit: int) -> Phases:
+    """Train pairs, or for KTO labels; in a phase of the run, passes of more than `limit` tokens run out of memory."""
+    labels = [1, 0] * 12 if kind == "kto" else None
+    write_units(root, tiny.model_dir, [2] * 12 if kind == "dpo" else [1] * 24, name="d", labels=labels)
+    config = make_config(
+        {
+            "run_dir": str(root / "run"),
+            "device": "cpu",
+            "model": {"name": str(tiny.model_dir), "precision": "fp64"},
+            "data": {"name": "d", "root": str(root)},
+            "objective": kind,
+            "optim": {"lr": 1e-3},
+            "lora": {"rank": 4},
+            "batch": {"samples_per_step": 5 if kind == "dpo" else 10, "micro_batch_tokens": 700, "max_steps": 3},
+            "eval": {"fraction": 0.4, "every_steps": 1, "prompts": []},
+        }
+    )
+    seen = Phases()
+
+    def limited(model: Any, batch: Any) -> torch.Tensor:
+        if seen.now == phase and batch.num_tokens > limit:
+            raise torch.OutOfMemoryError("planted")
+        return hidden_states(model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.models.packed_loss.hidden_states", limited)
+        train(config, callbacks=[seen])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "during"),
+    [
+        ("kto", "step", "estimates"),
+        ("kto", "evaluating", "evaluation"),
+        ("dpo", "computing the reference", "reference"),
+        ("dpo", "evaluating", "evaluation"),
+        ("cross_entropy", "evaluating", "evaluation"),
+    ],
+)
+def test_passes_without_gradients_are_taken_again_too(
+    tiny: Any, tmp_path: Path, metrics_of: Any, kind: str, phase: str, during: str
+) -> None:
+    """And what cannot be split ends the run with what to do."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert not [kind for kind, _ in train_preferences(tiny, whole, kind, "", 0).events if kind == "out_of_memory"]
+    events = train_preferences(tiny, cut, kind, phase, 300).events
+    told = [facts for name, facts in events if name == "out_of_memory"]
+    assert {fact["during"] for fact in told} == {during}
+    assert all(fact["cap_tokens"] < fact["tokens"] for fact in told)
+    for which, loss in (("step", "loss"), ("eval", "eval_loss")):
+        one, other = (metrics_of(root / "run", which) for root in (whole, cut))
+        assert len(one) == len(other) >= 3
+        assert bool(one[0].get("worst")) == ((kind, which) == ("cross_entropy", "eval"))
+        for before, after in zip(one, other, strict=True):
+            assert after[loss] == pytest.approx(before[loss], rel=1e-10)
+            assert after["metrics"] == pytest.approx(before["metrics"], rel=1e-9, abs=1e-12)
+            # the losses of single samples are not counted twice
+            assert [own["loss"] for own in after.get("worst", ())] == [own["loss"] for own in before.get("worst", ())]
+    with pytest.raises(ResourceError, match=f"step ., {during}: out of GPU memory .* lower data.max_tokens"):
+        train_preferences(tiny, tmp_path / "none", kind, phase, 5)
