@@ -176,3 +176,26 @@ def test_measuring_leaves_no_trace_in_the_numbers(tiny: Any, tmp_path: Path) -> 
         return [line["loss"] for line in lines if line["kind"] == "step"]
 
     assert losses(config) == pytest.approx(losses(same), rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_preference_training_is_within_5_percent(tiny: Any, tmp_path: Path, kind: str, recompute: str) -> None:
+    """With passes for the reference, and KTO's before each step, at the sizes of training's."""
+    rows = []
+    for index in range(200):
+        answers = [f"It is {index + k}. " * (20 + 7 * (index + 11 * k) % 40) for k in range(2)]
+        row: dict[str, Any] = {"prompt": f"What is {index}? " * (index % 5 + 1)}
+        row |= {"chosen": answers[0], "rejected": answers[1]} if kind == "dpo" else {}
+        rows.append(row if kind == "dpo" else row | {"completion": answers[0], "label": index % 2 == 0})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
+    config = limited(
+        tiny, tmp_path / "run", model, recompute=recompute, compile="off", objective=kind,
+        data={"name": kind, "root": str(tmp_path), "sources": [{"path": str(tmp_path / "rows.jsonl")}]},
+        batch={"samples_per_step": 50, "max_steps": 3, "micro_batch_tokens": None},
+    )  # fmt: skip
+    peak_bytes, told = step_peak_bytes(config)
+    assert told.starts("measured")
+    planned = assert_planned_within_5_percent(config, peak_bytes)
+    assert len(planned.plan.step(0).ranks[0]) > 1
