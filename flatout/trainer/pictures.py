@@ -74,10 +74,10 @@ class PictureMaker(PicturePacker):
             texts = iter(random.choice(self._processor.plain_ids, (len(own) + 1, 5)))
             parts = [next(texts), *(part for held in ids for part in (held, next(texts)))]
             token_ids = np.concatenate(parts).astype(np.int64)
-            documents.append(PictureDocument(token_ids, own, self._alone(token_ids, own)))
+            documents.append(PictureDocument(token_ids, own, self.alone(token_ids, own)))
         return documents
 
-    def _alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return the arguments of transformers' whole model for one document."""
         ids = torch.from_numpy(token_ids)[None]
         given = {"input_ids": ids}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
+from flatout.data.pictures.read import decoded
+from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import new_token_ids
 from flatout.models.blocks import replace_module
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
@@ -25,14 +28,34 @@ from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
-from flatout.models.lora.layer import add_lora, freeze, lora_layers, remove_adapter, trainable_parameters
+from flatout.models.lora.layer import (
+    add_lora,
+    freeze,
+    freeze_unreached,
+    lora_layers,
+    remove_adapter,
+    trainable_parameters,
+)
 from flatout.models.lora.saved import grow_vocabulary, rows_of_tokens
 from flatout.models.rope import length_limits
 from flatout.models.scoring import Scoring
+from flatout.trainer.pictures import PictureMaker, processor_of
 
 # scale of the random B of a fresh adapter; with B at zero, A would have no gradient
 WAKE_SCALE = 0.02
-Sample = tuple[NDArray[Any], NDArray[Any]]
+
+
+class Sample(NamedTuple):
+    """Token ids (n,), loss mask (n,), and what transformers' whole model reads of a sample with pictures."""
+
+    token_ids: NDArray[Any]
+    loss_mask: NDArray[Any]
+    inputs: Mapping[str, Tensor] | None = None
+
+    def given(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the arguments of transformers' model for this sample alone."""
+        held = self.inputs or {"input_ids": torch.tensor(self.token_ids.tolist())[None]}
+        return {name: values.to(device) for name, values in held.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +70,20 @@ class PlainModel:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by name; zeros for parameters that the step does not reach."""
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.named.items()}
+
+    def read(self, store: TokenStore, sample_ids: Sequence[int]) -> list[Sample]:
+        """Return samples of a store; pictures are what the model's own processor makes of them."""
+        pairs = [store.sample(sample_id).pair for sample_id in sample_ids]
+        if not store.num_pictures:
+            return [Sample(*pair) for pair in pairs]
+        model: Any = self.model
+        maker = PictureMaker(processor_of(store), model.get_base_model() if hasattr(model, "peft_config") else model)
+        files = [[decoded(file) for file in store.pictures(sample_id)] for sample_id in sample_ids]
+        found = [
+            Sample(*pair, maker.alone(pair[0].astype(np.int64), own)) for pair, own in zip(pairs, files, strict=True)
+        ]
+        maker.close()
+        return found
 
 
 def plain_model(config: Config, device: torch.device, adapter: Path, scoring: Scoring | None = None) -> PlainModel:
@@ -67,6 +104,7 @@ def plain_model(config: Config, device: torch.device, adapter: Path, scoring: Sc
     dtype = resolve_precision(config.model.precision, device)
     if config.method == "full":
         model.requires_grad_(True)
+        freeze_unreached(model)
         if config.freeze:
             freeze(model, config.freeze)
         return PlainModel(model, trainable_parameters(model), dtype if dtype != model.dtype else None)
@@ -92,29 +130,30 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     """Return the loss of one step and accumulate its gradient: summed cross-entropy over the number of label tokens.
 
     Runs one sample at a time, or right-padded batches of at most `max_tokens` tokens including padding. If rope depends
-    on the length of a forward pass, samples always run one at a time, with rope's state reset before each. Raises
-    ValueError without label tokens.
+    on the length of a forward pass, samples always run one at a time, with rope's state reset before each; so do those
+    of a step with pictures. Raises ValueError without label tokens.
     """
-    num_labels = sum(int(loss_mask[1:].sum()) for _, loss_mask in samples)
+    num_labels = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     if not num_labels:
         raise ValueError("the step has no label token")
     plain.model.zero_grad(set_to_none=True)
     total, device = 0.0, next(plain.model.parameters()).device
-    one_at_a_time = bool(length_limits(plain.model))
-    for rows in _batches(samples, 0 if one_at_a_time else max_tokens):
-        tokens = [torch.tensor(ids.tolist(), device=device) for ids, _ in rows]
-        marks = [torch.tensor(loss_mask.tolist(), device=device) for _, loss_mask in rows]
+    resets, has_pictures = bool(length_limits(plain.model)), any(sample.inputs for sample in samples)
+    for rows in _batches(samples, 0 if resets or has_pictures else max_tokens):
+        tokens = [torch.tensor(sample.token_ids.tolist(), device=device) for sample in rows]
+        marks = [torch.tensor(sample.loss_mask.tolist(), device=device) for sample in rows]
         labels = [torch.where(mark, own, -100) for mark, own in zip(marks, tokens, strict=True)]
         # right-padded, int64 (B, longest)
         ids = pad_sequence(tokens, batch_first=True)
         mask = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
         targets = pad_sequence(labels, batch_first=True, padding_value=-100)[:, 1:].flatten()
-        if one_at_a_time:
+        given = rows[0].given(device) if has_pictures else {"input_ids": ids, "attention_mask": mask}
+        if resets:
             with torch.no_grad():
                 # dynamic NTK keeps the longest length so far; a short input resets it
                 plain.model(input_ids=ids[:, :1], use_cache=False)
         with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
-            logits = plain.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+            logits = plain.model(**given, use_cache=False).logits[:, :-1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         loss_sum = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
         (loss_sum / num_labels).backward()
@@ -170,7 +209,7 @@ def _write_adapter(model: PreTrainedModel, config: Config, folder: Path, token_i
 def _batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
     rows: list[Sample] = []
     for sample in samples:
-        longest = max(len(ids) for ids, _ in (*rows, sample))
+        longest = max(len(each.token_ids) for each in (*rows, sample))
         if rows and longest * (len(rows) + 1) > max_tokens:
             yield rows
             rows = []

@@ -39,8 +39,8 @@ def objective_step(
         labels.estimates = {name: one.detach().double() / len(sample_ids) for name, one in sums.items()}
     loss = objective(labels)["loss"] / _normalizer(objective, labels.batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
-    for sample_id, own in zip(sample_ids, gradient.split(counts), strict=True):
-        (_read(plain, objective, store.sample(sample_id).pair)[0] * own).sum().backward()
+    for sample, own in zip(plain.read(store, sample_ids), gradient.split(counts), strict=True):
+        (_read(plain, objective, sample)[0] * own).sum().backward()
     return float(loss.detach())
 
 
@@ -53,7 +53,7 @@ def _readings(
 ) -> tuple[Readings, Tensor, list[int]]:
     """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
     with torch.no_grad():
-        found = [_read(plain, objective, store.sample(sample_id).pair) for sample_id in sample_ids]
+        found = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
     leaf = torch.cat([values for values, *_ in found]).requires_grad_()
     counts = [len(values) for values, *_ in found]
     columns = [name for name in objective.needed_columns if name in store.extra]
@@ -66,9 +66,9 @@ def _readings(
 def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability of each label token of a sample, whether it is the likeliest, and the token ids."""
     device = next(plain.model.parameters()).device
-    ids, mask = (torch.tensor(part.tolist(), device=device) for part in sample)
+    ids, mask = (torch.tensor(part.tolist(), device=device) for part in sample[:2])
     with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
-        logits = plain.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits = plain.model(**sample.given(device), use_cache=False).logits[0, :-1]
     logits, targets = logits[mask[1:]], ids[1:][mask[1:]]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets, targets
@@ -78,7 +78,7 @@ def _plain_scores(plain: PlainModel, sample: Sample) -> tuple[Tensor, ...]:
     """Return the scores (K,) of a sample, by transformers' own choice of its last token."""
     device = next(plain.model.parameters()).device
     with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
-        scores = plain.model(input_ids=torch.tensor(sample[0].tolist(), device=device)[None], use_cache=False).logits[0]
+        scores = plain.model(**sample.given(device), use_cache=False).logits[0]
     return (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
 
 

@@ -39,7 +39,7 @@ def with_plain_reference(plain: PlainModel, config: Config, planned: PlannedRun,
     found = []
     with torch.no_grad(), model.disable_adapter() if adapter is None and config.method == "lora" else nullcontext():
         for store in planned.stores[: 1 if planned.mismatched is None else 2]:
-            samples = [store.sample(sample_id).pair for sample_id in step.sample_ids]
+            samples = plain.read(store, step.sample_ids)
             found.append([plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples])
     DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": found})
     return plan_quietly(config, Rank())

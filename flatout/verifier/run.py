@@ -142,11 +142,6 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     own = own.model_copy(update={"experts": experts, "context": own.context.model_copy(update={"parallel": 1})})
     config = exact_config(own, exact, folder)
     planned = plan_quietly(config, Rank())
-    if planned.store.num_pictures:
-        raise UsageError(
-            f"verify: data set {planned.store.meta.name!r} has pictures, which verify does not compare yet; the check "
-            "at the start of training does, or verify a data set without pictures"
-        )
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
     if step is None:
         raise UsageError("verify: no step of this run has label tokens; check the data")
@@ -157,9 +152,9 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
     config = config.model_copy(update={"batch": batch})
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step.index)
-    samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     adapter = folder / "adapter"
     plain = plain_model(config, device, adapter, planned.scoring)
+    samples = plain.read(planned.store, step.sample_ids)
     is_plain = config.objective == ObjectiveConfig()
     planned = with_plain_reference(plain, config, planned, step)
     loss = plain_step(plain, samples) if is_plain else _objective_loss(plain, planned, step)
@@ -240,9 +235,9 @@ def _own_rows(
     name = str(resolve_precision(config.model.precision, device)).removeprefix("torch.")
     planned = plan_quietly(config, Rank())
     step = planned.plan.step(step_index)
-    samples = [planned.store.sample(sample_id).pair for sample_id in step.sample_ids]
     based, adapter = config.model_copy(update={"base": trained.base}), config.lora.continue_from or Path()
     plain = plain_model(based, device, adapter, planned.scoring)
+    samples = plain.read(planned.store, step.sample_ids)
     max_tokens = planned.plan.layout.micro_batch_tokens
     case = f"plain transformers in {name}"
     if config.objective == ObjectiveConfig():

@@ -79,7 +79,7 @@ MAX_PACKAGE_LINES = {
     "studio": 1303,
     "track": 2582,
     "trainer": 5814,
-    "verifier": 1120,
+    "verifier": 1154,
     "view": 1476,
 }
 

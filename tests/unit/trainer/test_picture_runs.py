@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from flatout.cli.main import main
 from flatout.errors import PackingError
+from flatout.trainer.pictures import PictureMaker
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,6 @@ REFUSED = {
     "zero1": (["train", "gpus=[0,1]", "strategy=zero1"], "cannot be trained with strategy zero1 yet"),
     "context": (["train", "gpus=[0,1]", "context.parallel=2"], "cannot be trained with context.parallel: 2 yet"),
     "prefixes": (["train", "batch.share_prefix=on"], "samples hold pictures"),
-    "verify": (["verify"], "has pictures, which verify does not compare yet"),
 }
 
 
@@ -101,6 +102,32 @@ def test_what_is_not_built_is_refused_by_name(world: Path, tmp_path: Path, capfd
     (verb, *options), says = REFUSED[what]
     assert main([verb, str(write_config(world, tmp_path)), *options]) == 2
     assert says in " ".join("".join(capfd.readouterr()).split())
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("lora", 1), ("full", 1), pytest.param("lora", 2, marks=pytest.mark.exhaustive)]
+)
+def test_verify_compares_a_step_with_pictures(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, method: str, ranks: int
+) -> None:
+    path = write_config(world, tmp_path)
+    if method == "full":
+        path.write_text(path.read_text().replace("lora: {rank: 4, alpha: 8}", "method: full"))
+    config = ["verify", str(path), "--fp64", "--ranks", str(ranks)]
+    assert main(config) == 0
+    assert ("ddp" in capfd.readouterr().out) == (ranks > 1)
+    rows = json.loads((tmp_path / "one" / "verify.json").read_text())["rows"]
+    assert max(row["worst_difference"] for row in rows if row["case"].startswith("packed")) < 1e-6
+    # the reference does not read what training does
+    own = PictureMaker.with_images
+
+    def darker(self: Any, batch: Any, images: Any, *rest: Any) -> Any:
+        return own(self, batch, [image.point(lambda value: value // 2) for image in images], *rest)
+
+    monkeypatch.setattr(PictureMaker, "with_images", darker)
+    monkeypatch.setattr("flatout.trainer.proofs.check_pictures", lambda *_: "not checked")
+    assert main(config) == 5
+    assert "FAIL" in capfd.readouterr().out
 
 
 BUGS = ["order of pictures", "neighbour's positions", "another picture's features", "one axis", "a picture more"]
@@ -113,7 +140,6 @@ def test_the_check_at_start_up_finds_planted_bugs(world: Path, tmp_path: Path, b
     from flatout.data.tokenizer import load_tokenizer
     from flatout.models.load.model import load_model
     from flatout.models.picture_check import check_pictures, read_with_own_attention
-    from flatout.trainer.pictures import PictureMaker
 
     model_dir = str(world / "model")
     config = ModelConfig(name=model_dir, precision="fp64")
