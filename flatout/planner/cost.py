@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,7 +22,8 @@ class CostModel:
 
     `pairs(T)` = T (T + 1) / 2 counts the query-key pairs of causal attention; with a window w each query sees at most
     w keys, so `pairs(T, w)` = pairs(T) - pairs(T - w) for T > w. `useful` is the cost without recomputation, which
-    utilization counts; None if nothing is recomputed. Ranks are balanced by these FLOPs.
+    utilization counts; None if nothing is recomputed. `forward` is that of a pass without gradients; None: unknown.
+    Ranks are balanced by these FLOPs.
     """
 
     per_token: float
@@ -31,6 +32,7 @@ class CostModel:
     window: int = 0
     per_label: float = 0.0
     useful: CostModel | None = None
+    forward: CostModel | None = None
 
     def flops(self, num_tokens: ArrayLike, num_labels: ArrayLike) -> NDArray[np.float64]:
         """Return the FLOPs per sample, float64; `num_tokens` and `num_labels` are integer arrays of the same shape."""
@@ -57,6 +59,7 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
         full    6 N            per token, 3.5 A per pair, 6 V H per label token
         a head in lora.modules_to_save counts as in full; the weight gradients of other such modules are left out
         recompute (gradient checkpointing) adds one forward of the blocks: 2 N + 2 N_lora and A
+        forward 2 N + 2 N_lora per token, A per pair, 2 V H per label token
 
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
     counted expanded to full heads, as transformers trains it. Of experts, N and N_lora count those of one token.
@@ -66,12 +69,16 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
     adapter = 0 if is_full else shape.num_lora_params(config.lora, used=True)
     again = 1 if recompute in ("full", "offload") else 0
     trained = 6 if is_full else 4
-    pair = 2.0 * (1.0 + ATTENTION_BACKWARD + again)
-    return CostModel(
-        per_token=float((trained + 2 * again) * matrix + (6 + 2 * again) * adapter),
-        per_pair=pair * sum(layer.pair_width for layer in shape.layers if not layer.has_window),
-        per_window_pair=pair * sum(layer.pair_width for layer in shape.layers if layer.has_window),
-        window=shape.sliding_window or 0,
-        per_label=float((6 if shape.trains_head(config.lora) else trained) * shape.num_head_rows * shape.hidden_size),
-        useful=make_cost(config, shape) if again else None,
-    )
+
+    def cost(of_matrix: int, of_adapter: int, pair: float, of_head: int) -> CostModel:
+        return CostModel(
+            per_token=float(of_matrix * matrix + of_adapter * adapter),
+            per_pair=pair * sum(layer.pair_width for layer in shape.layers if not layer.has_window),
+            per_window_pair=pair * sum(layer.pair_width for layer in shape.layers if layer.has_window),
+            window=shape.sliding_window or 0,
+            per_label=float(of_head * shape.num_head_rows * shape.hidden_size),
+        )
+
+    head = 6 if shape.trains_head(config.lora) else trained
+    whole = cost(trained + 2 * again, 6 + 2 * again, 2.0 * (1.0 + ATTENTION_BACKWARD + again), head)
+    return replace(whole, useful=make_cost(config, shape) if again else None, forward=cost(2, 2, 2.0, 2))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
+from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.step_plan import StepPlan
 
 # steps, sampled evenly over the run, that estimate the balance at other numbers of ranks
 NUM_BALANCE_STEPS = 500
@@ -28,9 +30,9 @@ class PlanTotals:
     `num_units` is None where each sample is one. `num_naive_tokens` is what a padding loader would compute for the same
     steps, `padding_avoided` the share of them that is padding and not computed here, `padding_share` that of the
     computed tokens. `num_shared_tokens` of the `num_tokens` are not computed again, as samples of one micro-batch share
-    them. `num_estimate_tokens` come on top, for what an objective estimates before gradients. `time_s` is None without
-    a throughput. All is exact but the memory, which is estimated, and the balance at other numbers of ranks, taken from
-    `NUM_BALANCE_STEPS` steps.
+    them. `num_estimate_tokens` come on top, for what an objective estimates before gradients, and once
+    `num_reference_tokens` for its reference; `flops` counts both. `time_s` is None without a throughput. All is exact
+    but the memory, which is estimated, and the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps.
     """
 
     num_ranks: int
@@ -55,6 +57,7 @@ class PlanTotals:
     padding_share: float
     num_shared_tokens: int = 0
     num_estimate_tokens: int = 0
+    num_reference_tokens: int = 0
     num_units: int | None = None
     layout: str = "packed"
 
@@ -121,6 +124,32 @@ def add_up(
     )
 
 
+def with_forward_passes(
+    totals: PlanTotals,
+    estimates: Iterable[tuple[PlannedSamples, StepPlan]],
+    reference: Iterable[tuple[PlannedSamples, StepPlan]],
+) -> PlanTotals:
+    """Add passes without gradients: estimates in each step, and a reference's before step 0.
+
+    The throughput of steps has the time of estimates in it, so the time grows by the reference's share of the FLOPs.
+    """
+    (num_estimate, estimate_flops), (num_reference, reference_flops) = map(_forward_sums, (estimates, reference))
+    in_steps = totals.flops + estimate_flops
+    flops = in_steps + reference_flops
+    return replace(
+        totals,
+        num_estimate_tokens=num_estimate,
+        num_reference_tokens=num_reference,
+        flops=flops,
+        time_s=None if totals.time_s is None else totals.time_s * flops / in_steps,
+    )
+
+
+def _forward_sums(passes: Iterable[tuple[PlannedSamples, StepPlan]]) -> tuple[int, float]:
+    sums = [(step.num_real_tokens, plan.forward_flops(step)) for plan, step in passes]
+    return sum(tokens for tokens, _ in sums), sum(flops for _, flops in sums)
+
+
 def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     """Yield the totals as pairs of name and text."""
     held_out = f", {totals.num_held_out:,} held out" if totals.num_held_out else ""
@@ -145,6 +174,9 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
             "estimates",
             f"{totals.num_estimate_tokens:,} tokens more, {share:.1%}, in forward passes before gradients",
         )
+    if totals.num_reference_tokens:
+        count = f"{totals.num_reference_tokens:,} tokens"
+        yield "reference", f"{count} in forward passes before step 0, unless an earlier run has computed them"
     for balance in totals.balances:
         mark = " (this run)" if balance.num_ranks == totals.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"

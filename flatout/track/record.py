@@ -23,8 +23,9 @@ class StepRecord:
     padding and was not computed, `padding_share` the share of padding in what was (rows), `shared_share` the share of
     `num_tokens` that was not computed again, as samples share it. `flops_per_s` are achieved over all ranks: real
     tokens, those that samples share once, attention by document, the head on label tokens only, no gradient of frozen
-    weights, no recomputation; `mfu` is their share of the devices' nominal peak (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B), None if no peak is known. `balance` is mean / max of the ranks' planned FLOPs.
+    weights, no recomputation, but forward passes that an objective needs before the step; `mfu` is their share of the
+    devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None if no peak is known. `balance` is
+    mean / max of the ranks' planned FLOPs.
 
     Rates (`*_per_s`) and times (`*_s`) are means per step over the `num_recorded` steps since the last record.
     Processed tokens include filler tokens. Each part of a step is the mean over ranks, without those that had no pass

@@ -192,13 +192,16 @@ def is_due(num_completed: int, every: float | None, num_steps: int) -> bool:
 def useful_flops(run: Run, step: StepPlan) -> float:
     """Return the FLOPs that a step needs over all ranks, by the plan's cost model without recomputation.
 
-    Tokens that samples share count once.
+    Tokens that samples share count once, and forward passes before the step too.
     """
     if step.num_label_tokens == 0:
         return 0.0  # such a step computes nothing
     cost, samples = run.plan.layout.cost.useful or run.plan.layout.cost, run.plan.samples
     places = samples.indices_of(step.sample_ids)
     every = float(cost.flops(samples.lengths[places], samples.num_labels[places]).sum())
+    if run.planned.mismatched is not None and cost.forward is not None:
+        samples = run.planned.mismatched.plan.samples
+        every += float(cost.forward.flops(samples.lengths[places], samples.num_labels[places]).sum())
     return every - step.shared_flops(cost)
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
+from flatout.config.objective import REFERENCE
 from flatout.config.schema import Config
 from flatout.errors import ResourceError
 from flatout.io.host_memory import available_host_bytes
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB, Device
 from flatout.planner.memory.budget import MemoryDecision, budget_bytes, longest_document_tokens, memory_model
-from flatout.planner.totals import PlanTotals, add_up, totals_lines
+from flatout.planner.steps.planned_samples import PlannedSamples
+from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.fit_memory import fit_plan
@@ -128,11 +132,9 @@ def summarize_plan(
         tokens_per_s=tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
-    if planned.mismatched is not None:
-        others = add_up(planned.mismatched.plan, rank_counts=())
-        # of a training pass, the forward pass is 2 of 4 products with frozen weights, and 2 of 6 with trained ones
-        flops = totals.flops + others.flops / (3 if config.method == "full" else 2)
-        totals = replace(totals, num_estimate_tokens=others.num_tokens, flops=flops)
+    mismatched = planned.mismatched and planned.mismatched.plan
+    estimates = ((mismatched, step) for step in mismatched.steps()) if mismatched else ()
+    totals = with_forward_passes(totals, estimates, _reference_passes(planned))
     longest = None
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)
@@ -141,3 +143,14 @@ def summarize_plan(
         totals, strategy=layout.reason, decision=decision, device=device, longest_document_tokens=longest,
         sharing=planned.sharing, context_ranks=layout.context_ranks, host_bytes=host_bytes, why_not=why_not,
     )  # fmt: skip
+
+
+def _reference_passes(planned: PlannedRun) -> Iterator[tuple[PlannedSamples, StepPlan]]:
+    """Yield the passes of the reference, as `compute_reference` takes them: of one epoch, then of evaluations."""
+    if REFERENCE not in planned.objective.columns:
+        return
+    num_steps = min(planned.plan.num_steps, planned.plan.steps_per_epoch)
+    for plan in (planned.plan, *([planned.mismatched.plan] if planned.mismatched else [])):
+        yield from ((plan, step) for step in islice(plan.steps(), num_steps))
+    for own in planned.eval_sets:
+        yield from ((each.planned, each.plan) for each in (own, own.mismatched) if each is not None)

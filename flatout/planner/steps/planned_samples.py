@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,6 +30,21 @@ class PlannedSamples:
         """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
         is_padded = self.layout.pass_tokens is not None
         return self.samples.unit_tokens(is_padded=is_padded, prefixes=self.layout.unit_prefixes)
+
+    def flops(self, step: StepPlan) -> float:
+        """Return the FLOPs of one step by the cost model, with those of padding."""
+        indices = self.samples.indices_of(step.sample_ids)
+        cost, lengths = self.layout.cost, self.samples.lengths[indices]
+        if self.layout.pass_tokens is not None:
+            batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
+            lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
+        every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
+        return every - step.shared_flops(cost)
+
+    def forward_flops(self, step: StepPlan) -> float:
+        """Return the FLOPs of passes without gradients over a step."""
+        cost = self.layout.cost.forward or self.layout.cost
+        return replace(self, layout=replace(self.layout, cost=cost)).flops(step)
 
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.

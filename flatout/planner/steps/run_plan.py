@@ -141,16 +141,6 @@ class RunPlan(PlannedSamples):
             ranks.append(batches)
         return ranks
 
-    def flops(self, step: StepPlan) -> float:
-        """Return the FLOPs of one step by the cost model, with those of padding."""
-        indices = self.samples.indices_of(step.sample_ids)
-        cost, lengths = self.layout.cost, self.samples.lengths[indices]
-        if self.layout.pass_tokens is not None:
-            batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
-            lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
-        every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
-        return every - step.shared_flops(cost)
-
     def padding_avoided(self, steps: Sequence[StepPlan]) -> float:
         """Return the share of a padding loader's tokens that are padding and not computed; 0 if steps compute more."""
         without = sum(step.num_padded_tokens + step.num_shared_tokens for step in steps)

@@ -70,6 +70,24 @@ def test_lora_training_counts_what_torch_counts(model_type):
     assert abs(counted - NUM_TOKENS * (cost.per_token + cost.per_label)) <= 2 * NUM_TOKENS * shape.head_dim
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_pass_without_gradients_counts_what_torch_counts(model_type, method):
+    config = tiny(model_type)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    shape = make_shape(config.to_dict())
+    run = FULL if method == "full" else LORA
+    if method == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(NUM_TOKENS)[None] % 90, use_cache=False)
+    forward = make_cost(run, shape).forward
+    assert forward == make_cost(run, shape, "full").forward
+    counted = counter.get_total_flops() - eager_attention_flops(shape) / 3
+    assert abs(counted - NUM_TOKENS * (forward.per_token + forward.per_label)) <= 2 * NUM_TOKENS * shape.head_dim
+    assert forward.per_pair == 2 * shape.num_layers * shape.layers[0].pair_width
+
+
 @pytest.mark.parametrize("window", [1, 3, 7, 100])
 def test_pairs_are_the_entries_of_the_mask(window):
     cost = CostModel(per_token=0.0, per_window_pair=1.0, window=window)

@@ -88,6 +88,31 @@ def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
             assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.parametrize("kind", ["kto", "dpo", "cpo"])
+def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(
+    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    rows = ROWS
+    if kind != "kto":
+        rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
+    file = written(tiny, tmp_path, rows)
+    args = [str(file), f"objective={kind}", "batch.share_prefix=off", "batch.epochs=2", "--tokens-per-s", "10"]
+    assert main(["plan", *args, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    store = TokenStore.open(registry.built_dir(tmp_path, "judged"))
+    # each answer once, held-out ones too; for KTO also each prompt with the answer to another one
+    once = int(store.lengths.sum()) + (int(mismatched(store).lengths.sum()) if kind == "kto" else 0)
+    assert plan["num_reference_tokens"] == (0 if kind == "cpo" else once)
+    assert (plan["num_estimate_tokens"] > 0) == (kind == "kto")
+    assert main(["train", *args[:4]]) == 0
+    achieved = sum(step["flops_per_s"] * step["step_s"] for step in metrics_of(tmp_path / "run"))
+    assert plan["time_s"] == pytest.approx(plan["num_tokens"] / 10 * plan["flops"] / achieved)
+    assert (plan["flops"] > 1.1 * achieved) == (kind != "cpo")
+    assert main(["plan", *args]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("tokens in forward passes before step 0, unless an earlier" in shown) == (kind != "cpo")
+
+
 KILLED = """
 import os, signal, sys
 import flatout
