@@ -15,7 +15,7 @@ from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver, choose_saver
-from flatout.config.schema import Config
+from flatout.config.schema import Config, Recompute
 from flatout.data.token_store import TokenStore
 from flatout.errors import PackingError, SharedPrefixError
 from flatout.io.host_memory import available_host_bytes
@@ -96,7 +96,8 @@ def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: 
         planned = setup.plan_again(found) if is_off else run.planned
         if planned.split == run.planned.split:
             memory_check.record(found)
-            run = replace(run, planned=replace(planned, device=found), memory=planned.memory, prompts=planned.prompts)
+            memory = replace(planned.memory, recompute=run.memory.recompute)
+            run = replace(run, planned=replace(planned, device=found), memory=memory, prompts=planned.prompts)
             break
         setup = replace(setup, planned=planned)
         run.close()
@@ -128,7 +129,7 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
     loader, eval_loaders, mismatched_loaders = make_loaders(planned, loaded.model, device, rank, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
-    compiled = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
+    compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
     named = trainable_parameters(loaded.model)
     saver, sizes = make_saver(setup, named)
     run = Run(
@@ -153,7 +154,7 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
         checkpoints=setup.checkpoints,
         saver=saver,
         fingerprints=planned.fingerprints,
-        memory=planned.memory,
+        memory=replace(planned.memory, recompute=recompute),
         fused_lora=fused,
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
@@ -329,10 +330,11 @@ def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[S
 
 def compile_model(
     setup: Setup, loaded: LoadedModel, losses: tuple[PackedLoss, PackedLoss], loader: BatchLoader, proofs: Proofs
-) -> CompileOutcome:
+) -> tuple[CompileOutcome, Recompute]:
     """Compile the layers after sharding; without one graph for each, `selective` and `budget` fall back to `full`.
 
-    `losses` are the loss and what training calls. Attention and the head also prepare their kernels here.
+    `losses` are the loss and what training calls. Attention and the head also prepare their kernels here. Returns what
+    compiled, and the level at which the layers recompute.
     """
     config, planned, reporter = setup.config, setup.planned, setup.reporter
     reporter.phase("compiling")
@@ -369,4 +371,5 @@ def compile_model(
     if recompute in ("selective", "budget") and not compiled.is_complete:
         apply_recompute(loaded.model, "full")
         reporter.stage("recompute", f"full instead of {recompute}, which needs layers that are one graph")
-    return compiled
+        recompute = "full"
+    return compiled, recompute

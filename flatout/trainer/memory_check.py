@@ -135,7 +135,8 @@ class MemoryCheck:
 
         A line says what was found, or why nothing was measured. `stood_bytes` as in `measure_passes`.
         """
-        planned = run.planned
+        # layers may recompute at another level than planned
+        planned = replace(run.planned, memory=run.memory)
         if (device := planned.device) is None:
             return None, False
         if why_not := reason_not_to_measure(self._config, planned):

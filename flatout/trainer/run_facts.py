@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 
 import numpy as np
@@ -69,7 +70,7 @@ def run_start(run: Run, gpus: tuple[GpuFacts, ...]) -> RunStart:
         model_text=str(run.model)[:MAX_MODEL_TEXT],
         versions=versions(),
         settings=dict(flatten(redacted(config.model_dump(mode="json")))),
-        plan=plan_facts(planned, config),
+        plan=plan_facts(replace(planned, memory=run.memory), config),
         scores=planned.scoring is not None,
     )
 

@@ -89,7 +89,10 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold."""
+    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold.
+
+    `memory` is the plan's, at the level at which layers recompute: `full` where they do not compile as planned.
+    """
 
     config: Config
     rank: Rank

@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1303,
     "track": 2583,
-    "trainer": 5830,
+    "trainer": 5838,
     "verifier": 1154,
     "view": 1476,
 }

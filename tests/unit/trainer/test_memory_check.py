@@ -233,6 +233,22 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(
     assert start.planned.split == start.first_plan.split
 
 
+@pytest.mark.parametrize("planned", ["selective", "budget", "full", "none"])
+def test_memory_is_measured_of_the_level_at_which_layers_recompute(config: Config, planned: str) -> None:
+    """No layer compiles on a CPU, so the compiler cannot recompute a part of one."""
+    model = config.model.model_copy(update={"precision": "bf16"})
+    config = config.model_copy(update={"recompute": planned, "compile": "auto", "model": model})
+    start = Start(config, factor=1.25, recalls=True)
+    level = "full" if planned in ("selective", "budget") else planned
+    assert start.planned.device is not None
+    assert [kind.split()[0] for kind in start.planned.device.corrections] == [level]
+    assert start.num_measured == 1
+    # an equal start knows what this one measured, and its plan is the same
+    again = Start(config, factor=1.25, recalls=True)
+    assert again.num_measured == 0
+    assert again.planned.split == start.planned.split
+
+
 def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> None:
     """An estimate that is too low by half would otherwise keep itself from being checked."""
     start = Start(config, factor=1.5, gpu=Device("a large GPU", 80 * GIB))
