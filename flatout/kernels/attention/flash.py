@@ -166,10 +166,29 @@ def packed_operator(
 
     gradients = "(Tensor, Tensor, Tensor)"
     schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}, {_SHARED}) -> {gradients}"
-    operator_backward = define_operator(f"{name}_backward", schema, run_backward, fake_backward)
+    operator_backward = define_operator(f"{name}_backward", schema, run_backward, fake_backward, _backward_flops)
     schema = f"({_INPUTS}, {_REST}, Tensor? sinks, {_SHARED}) -> (Tensor, Tensor)"
-    operator = define_operator(name, schema, run, fake)
+    operator = define_operator(name, schema, run, fake, _forward_flops)
     return _differentiable(operator, operator_backward, by_token)
+
+
+def _forward_flops(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, scale: float, left: int | None, *_: Any, **__: Any
+) -> int:
+    return attention_flops(q, max_seqlen, max_seqlen, left)
+
+
+def _backward_flops(output_grad: Any, q: Any, k: Any, v: Any, output: Any, log_sums: Any, *rest: Any, **_: Any) -> int:
+    # its five products, with the scores again, where the forward pass has two
+    return _forward_flops(q, k, v, *rest) * 5 // 2
+
+
+def attention_flops(q: Any, max_seqlen_q: int, max_seqlen_k: int, left: int | None) -> int:
+    """Return the FLOPs of causal attention by queries of shape q (T, H, D), with documents as long as the longest."""
+    num_keys = max_seqlen_k - max_seqlen_q // 2
+    if left is not None:
+        num_keys = min(num_keys, left + 1)
+    return int(4 * q[0] * q[1] * q[2] * num_keys)
 
 
 def _differentiable(

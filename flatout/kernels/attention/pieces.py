@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.attention.flash import Attention
+from flatout.kernels.attention.flash import Attention, attention_flops
 from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
 from flatout.kernels.operators import define_operator
 
@@ -60,6 +60,15 @@ def register_varlen_pieces() -> None:
     def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
-    define_operator("flatout::varlen_pieces", f"({_INPUTS}, {_REST}) -> (Tensor, Tensor)", run, fake)
+    def num_flops(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, **_: Any) -> int:
+        max_seqlen_q, max_seqlen_k, _scale, left = rest
+        return attention_flops(q, max_seqlen_q, max_seqlen_k, left)
+
+    def backward_flops(
+        output_grad: Any, q: Any, k: Any, v: Any, output: Any, log_sums: Any, *rest: Any, **_: Any
+    ) -> int:
+        return num_flops(q, k, v, *rest) * 5 // 2
+
+    define_operator("flatout::varlen_pieces", f"({_INPUTS}, {_REST}) -> (Tensor, Tensor)", run, fake, num_flops)
     schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> (Tensor, Tensor, Tensor)"
-    define_operator("flatout::varlen_pieces_backward", schema, run_backward, fake_backward)
+    define_operator("flatout::varlen_pieces_backward", schema, run_backward, fake_backward, backward_flops)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.cuda_source import error_of
@@ -111,17 +110,19 @@ def register_ops() -> None:
         "(Tensor[] parts, Tensor[] row_scales, Tensor terms, Tensor scales, int[] ranks, ScalarType dtype, "
         "Tensor[] originals) -> Tensor"
     )
-    register_flop_formula(define_operator("flatout::low_product", schema, _product, _empty))(_num_flops)
+    define_operator("flatout::low_product", schema, _product, _empty, _num_flops)
     schema = "(Tensor part, Tensor row_scale, Tensor low, Tensor? column_scale, bool ranks_first, ScalarType dtype)"
     schema += " -> Tensor"
-    register_flop_formula(define_operator("flatout::narrow_gradient", schema, _gradient, _empty_gradient))(
-        lambda part, row_scale, low, *_, **__: 2 * part[0] * part[1] * low[1]
-    )
+    define_operator("flatout::narrow_gradient", schema, _gradient, _empty_gradient, _gradient_flops)
 
 
 def _num_flops(parts: Any, *shapes: Any, **_: Any) -> Any:
     ranks = shapes[-3]
     return sum(2 * part[0] * part[1] * rank for part, rank in zip(parts, ranks, strict=True))
+
+
+def _gradient_flops(part: Any, row_scale: Any, low: Any, *_: Any, **__: Any) -> Any:
+    return 2 * part[0] * part[1] * low[1]
 
 
 def _empty(parts: Sequence[Tensor], *rest: Any) -> Tensor:

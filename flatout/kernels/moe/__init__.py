@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,13 +113,14 @@ def register_ops() -> None:
     """Register torch.ops.flatout.moe_*; call before the first use of these operations."""
     routing = "Tensor order, Tensor offsets, Tensor inverse, Tensor tiles"
     low = "Tensor? low, Tensor? low_weight"
-    for name, schema, run, fake in (
-        ("tiles", "(Tensor offsets, SymInt num_rows) -> Tensor", _tiles, _empty_tiles),
+    for name, schema, run, fake, num_flops in (
+        ("tiles", "(Tensor offsets, SymInt num_rows) -> Tensor", _tiles, _empty_tiles, None),
         (
             "linear",
             f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, {low}) -> Tensor",
             _linear,
             _empty_linear,
+            _linear_flops,
         ),
         (
             "linear_fp8",
@@ -126,18 +128,26 @@ def register_ops() -> None:
             f"{low}, Tensor? quantized, Tensor? row_scale) -> Tensor",
             _linear_fp8,
             _empty_linear,
+            _linear_fp8_flops,
         ),
-        ("outer", f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor", _outer, _empty_outer),
-        ("combine", f"(Tensor y, {routing}, Tensor weights) -> Tensor", _combine, _empty_combine),
-        ("swiglu", f"(Tensor rows, {routing}, Tensor? in_scale) -> Tensor[]", _swiglu, _empty_swiglu),
+        (
+            "outer",
+            f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor",
+            _outer,
+            _empty_outer,
+            _outer_flops,
+        ),
+        ("combine", f"(Tensor y, {routing}, Tensor weights) -> Tensor", _combine, _empty_combine, None),
+        ("swiglu", f"(Tensor rows, {routing}, Tensor? in_scale) -> Tensor[]", _swiglu, _empty_swiglu, None),
         (
             "swiglu_backward",
             f"(Tensor rows, Tensor grad, Tensor row_weights, {routing}, Tensor? in_scale) -> Tensor[]",
             _swiglu_backward,
             _empty_swiglu_backward,
+            None,
         ),
     ):
-        define_operator(f"flatout::moe_{name}", schema, run, fake)
+        define_operator(f"flatout::moe_{name}", schema, run, fake, num_flops)
 
 
 def _has_kernels(*sides: Tensor) -> bool:
@@ -192,6 +202,16 @@ def _empty_linear(
     return x.new_empty(rows, weight.shape[1])
 
 
+def _linear_flops(x: Any, weight: Any, order: Any, *rest: Any, **_: Any) -> Any:
+    *_ignored, low, _low_weight = rest
+    return 2 * order[0] * weight[1] * (weight[2] + (0 if low is None else low[1]))
+
+
+def _linear_fp8_flops(*arguments: Any, **_: Any) -> Any:
+    *given, _quantized, _row_scale = arguments
+    return _linear_flops(*given)
+
+
 def _linear_fp8(
     x: Tensor, weight: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, gather: bool,
     scatter: int | None, in_scale: Tensor | None, out_scale: Tensor | None, low: Tensor | None,
@@ -239,6 +259,10 @@ def _outer(
 
 def _empty_outer(x: Tensor, dy: Tensor, order: Tensor, offsets: Tensor, *_: object) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+
+
+def _outer_flops(x: Any, dy: Any, order: Any, *_: Any, **__: Any) -> Any:
+    return 2 * order[0] * x[1] * dy[1]
 
 
 def _combine(y: Tensor, order: Tensor, offsets: Tensor, inverse: Tensor, tiles: Tensor, weights: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.cuda_source import error_of, in_aligned_rows
@@ -93,17 +92,12 @@ def register_ops() -> None:
         "(Tensor[] parts, Tensor[] weights, Tensor[] row_scales, Tensor? column_scale, Tensor low, Tensor wide, "
         "int[] first_columns, int[] first_ranks, bool weights_kn, bool use_kernel) -> Tensor[]"
     )
-    operator = define_operator("flatout::segmented_product", schema, _product, _empty)
-    # without it, `recompute: budget` would take the product for free
-    register_flop_formula(operator)(_num_flops)
+    define_operator("flatout::segmented_product", schema, _product, _empty, _num_flops)
     schema = (
         "(Tensor start, Tensor[] parts, Tensor[] weights, Tensor[] row_scales, Tensor? column_scale, bool weights_kn) "
         "-> Tensor"
     )
-    operator = define_operator("flatout::sum_onto", schema, _sum_onto, lambda start, *_: start.new_empty(start.shape))
-    register_flop_formula(operator)(
-        lambda start, parts, *_, **__: 2 * start[0] * start[1] * sum(own[1] for own in parts)
-    )
+    define_operator("flatout::sum_onto", schema, _sum_onto, lambda start, *_: start.new_empty(start.shape), _sum_flops)
 
 
 def _num_flops(*shapes: Any, **_: Any) -> Any:
@@ -114,6 +108,10 @@ def _num_flops(*shapes: Any, **_: Any) -> Any:
     ranks = (end - start for start, end in pairwise(own.first_ranks))
     low_rank = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
     return 2 * num_rows * (num_columns * sum(part[1] for part in own.parts) + low_rank)
+
+
+def _sum_flops(start: Any, parts: Any, *_: Any, **__: Any) -> Any:
+    return 2 * start[0] * start[1] * sum(part[1] for part in parts)
 
 
 def _empty(*operands: Any) -> list[Tensor]:

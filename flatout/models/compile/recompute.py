@@ -45,7 +45,8 @@ def compiling_with(level: Recompute) -> AbstractContextManager[object]:
     """Set torch's compiler options for a level while layers are compiled.
 
     `selective` lets the compiler recompute what only a matrix product reads; `budget` gives it a memory budget, within
-    which it chooses what to recompute (as a knapsack problem).
+    which it chooses what to recompute (as a knapsack problem). By default it takes operators that are not torch's own,
+    as our products and attention are, for free to compute again, and would keep next to nothing.
     """
     if level not in ("selective", "budget"):
         return nullcontext()
@@ -53,7 +54,7 @@ def compiling_with(level: Recompute) -> AbstractContextManager[object]:
 
     changes: dict[str, float] = {"ban_recompute_materialized_backward": False}
     if level == "budget":
-        changes = {"activation_memory_budget": MEMORY_BUDGET}
+        changes = {"activation_memory_budget": MEMORY_BUDGET, "is_non_builtin_to_include": True}
     patched: AbstractContextManager[object] = config.patch(changes)
     return patched
 
