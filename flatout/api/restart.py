@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 
@@ -30,13 +30,14 @@ _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_S
 
 
 def move_aside(
-    config: Config, env: Mapping[str, str], start: RunHere | SpawnRanks, settings_file: Path | None = None
+    config: Config, env: Mapping[str, str], start: RunHere | SpawnRanks, settings: Sequence[Path] = ()
 ) -> None:
     """Move the run's folder to NAME.old-1, or the next number that is free, and print where it is now.
 
-    What the new run reads stays: the `settings_file`, and a model that was written there from memory. Nothing is moved
-    unless `start` would pass every check that needs no GPU. Raises ResourceError while a process holds the folder,
-    UsageError where a launcher may start the command again, and for a model, adapter or source in that folder.
+    What the new run reads stays: the files of `settings`, and a model that was written there from memory. Nothing is
+    moved unless `start` would pass every check that needs no GPU. Raises ResourceError while a process holds the
+    folder, UsageError where a launcher may start the command again, and for a model, adapter or source in that
+    folder.
     """
     if found := next((name for name, alone in _LAUNCHERS.items() if env.get(name, alone) not in ("", alone)), None):
         raise UsageError(
@@ -61,9 +62,10 @@ def move_aside(
     durable_io.make_dir(folder)
     if is_own:
         durable_io.rename(aside / model.relative_to(folder), model)
-    if settings_file is not None and (file := settings_file.resolve()).is_relative_to(folder):
-        durable_io.make_dir(file.parent)
-        shutil.copyfile(aside / file.relative_to(folder), file)
+    for file in (path.resolve() for path in settings):
+        if file.is_relative_to(folder):
+            durable_io.make_dir(file.parent)
+            shutil.copyfile(aside / file.relative_to(folder), file)
     shown = aside if config.folder.is_symlink() else config.folder.with_name(aside.name)
     ConsoleCallback().on_stage("restart", f"the earlier run is now {shown}")
 

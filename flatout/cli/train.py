@@ -15,7 +15,7 @@ from pathlib import Path
 from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
-from flatout.config.read import load_config
+from flatout.config.read import files_of, load_config
 from flatout.config.schema import Config, DataConfig
 from flatout.environment import (
     LAUNCHED,
@@ -124,7 +124,7 @@ def _moved_aside(config: Config, place: RunHere | SpawnRanks, args: argparse.Nam
 
     def move(data: DataConfig) -> Config:
         with_data = config.model_copy(update={"data": data})
-        move_aside(with_data, environment(), place, args.config)
+        move_aside(with_data, environment(), place, files_of(args.config, args.overrides))
         return with_data
 
     found = with_columns(move, config.data, takes=args.yes)

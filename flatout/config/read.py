@@ -118,6 +118,13 @@ def load_values(path: Path) -> dict[str, Any]:
     return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else _read_yaml(path)
 
 
+def files_of(path: Path, overrides: Sequence[str] = ()) -> list[Path]:
+    """Return the files that `load_config` reads: the settings' own, and one that `deepspeed` names."""
+    values = {} if path == NO_FILE or path.suffix == ".py" else _read_yaml(path)
+    name = merge_overrides(values, overrides)[0].get("deepspeed")
+    return [path, *([_deepspeed_file(name, path.parent)] if isinstance(name, str) else [])]
+
+
 def make_config(
     values: Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -239,11 +246,15 @@ def _kind(value: object) -> str:
     return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
+def _deepspeed_file(name: str, folder: Path) -> Path:
+    with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
+        return next((file for file in (Path(name), folder / name) if file.is_file()), Path(name))
+    return Path(name)
+
+
 def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
-    path = Path(name)
-    with contextlib.suppress(OSError):  # a name that is too long is reported below
-        path = next((file for file in (path, folder / name) if file.is_file()), path)
+    path = _deepspeed_file(name, folder)
     try:
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import flatout
 from flatout.cli.main import main
@@ -144,6 +145,29 @@ def test_a_restart_moves_no_path_away_that_the_settings_name(
 def _words(words: str, path: str) -> list[str]:
     """Overrides with a path, one for each setting at the top."""
     return re.split(r" (?=[a-z_.]+=)", words.format(path))
+
+
+@pytest.mark.parametrize("named", ["the file of settings", "an override"])
+def test_a_restart_keeps_the_files_of_settings_where_they_are(
+    here: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    folder, overrides = here / "runs" / "run", ["strategy=deepspeed"]  # which one process needs no package for
+    values = yaml.safe_load((here / "run.yaml").read_text())
+    if named == "an override":
+        overrides += ["deepspeed=runs/run/stages/ds.json"]
+    else:
+        values |= {"deepspeed": "stages/ds.json"}
+    (folder / "stages").mkdir()
+    (folder / "stages" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (folder / "again.yaml").write_text(yaml.safe_dump(values))
+    before = {name: text for name, text in contents(folder).items() if name in ("again.yaml", "stages/ds.json")}
+    command = ["train", "runs/run/again.yaml", *overrides]
+    assert main([*command, "--restart"]) == 0
+    assert (here / "runs" / "run.old-1" / "final").is_dir()
+    assert {name: contents(folder).get(name) for name in before} == before
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "already complete" in capsys.readouterr().out
 
 
 def test_a_restart_builds_its_data_again_where_the_earlier_run_had_it(here: Path) -> None:
