@@ -48,10 +48,10 @@ from flatout.kernels import low_rank, segmented
 from flatout.kernels.fp8 import quantize_rows, scaled_product
 from flatout.kernels.low_rank.reference import two_terms
 from flatout.models.lora.fused import over_tokens
-from flatout.profile.energy import read_joules
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
+from flatout.trainer.gpu_use import read_joules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANK = 16

@@ -94,6 +94,7 @@ def step_record(step: int, num_steps: int, num_ranks: int, rng: np.random.Genera
         processed_tokens_per_s=tokens * 1.004 / step_s, tokens_per_s_per_rank=tokens / step_s / num_ranks,
         forward_s=forward, backward_s=backward, gradient_sum_s=0.021, checkpoint_wait_s=save, optimizer_s=0.012,
         memory_bytes=int((27 + rng.normal(0, 0.2)) * GIB), reserved_memory_bytes=int(32 * GIB),
+        gpu_watts=8 * (610 + 20 * math.sin(step)), gpu_use=0.97 + 0.02 * math.sin(step),
         peak_reserved_memory_bytes=int(33 * GIB), mean_peak_memory_bytes=int(30 * GIB), eta_s=(num_steps - step) * 0.36,
     )  # fmt: skip
 

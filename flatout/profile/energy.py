@@ -1,14 +1,8 @@
-"""The energy that a GPU uses, from the counter of its driver."""
+"""The energy of profiled steps, by the counter of a GPU's driver."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-import torch
-
-from flatout.errors import ResourceError
 
 # the counter moves about this often on data-center GPUs; benchmarks/joules.py prints the period it finds
 COUNTER_PERIOD_S = 0.1
@@ -44,31 +38,3 @@ class Energy:
             f"token, {self.watts:,.0f} W on average; {self.joules:,.1f} J in {self.wall_s:.2f} s, within "
             f"{self.uncertainty:.0%}; one GPU, idle power included"
         )
-
-
-def read_joules() -> float:
-    """Return the joules that the current CUDA device has used since its driver was loaded.
-
-    It is NVML's nvmlDeviceGetTotalEnergyConsumption, a counter in mJ that is only read. Raises ResourceError in a
-    process without CUDA, without nvidia-ml-py, and where the driver has no such counter: before Volta, and for parts of
-    a GPU (MIG).
-    """
-    if not torch.cuda.is_initialized():
-        raise ResourceError("this process uses no CUDA GPU, whose driver counts the energy")
-    try:
-        import pynvml
-    except ImportError as error:
-        raise ResourceError("nvidia-ml-py is not installed; install flatout[gpu] to read the energy") from error
-    try:
-        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(_handle(torch.cuda.current_device()))) / 1e3
-    except pynvml.NVMLError as error:
-        raise ResourceError(f"NVML does not give the energy of this GPU: {error}") from error
-
-
-@cache
-def _handle(index: int) -> Any:
-    """Return NVML's handle of a CUDA device, by its UUID, as CUDA may number the GPUs otherwise or see fewer."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")

@@ -24,9 +24,10 @@ from torch.profiler import ProfilerActivity
 
 from flatout.errors import ResourceError
 from flatout.io.durable_io import DurableIO
-from flatout.profile.energy import Energy, read_joules
+from flatout.profile.energy import Energy
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import RunEnd, StepRecord
+from flatout.trainer.gpu_use import read_joules
 
 WARM_UP_STEPS = 3
 

@@ -34,7 +34,9 @@ class StepRecord:
     events that have already passed, so they describe a step up to two earlier. `rank_busy_s` has each rank's forward
     and backward seconds; empty for one rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the
     maximum over ranks: allocated and reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks'
-    peaks. On a CPU all are the resident size. `eta_s` is the time to completion, without later evaluations and saves.
+    peaks. On a CPU all are the resident size. `gpu_watts` is the power of all ranks'
+    GPUs and `gpu_use` their mean share of time with a kernel running, as the driver counts them, read at most once a
+    second; None where it does not. `eta_s` is the time to completion, without later evaluations and saves.
 
     Of routed experts, by layer: `expert_peak_load` is the largest load / mean, `expert_entropy` that of the shares of
     load relative to equal shares, and `expert_loads` each expert's load / mean, only in at most MAX_EXPERT_MAPS records
@@ -79,6 +81,8 @@ class StepRecord:
     reserved_memory_bytes: int = 0
     peak_reserved_memory_bytes: int = 0
     mean_peak_memory_bytes: int = 0
+    gpu_watts: float | None = None
+    gpu_use: float | None = None
     eta_s: float = 0.0
     balance_loss: float | None = None
     z_loss: float | None = None

@@ -110,9 +110,17 @@ class Meter:
             reserved_memory_bytes=int(max(rank.reserved_memory_bytes for rank in latest)),
             peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
             mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
+            **_gpu_figures(latest),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
             **_reported(run, step.index + 1, outcome.terms),
         )
+
+
+def _gpu_figures(ranks: Sequence[RankFigures]) -> dict[str, Any]:
+    """Return the power of all GPUs and the mean share of time that they compute; nothing unless all ranks know both."""
+    if not all(rank.gpu_watts for rank in ranks):
+        return {}
+    return {"gpu_watts": sum(rank.gpu_watts for rank in ranks), "gpu_use": mean_figures(ranks).gpu_use}
 
 
 def _reported(run: Run, completed: int, values: tuple[float, ...]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatout.parallel.rank import Rank
 from flatout.trainer.clocks import now
+from flatout.trainer.gpu_use import GpuUse
 
 Phase = Literal["forward", "backward", "gradient_sum", "checkpoint_wait", "optimizer"]
 _Span = tuple[str, torch.cuda.Event | float, torch.cuda.Event | float]
@@ -24,7 +25,8 @@ _Span = tuple[str, torch.cuda.Event | float, torch.cuda.Event | float]
 class RankFigures:
     """One rank's seconds in the phases of the latest step that its device has finished; its tokens and memory now.
 
-    Tokens count fillers and padding. Memory is in bytes: allocated and reserved, now and at peak.
+    Tokens count fillers and padding. Memory is in bytes: allocated and reserved, now and at peak. The GPU's power and
+    the share of time that it computes are as `GpuUse` has them.
     """
 
     forward_s: float = 0.0
@@ -38,6 +40,8 @@ class RankFigures:
     reserved_memory_bytes: float = 0.0
     peak_memory_bytes: float = 0.0
     peak_reserved_memory_bytes: float = 0.0
+    gpu_watts: float = 0.0
+    gpu_use: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -52,7 +56,7 @@ class RankMeter:
     """Measures this rank's steps without waiting for the device: call `start_step`, then time each `phase`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._gpu_use = device, GpuUse(device)
         self._spans: list[_Span] = []
         self._unread: deque[list[_Span]] = deque()
         self._seconds: dict[str, float] = {}
@@ -87,6 +91,7 @@ class RankMeter:
             data_wait_s=wait_s - self._wait_before_s,
             num_processed_tokens=self._num_tokens,
             **memory_bytes(self._device),
+            **self._gpu_use.figures(),
         )
 
     def _has_ended(self, spans: Sequence[_Span]) -> bool:

@@ -77,7 +77,9 @@ def figure(
     return (
         f'<figure class="chart{" wide" if is_wide else ""}"><figcaption><h3>{text(title)}'
         f'<span class="unit">{text(unit)}</span></h3>{legend}'
-        f'<button type="button" class="csv" data-csv="{text(title)}">CSV</button></figcaption>{"".join(plots)}</figure>'
+        f'<span class="saves"><button type="button" class="csv" data-png="{text(title)}">PNG</button>'
+        f'<button type="button" class="csv" data-csv="{text(title)}">CSV</button></span></figcaption>'
+        f"{''.join(plots)}</figure>"
     )
 
 

@@ -57,6 +57,11 @@ _MEASURES = (
         "Model FLOPs utilization", "% of the nominal peak", {"MFU": lambda r: percent(r.mfu)},
         from_zero=True, is_smoothed=True,
     ),
+    _Measure(
+        "GPU use", "% of the time with a kernel running, mean of all ranks", {"use": lambda r: percent(r.gpu_use)},
+        from_zero=True, is_smoothed=True,
+    ),
+    _Measure("GPU power", "W, all ranks", {"power": lambda r: r.gpu_watts}, from_zero=True, is_smoothed=True),
     _Measure("Memory", "GiB, highest of all ranks", {
         "peak": lambda r: r.peak_memory_bytes / _GIB,
         "peak reserved": lambda r: r.peak_reserved_memory_bytes / _GIB or None,

@@ -74,13 +74,13 @@ MAX_PACKAGE_LINES = {
     "optim": 656,
     "parallel": 1712,
     "planner": 3250,
-    "profile": 350,
+    "profile": 309,
     "rollout": 1355,
     "studio": 1303,
-    "track": 2583,
-    "trainer": 5838,
+    "track": 2587,
+    "trainer": 5931,
     "verifier": 1154,
-    "view": 1476,
+    "view": 1483,
 }
 
 

@@ -116,11 +116,62 @@
     }
     // a text that begins like a formula stays a text in a spreadsheet
     const cell = (value) => `"${String(value).replace(/^([=+@]|-(?![\d.]))/, "'$1").replaceAll('"', '""')}"`;
+    const lines = rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
+    download(new Blob([lines], { type: "text/csv" }), button.dataset.csv, ".csv");
+  }
+
+  function download(blob, title, ending) {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([rows.map((row) => row.map(cell).join(",")).join("\n") + "\n"], { type: "text/csv" }));
-    link.download = (button.dataset.csv || "chart").replace(/[^\w-]+/g, "-").toLowerCase() + ".csv";
+    link.href = URL.createObjectURL(blob);
+    link.download = (title || "chart").replace(/[^\w-]+/g, "-").toLowerCase() + ending;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  // Draws a chart as it is shown, at twice its size: the marks of its SVG, and the texts and colors of its labels.
+  // A picture of the HTML itself would be blocked by some browsers.
+  function drawn(figure) {
+    const box = figure.getBoundingClientRect(), canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
+    [canvas.width, canvas.height] = [Math.ceil(2 * box.width), Math.ceil(2 * box.height)];
+    pen.setTransform(2, 0, 0, 2, -2 * box.x, -2 * box.y);
+    pen.fillStyle = getComputedStyle(figure).backgroundColor;
+    pen.fillRect(box.x, box.y, box.width, box.height);
+    for (const svg of figure.querySelectorAll(".plot svg")) {
+      if (!svg.checkVisibility()) continue;
+      const { x, y, width, height } = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+      for (const mark of svg.querySelectorAll("path, rect")) {
+        const style = getComputedStyle(mark), shape = new Path2D(), at = (name) => Number(mark.getAttribute(name));
+        const own = new Path2D(mark.getAttribute("d") ?? undefined);
+        if (mark.tagName === "rect") own.rect(at("x"), at("y"), at("width"), at("height"));
+        shape.addPath(own, new DOMMatrix([width / view.width, 0, 0, height / view.height, x, y]));
+        pen.globalAlpha = Number(style.opacity) * Number(style.fillOpacity);
+        pen.fillStyle = style.fill;
+        if (style.fill !== "none") pen.fill(shape);
+        pen.globalAlpha = Number(style.opacity);
+        pen.lineWidth = parseFloat(style.strokeWidth);
+        [pen.strokeStyle, pen.lineCap, pen.lineJoin] = [style.stroke, style.strokeLinecap, style.strokeLinejoin];
+        pen.setLineDash(style.strokeDasharray === "none" ? [] : style.strokeDasharray.split(",").map(parseFloat));
+        if (style.stroke !== "none") pen.stroke(shape);
+      }
+    }
+    pen.globalAlpha = 1;
+    for (const swatch of figure.querySelectorAll(".legend i")) {
+      const { x, y, width, height } = swatch.getBoundingClientRect();
+      pen.fillStyle = getComputedStyle(swatch).backgroundColor;
+      pen.fillRect(x, y, width, height);
+    }
+    pen.textBaseline = "middle";
+    const texts = document.createTreeWalker(figure, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+      const node = texts.currentNode, holder = node.parentElement, range = document.createRange();
+      if (!node.data.trim() || holder.closest("button, .tip") || !holder.checkVisibility()) continue;
+      range.selectNodeContents(node);
+      const { x, y, height } = range.getBoundingClientRect(), style = getComputedStyle(holder);
+      pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+      pen.fillStyle = style.color;
+      pen.fillText(node.data.trim(), x, y + height / 2);
+    }
+    return canvas;
   }
 
   document.addEventListener("click", (event) => {
@@ -133,6 +184,8 @@
       sort(button.closest("th"));
     } else if (button.dataset.csv) {
       save(button);
+    } else if (button.dataset.png) {
+      drawn(button.closest("figure")).toBlob((blob) => download(blob, button.dataset.png, ".png"));
     } else if (button.dataset.switch) {
       root.dataset[button.dataset.switch] = button.dataset.value;
       remember(button.dataset.switch, button.dataset.value);

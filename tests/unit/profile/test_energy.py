@@ -13,9 +13,10 @@ import torch
 from test_profiler import STEP
 
 from flatout.errors import ResourceError
-from flatout.profile.energy import Energy, read_joules
+from flatout.profile.energy import Energy
 from flatout.profile.profiler import Profiler
 from flatout.track.record import RunEnd
+from flatout.trainer.gpu_use import read_joules
 
 
 def profiled(tmp_path: Path, read: Callable[[], float], **changes: float) -> list[str]:

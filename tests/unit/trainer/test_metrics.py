@@ -90,6 +90,15 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
     assert record.tokens_per_s * record.step_s * 2 == pytest.approx(first.num_tokens)
 
 
+@pytest.mark.parametrize(("other_watts", "expected"), [(100.0, (400.0, 0.5)), (0.0, (None, None))])
+def test_power_is_of_all_ranks_or_not_known(other_watts: float, expected: tuple[float | None, ...]) -> None:
+    records: list[Any] = []
+    run = make_run(records, [])
+    ranks = (RankFigures(gpu_watts=300.0, gpu_use=0.8), RankFigures(gpu_watts=other_watts, gpu_use=0.2))
+    Meter(run).end_step(steps(run)[0], StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, ranks=ranks))
+    assert (records[0].gpu_watts, records[0].gpu_use) == expected
+
+
 def test_no_utilisation_where_no_peak_is_known() -> None:
     records, stages = [], []
     run = make_run(records, stages)

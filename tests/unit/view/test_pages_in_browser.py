@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,42 @@ def test_runs_are_rows_that_sort_with_the_best_marked_and_figures_are_saved(
         points = list(csv.reader(file))
     assert points[0] == ["series", "step", "value"]
     assert len(points) > 100
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_chart_is_saved_as_a_picture(
+    open_chromium: Callable[..., Any], pages: dict[str, Path], tmp_path: Path, theme: str
+) -> None:
+    """At twice its size, in its colors, with its marks and texts."""
+    image = pytest.importorskip("PIL.Image")
+    browser = open_chromium("--hide-scrollbars")
+    try:
+        browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+        open_page(browser, pages["one run"])
+        browser.execute_script(f"document.documentElement.dataset.theme = '{theme}'")
+        # lines, areas, strips and bars
+        kinds = ("Loss", "Step time", "Waiting for the slowest rank", "Sample lengths")
+        charts = [browser.execute_script(BOXES, f'figure:has([data-png="{kind}"])')[0] for kind in kinds]
+        for kind in kinds:
+            click(browser, f'[data-png="{kind}"]')
+        files = [tmp_path / (kind.lower().replace(" ", "-") + ".png") for kind in kinds]
+        for _ in range(600):
+            if all(file.exists() and file.stat().st_size for file in files):
+                break
+            browser.execute_async_script("setTimeout(arguments[0], 100)")
+        assert [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
+    finally:
+        browser.quit()
+    for file, (_, _, width, height) in zip(files, charts, strict=True):
+        picture = image.open(file).convert("RGB")
+        assert picture.size == (math.ceil(2 * width), math.ceil(2 * height)), file.name
+        colors = {color: count for count, color in picture.getcolors(1 << 24)}
+        paper = (255, 255, 255) if theme == "light" else (0x1B, 0x1D, 0x21)
+        assert picture.getpixel((4, picture.height // 2)) == paper, file.name
+        drawn = sum(count for color, count in colors.items() if max(color) - min(color) > 60)
+        assert drawn > 200, f"{file.name} has no colored mark"
+        ink = (0x1C, 0x1D, 0x20) if theme == "light" else (0xE9, 0xE9, 0xE6)
+        assert colors.get(ink, 0) > 20, f"{file.name} has no text"
 
 
 def test_what_is_routine_is_folded(browser: Any, pages: dict[str, Path]) -> None:

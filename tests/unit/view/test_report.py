@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -101,6 +102,10 @@ def test_the_page_shows_the_figures_of_the_files(folder: Path) -> None:
     assert f"{log.steps[-1].loss:.4f}" in page.text
     assert f"{best.eval_loss:.4f}" in page.text
     assert f"{log.steps[-1].peak_memory_bytes / 2**30:.2f} GiB" in page.text
+    charts = ("GPU power", "GPU use")
+    assert all(chart in page.text for chart in charts)
+    unread = [replace(one, gpu_watts=None, gpu_use=None) for one in log.steps]
+    assert not any(chart in run_fragment(replace(log, steps=unread)) for chart in charts)
     assert log.start is not None
     packed = log.start.plan.packing[0][0]
     padded = log.start.plan.padded[0][0]
