@@ -4,159 +4,48 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from picture_families import FAMILIES, TOKENS
 
 pytest.importorskip("PIL", reason="pictures need Pillow")
 
 NUM_STEPS, PER_STEP, LR = 4, 6, 1e-2
 WORDS = "user assistant system what is shown the picture shows a red square two pictures yes no \n"
-SPECIAL = [
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-    "<|video_pad|>", "<image>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
-    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)), "<img>", "</img>", "<IMG_CONTEXT>",
-]  # fmt: skip
-_TEXT = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": None,
-}  # fmt: skip
-# the same with heads as wide as kernels of GPUs want them
+# the decoder of texts with heads as wide as kernels of GPUs want them
 _WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
-_PARTS = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
-    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}MARK"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# as SmolVLM writes it: every content is a list of parts
-_ALWAYS_PARTS = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] | capitalize }}"
-    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}"
-    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>Assistant:{% endif %}"
-)
-# as LLaVA-OneVision writes it: pictures first, then texts
-_PICTURES_FIRST = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
-    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
-def make_tokenizer(template: str) -> Any:
-    """A byte-level BPE with the special tokens of all families."""
+def make_tokenizer(template: str, named: dict[str, str] | None = None) -> Any:
+    """A byte-level BPE with the special tokens of all families; `named` are those that it has names for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=440, special_tokens=TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
     bpe.train_from_iterator([WORDS] * 5, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, **ends, extra_special_tokens=named or {})
     made.chat_template = template
     return made
 
 
-def qwen_parts(config_class: str) -> Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]:
-    """Return what makes the config and the processor of a family of Qwen's."""
-
-    def make(ids: Callable[[str], int]) -> tuple[dict[str, Any], dict[str, Any]]:
-        vision: dict[str, Any] = {
-            "depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
-            "temporal_patch_size": 2, "out_hidden_size": 32, "intermediate_size": 32,
-        }  # fmt: skip
-        if config_class == "Qwen2_5_VLConfig":
-            vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
-        elif config_class == "Qwen2VLConfig":
-            vision = {
-                "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
-                "spatial_merge_size": 2, "temporal_patch_size": 2,
-            }  # fmt: skip
-        else:
-            vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-        text = {**_TEXT, "rope_parameters": rope, "head_dim": 8}
-        config = {
-            "text_config": text, "vision_config": vision, "image_token_id": ids("<|image_pad|>"),
-            "video_token_id": ids("<|video_pad|>"), "vision_start_token_id": ids("<|vision_start|>"),
-            "vision_end_token_id": ids("<|vision_end|>"),
-        }  # fmt: skip
-        images = {
-            "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
-            "size": {"shortest_edge": 64, "longest_edge": 1024},
-        }  # fmt: skip
-        return config, images
-
-    return make
-
-
-def _onevision(ids: Callable[[str], int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    pins = [[16, 16], [16, 32], [32, 16], [32, 32]]
-    vision = {
-        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_use_head": False,
-    }  # fmt: skip
-    config = {
-        "text_config": {**_TEXT, "model_type": "qwen2"}, "vision_config": vision, "image_token_id": ids("<image>"),
-        "video_token_id": ids("<video>"), "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
-        "image_grid_pinpoints": pins, "vision_aspect_ratio": "anyres_max_9",
-    }  # fmt: skip
-    images = {
-        "image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 16, "width": 16},
-        "image_grid_pinpoints": pins,
-    }  # fmt: skip
-    return config, images
-
-
-def _idefics(ids: Callable[[str], int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
-        "patch_size": 4,
-    }  # fmt: skip
-    config = {
-        "text_config": {**_TEXT, "model_type": "llama", "pad_token_id": 0}, "vision_config": vision,
-        "image_token_id": ids("<image>"), "scale_factor": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    images = {
-        "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 32},
-        "max_image_size": {"longest_edge": 16},
-    }  # fmt: skip
-    return config, images
-
-
-# family -> config class, processor class and its own fields, template, what makes config and image processor
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, Any]] = {
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", {},
-        _PARTS.replace("MARK", "<|vision_start|><|image_pad|><|vision_end|>"), qwen_parts("Qwen2_5_VLConfig"),
-    ),
-    "qwen3_vl": (
-        "Qwen3VLConfig", "Qwen3VLProcessor", {},
-        _PARTS.replace("MARK", "<|vision_start|><|image_pad|><|vision_end|>"), qwen_parts("Qwen3VLConfig"),
-    ),
-    "llava_onevision": (
-        "LlavaOnevisionConfig", "LlavaOnevisionProcessor",
-        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}, _PICTURES_FIRST, _onevision,
-    ),
-    "idefics3": ("Idefics3Config", "Idefics3Processor", {"image_seq_len": 4}, _ALWAYS_PARTS, _idefics),
-}  # fmt: skip
-
-
 def make_reader(folder: Path, family: str) -> Any:
     """Write the tokenizer and the processor of a family; return the values of its model's config."""
-    _, processor_class, fields, template, make = FAMILIES[family]
-    tokenizer = make_tokenizer(template)
+    own = FAMILIES[family]
+    if own.needs is not None:
+        pytest.importorskip(own.needs)
+    tokenizer = make_tokenizer(own.template, own.tokens)
     tokenizer.save_pretrained(folder)
-    values, images = make(tokenizer.convert_tokens_to_ids)
-    written = {"processor_class": processor_class, **fields, "image_processor": images}
+    values, images = own.make(tokenizer.convert_tokens_to_ids)
+    written = {"processor_class": own.processor, **own.fields, "image_processor": images}
     (folder / "processor_config.json").write_text(json.dumps(written))
     values["text_config"] = {**values["text_config"], "vocab_size": len(tokenizer), "eos_token_id": 2}
     return values | {"tie_word_embeddings": False}
@@ -174,7 +63,7 @@ def make_picture_model(folder: Path, family: str, *, wide: bool = False) -> Path
     values = make_reader(folder, family)
     if wide:
         values = widened(values)
-    config = getattr(transformers, FAMILIES[family][0])(**values)
+    config = getattr(transformers, FAMILIES[family].config)(**values)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():  # norms and embeddings too, so that nothing hides in a small number

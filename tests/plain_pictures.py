@@ -21,6 +21,7 @@ def plain_processor(folder: Path) -> Any:
     fields = json.loads((folder / "processor_config.json").read_text())
     own = getattr(transformers, fields.pop("processor_class"))
     fields.pop("image_processor")
+    parts = dict.fromkeys(own.get_attributes())
 
     class WithoutVideos(own):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
@@ -28,7 +29,8 @@ def plain_processor(folder: Path) -> Any:
 
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return WithoutVideos(image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template, **fields)
+    parts |= {"image_processor": images, "tokenizer": tokenizer}
+    return WithoutVideos(**parts, chat_template=tokenizer.chat_template, **fields)
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,8 +107,8 @@ class PlainRun:
         from transformers import AutoModelForImageTextToText
 
         model = AutoModelForImageTextToText.from_pretrained(
-            model_dir, dtype=torch.float64, attn_implementation="eager"
-        )  # fmt: skip
+            model_dir, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+        )
         self.model = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True).double().train()
         self._planned, self._folder, self._blank = planned, rows.parent, blank
         self._processor = plain_processor(model_dir)

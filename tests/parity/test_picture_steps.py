@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
     return PictureWorld(tmp_path_factory.mktemp("pictures"))
 
 
-@pytest.mark.parametrize("layout", ["packed", "rows"])
-@pytest.mark.parametrize("family", FAMILIES)
+def cases() -> Iterator[Any]:
+    """One layout a family by default."""
+    for family, own in FAMILIES.items():
+        for layout in own.layouts:
+            yield pytest.param(family, layout, marks=() if layout == own.layouts[0] else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("family", "layout"), cases())
 def test_training_equals_a_plain_loop(
     world: PictureWorld, tmp_path: Path, metrics_of: Any, family: str, layout: str
 ) -> None:
@@ -33,8 +40,7 @@ def test_training_equals_a_plain_loop(
     got = [record["loss"] for record in metrics_of(tmp_path / "run")]
     assert len(got) == NUM_STEPS
     worst = max(abs(a - b) / b for a, b in zip(got, expected, strict=True))
-    # eager attention computes its softmax in fp32
-    assert worst < 1e-6, f"worst relative difference {worst:.2e}"
+    assert worst < FAMILIES[family].limit, f"worst relative difference {worst:.2e}"
     ours, theirs = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors"), plain.adapter()
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():

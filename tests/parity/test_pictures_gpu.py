@@ -23,8 +23,8 @@ LIMITS = {"fp32": (1e-4, 1e-3, 5e-2), "bf16": (5e-3, 2e-2, 0.3)}
 
 def cases() -> Iterator[Any]:
     """Device, family, layout and precision."""
-    for family in FAMILIES:
-        for layout in ("packed", "rows"):
+    for family, own in FAMILIES.items():
+        for layout in own.layouts:
             for precision in LIMITS:
                 yield pytest.param("cuda", family, layout, precision, marks=GPU)
                 first = (family, layout) == (next(iter(FAMILIES)), "packed")

@@ -35,7 +35,8 @@ _FILES = ("processor_config.json", "preprocessor_config.json")
 _SIZES_KEPT = 1 << 14
 # what processors raise for a size
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_EXAMPLE = (64, 64)
+# what a processor makes of texts
+_TEXT_NAMES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 # so many pictures of a process are compared with the blank ones of their size
 _NUM_COMPARED = 4
 
@@ -101,10 +102,11 @@ class PictureProcessor:
         mark = getattr(self._processor, "image_token", None)
         if not isinstance(mark, str):
             raise DataError(f"{name}: its processor does not name the token that stands for a picture")
-        self.mark = mark
-        self.token_id = int(tokenizer.convert_tokens_to_ids(self.mark))
+        self.mark, own = mark, _picture_token(name, files)
+        # some write the mark for a picture, and other tokens for its parts
+        self.token_id = int(tokenizer.convert_tokens_to_ids(self.mark)) if own is None else own
         self._standing = lru_cache(_SIZES_KEPT)(self._of_size)
-        self._num_compared, self._input_names = 0, set[str]()
+        self._num_compared = 0
 
     def read(self, conversation: Conversation, media_root: Path | None) -> list[tuple[Picture, str, bool]]:
         """Return the pictures of a conversation, each with what stands for it, and whether parts of it are transparent.
@@ -136,8 +138,13 @@ class PictureProcessor:
         return self._make(require_pillow().Image.new("RGB", (width, height)))
 
     def _make(self, image: Any) -> Standing:
-        made = self._processor(text=[self.mark], images=[image], return_text_replacement_offsets=True)
-        self._input_names.update(made.keys())
+        made = self._processor(
+            text=[self.mark], images=[image], return_tensors="np", return_text_replacement_offsets=True
+        )
+        if "text_replacement_offsets" not in made:
+            raise DataError(
+                f"{self._name}: its processor does not say what it writes for one picture; choose a different model"
+            )
         (replaced,) = made["text_replacement_offsets"][0]
         ids = np.asarray(made["input_ids"][0])
         return Standing(
@@ -186,10 +193,23 @@ class PictureProcessor:
 
     def values_of(self, images: Sequence[Any]) -> dict[str, NDArray[Any]]:
         """Return what models read of images, which are Pillow's, as the whole processor passes it on."""
-        if not self._input_names:
-            self.standing(*_EXAMPLE)
-        made = self._processor.image_processor(list(images), return_tensors="np")
-        return {name: np.asarray(values) for name, values in made.items() if name in self._input_names}
+        made = self._processor(text=[self.mark * len(images)], images=list(images), return_tensors="np")
+        return {name: np.asarray(values) for name, values in made.items() if name not in _TEXT_NAMES}
+
+
+def _picture_token(name: str, files: Sequence[Path]) -> int | None:
+    """Return the token that a model puts the features of pictures in place of; None if it has no config.json."""
+    from transformers import AutoConfig
+
+    config = files[0].with_name("config.json") if is_folder(name) else hub_file(name, "config.json", None)
+    if config is None or not config.is_file():
+        return None
+    try:
+        held = AutoConfig.from_pretrained(config.parent, trust_remote_code=False)
+    except Exception as error:
+        raise DataError(f"{config}: transformers rejects it: {reason_of(error)}") from error
+    found = getattr(held, "image_token_id", getattr(held, "image_token_index", None))
+    return found if isinstance(found, int) else None
 
 
 def expanded(masked: MaskedText, texts: Sequence[str]) -> MaskedText:

@@ -199,22 +199,25 @@ def test_a_bad_picture_is_named_and_counted(build: Build, name: str) -> None:
         assert (store.num_samples, store.num_pictures, store.meta.counts["bad"]) == (2, 2, 1)
 
 
+@pytest.mark.parametrize("num_sizes", [8, pytest.param(2000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, family: str) -> None:
+def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, family: str, num_sizes: int) -> None:
+    """Of a blank picture, for any other pixels of its size."""
     from flatout.data.pictures.processor import PictureProcessor
 
     folder = str(readers(family))
     tokenizer = load_tokenizer(folder)
     processor = PictureProcessor(folder, tokenizer)
     random = np.random.default_rng(4)
-    for height, width in random.integers(5, 90, (40, 2)).tolist():
+    for height, width in random.integers(5, 90, (num_sizes, 2)).tolist():
         if max(height, width) / min(height, width) > 15:
             continue
         image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
-        made = processor._processor(text=[processor.mark], images=[image])
+        made = processor._processor(text=[processor.mark], images=[image], return_tensors="np")
         expected = processor.standing(height, width)
         assert list(made["input_ids"][0]) == tokenizer(expected.text)["input_ids"]
         assert np.asarray(made["pixel_values"]).size == expected.num_values
+        assert list(made["input_ids"][0]).count(processor.token_id) == expected.num_tokens
 
 
 def test_a_picture_on_its_side_is_read_upright(build: Build) -> None:
