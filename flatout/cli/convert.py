@@ -15,6 +15,7 @@ from flatout.compat.axolotl import translate_axolotl
 from flatout.compat.command import read_command
 from flatout.compat.llamafactory import translate_llamafactory
 from flatout.compat.preference import SYSTEMS, method_of
+from flatout.compat.swift import translate_swift
 from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
@@ -24,6 +25,7 @@ from flatout.io.json_file import read_json
 
 # system -> names that its files have, and other systems' files do not
 _MARKS = {
+    "ms-swift": {"rlhf_type"},
     "axolotl": {"base_model"},
     "llama-factory": {"stage", "finetuning_type", "template", "cutoff_len"},
     "trl": {"model_name_or_path", "dataset_name", "dataset_mixture"},
@@ -32,12 +34,24 @@ _MARKS = {
 
 
 # names without which a file says nothing that can be trained
-_NEEDED = {"base_model", "model_name_or_path", "datasets", "dataset", "dataset_name", "stage", "rl", "adapter"}
+_NEEDED = {
+    "base_model",
+    "model_name_or_path",
+    "datasets",
+    "dataset",
+    "dataset_name",
+    "stage",
+    "rl",
+    "adapter",
+    "rlhf_type",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` command")
+    parser.add_argument(
+        "file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` or `swift rlhf` command"
+    )
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
     parser.add_argument("--from", dest="system", choices=(*_MARKS, *SYSTEMS), help="system of FILE, if not recognized")
@@ -120,6 +134,8 @@ def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Pat
         return translate_axolotl(given, num_gpus)
     if system == "llama-factory":
         return translate_llamafactory(given, num_gpus, folder)
+    if system == "ms-swift":
+        return translate_swift(given, num_gpus)
     if system.startswith("trl"):
         return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
     return translate_training_arguments(given, num_gpus=num_gpus)

@@ -1,4 +1,4 @@
-"""The command of TRL in a shell script: its options and their values, as the shell would pass them."""
+"""The command of TRL or ms-swift in a shell script: its options and their values, as the shell would pass them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from flatout.compat.preference import SYSTEMS
 from flatout.config.read import load_values, read_text
 from flatout.errors import UsageError
 
-# TRL's command or example script -> the system that `flatout convert` translates
-_KNOWN = {"sft": "trl"} | {name.removeprefix("trl-"): name for name in SYSTEMS}
+# a trainer's command -> the system that `flatout convert` translates; TRL has a script of each name too
+_KNOWN = {"trl sft": "trl"} | {name.replace("-", " "): name for name in SYSTEMS} | {"swift rlhf": "ms-swift"}
+_PROGRAMS = {command.split()[0] for command in _KNOWN}
 _PIECE = re.compile(
     r"""(?:[ \t]|\\\n)+ | \#[^\n]*
     | (?P<redirection> (?:\d*|&)[<>]+[&|]? )
@@ -33,14 +34,16 @@ def read_command(file: Path) -> tuple[dict[str, Any], str]:
     """
     found = [started for words in _commands(file) if (started := _trainer(words))]
     if len(found) > 1:
-        names = " and ".join(f"trl {name}" for name, _ in found)
+        names = " and ".join(name for name, _ in found)
         raise UsageError(f"{file}: starts {names}; a configuration is of one run: leave one of them in the file")
     name, words = found[0] if found else ("", [])
     if name not in _KNOWN:
-        what = f"trl {name} is not supported" if found else "starts no trainer"
-        raise UsageError(f"{file}: {what}; expected a command such as `trl dpo --model_name_or_path ...`")
+        what = f"{name} is not supported" if found else "starts no trainer"
+        raise UsageError(
+            f"{file}: {what}; expected a command such as `trl dpo --model_name_or_path ...` or `swift rlhf --model ...`"
+        )
     given: dict[str, list[str]] = {}
-    option = f"trl {name}"
+    option = name
     for quoted in words:
         word = _plain(quoted)
         if word.startswith("--"):
@@ -87,10 +90,10 @@ def _trainer(words: list[str]) -> tuple[str, list[str]] | None:
     """Return the name of the trainer that a command starts, and the words after it; None if it starts none."""
     plain = [Path(_plain(word)) for word in words]
     for at, path in enumerate(plain):
-        if path.suffix == ".py" and path.stem in _KNOWN:
-            return path.stem, words[at + 1 :]
-        if at and plain[at - 1].name == "trl":
-            return path.name, words[at + 1 :]
+        if path.suffix == ".py" and f"trl {path.stem}" in _KNOWN:
+            return f"trl {path.stem}", words[at + 1 :]
+        if at and plain[at - 1].name in _PROGRAMS:
+            return f"{plain[at - 1].name} {path.name}", words[at + 1 :]
     return None
 
 

@@ -1,0 +1,161 @@
+"""Commands and YAML files of ms-swift's `swift rlhf`, whose losses are those of TRL's trainers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.compat import translation as t
+from flatout.compat.preference import defaults_of, row_format, rules_of_method
+from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
+from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
+from flatout.compat.trl import held_out, lora_rules, names_of
+
+# its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
+METHODS: Mapping[str, tuple[str, str]] = {
+    "dpo": ("dpo", ""), "cpo": ("cpo", ""), "simpo": ("cpo", "simpo"), "orpo": ("orpo", "orpo"),
+    "kto": ("kto", "kto"), "rm": ("reward", "reward"),
+}  # fmt: skip
+_TYPES = ("train_type", "tuner_type", "sft_type")
+_DATA_SET = re.compile(r"(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_WITHOUT_REFERENCE = ("cpo", "orpo", "reward")
+
+
+def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
+    """Translate the options of `swift rlhf`, by the defaults of ms-swift 3.8 and later."""
+    kind = str(given.get("rlhf_type", "dpo"))
+    method, loss = METHODS.get(kind, ("dpo", ""))
+    is_lora = all(given.get(name, "lora") == "lora" for name in _TYPES)
+    size = int(given.get("per_device_train_batch_size") or 1) * num_gpus
+    defaults = {name: value for name, value in defaults_of(method, given).items() if name != "loss_type" or not loss}
+    defaults |= {
+        "rlhf_type": kind, "learning_rate": 1e-4 if is_lora else 1e-5, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": math.ceil(16 / size), "max_length": None, "weight_decay": 0.1,
+        "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "save_steps": 500,
+    }  # fmt: skip
+    defaults |= {"train_type": "lora"} if is_lora and not any(name in given for name in _TYPES) else {}
+    defaults |= {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05} if is_lora else {}
+    defaults |= {"simpo_gamma": 1.0} if method == "cpo" else {}
+    defaults |= {"beta": 2.0} if kind == "simpo" else {}
+    if given.get("split_dataset_ratio"):
+        defaults |= {"eval_strategy": given.get("save_strategy", "steps"), "eval_steps": given.get("save_steps", 500)}
+    fixed = {"loss_type": t.only((loss,), f"{kind} has one loss; remove it")} if loss else {}
+    table = {**SWIFT, **rules_of_method(method, loss), **_OWN, **_lora(is_lora), **fixed, "max_length": _MAX_LENGTH}
+    return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+
+
+def _kind(given: Given) -> Became:
+    if given.value not in METHODS:
+        raise RefusedError(f"{given.value!r:.40} is not supported; flatout has {', '.join(METHODS)}")
+    _, loss = METHODS[given.value]
+    return TRAINED[given.value](given) if loss else Became(note="loss_type names the loss")
+
+
+# rlhf_type -> the settings of its one loss
+TRAINED: Mapping[str, Rule] = {
+    kind: rules_of_method(method, loss)["loss_type"] for kind, (method, loss) in METHODS.items() if loss
+}
+
+
+def _model(given: Given) -> Became:
+    from_hub = given.all.get("use_hf") or Path(str(given.value)).exists()
+    note = "" if from_hub else "an id of ModelScope there, of the Hugging Face hub here"
+    return Became({"model.name": given.value}, note, check=bool(note))
+
+
+def _sources(given: Given) -> Became:
+    """Translate `path:subset#rows`, once or several times."""
+    method, _ = METHODS.get(str(given.all.get("rlhf_type")), ("dpo", ""))
+    values = given.value if isinstance(given.value, list) else [given.value]
+    sources, settings, note = [], dict[str, Any](), ""
+    for text in map(str, values):
+        found = _DATA_SET.fullmatch(text)
+        path, subset, count = found.group("path", "subset", "count") if found else (text, None, None)
+        if subset and "/" in subset:
+            raise RefusedError(f"{text}: name each subset in an entry of its own")
+        if count and len(values) > 1:
+            raise RefusedError(f"{text}: data.num_samples counts the rows of all data sets; cut the files instead")
+        settings |= {"data.num_samples": int(count)} if count else {}
+        note = "which rows are drawn differs" if count else note
+        sources.append({"path": path, **({"subset": subset} if subset else {}), "format": row_format(method)})
+    return Became({"data.sources": sources, **settings}, note, check=bool(note))
+
+
+def _adapters(given: Given) -> Became:
+    names = {name: names_of(given.all.get(name) or []) for name in ("adapters", "ref_adapters")}
+    method, _ = METHODS.get(str(given.all.get("rlhf_type")), ("dpo", ""))
+    if len(names[given.name]) > 1:
+        raise RefusedError("one adapter is trained on; merge the others into the model first")
+    if method not in _WITHOUT_REFERENCE and names["adapters"] != names["ref_adapters"]:
+        raise RefusedError(
+            "the reference is the model as it begins: name one folder as adapters and ref_adapters, or merge it first"
+        )
+    return Became({"lora.continue_from": names["adapters"][0]} if names["adapters"] else {})
+
+
+def _reference(given: Given) -> Became:
+    if given.value not in (None, given.all.get("model")):
+        raise RefusedError("the reference is the model before training; remove it")
+    return Became(note="the model before training, as here")
+
+
+def _targets(given: Given) -> Became:
+    names = [name.strip() for name in names_of(given.value)]
+    return Became({"lora.targets": "all-linear" if names == ["all-linear"] else names})
+
+
+def _deepspeed(given: Given) -> Became:
+    named = re.fullmatch(r"zero([0-3])(_offload)?", str(given.value))
+    if named is None:
+        return TRAINING_ARGUMENTS["deepspeed"](given)
+    offload = {"sharding.offload": True} if named[2] else {}
+    return Became({"strategy": "ddp" if named[1] == "0" else f"zero{named[1]}", **offload})
+
+
+def _bits(given: Given) -> Became:
+    method, bits = given.all.get("quant_method", "bnb"), given.all.get("quant_bits")
+    if method == "bnb" and bits in (None, 4):
+        return Became({"base.storage": "nf4"} if bits else {})
+    if method in ("bnb", "fp8") and bits in (None, 8):
+        return Became({"base.storage": "fp8"}, "8-bit floats", check=method == "bnb")
+    raise RefusedError(f"{given.value!r:.40} is not supported; write quant_method bnb with quant_bits 4")
+
+
+def _lora(is_lora: bool) -> dict[str, Rule]:
+    rules = lora_rules(lambda _: is_lora)
+    unread = t.any_value("read only with LoRA")
+    own: dict[str, Rule] = {
+        "lora_dropout": t.any_value("its trainers of preferences switch dropout off, also in adapters"),
+        "target_modules": _targets,
+        "init_weights": t.only((True,), "B starts at zero; other starts are not supported"),
+        "lora_dtype": t.any_value("adapters are trained in fp32"),
+        "lorap_lr_ratio": t.off("one learning rate for A and B"),
+        **t.each("target_regex target_parameters", t.off("name the layers by target_modules")),
+    }
+    return rules | (own if is_lora else dict.fromkeys(own, unread))
+
+
+_MAX_LENGTH = t.to("data.max_tokens", note="a pair with a longer answer is left out whole")
+SWIFT: Mapping[str, Rule] = {**TRAINING_ARGUMENTS, **t.rules_of("swift")}
+_OWN: Mapping[str, Rule] = {
+    "rlhf_type": _kind,
+    "model": _model,
+    **t.each(" ".join(_TYPES), t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full")),
+    "dataset": _sources,
+    "split_dataset_ratio": held_out,
+    "val_dataset": t.off("build it with `flatout data build`, and name it in eval.data"),
+    "truncation_strategy": t.only(("delete",), "a pair is never cut; write delete", "as here"),
+    "strict": lambda given: Became({} if given.value else {"data.on_bad_row": "skip"}),
+    "torch_dtype": t.one_of("model.precision", _PRECISIONS, "write bfloat16, float16 or float32"),
+    **t.each("adapters ref_adapters", _adapters),
+    **t.each("ref_model ref_model_revision ref_model_type", _reference),
+    "deepspeed": _deepspeed,
+    **t.each("quant_method quant_bits", _bits),
+    "loss_scale": t.only(("default", "last_round"), "only answers carry loss, each token alike", "as here"),
+    "use_chat_template": t.only((True,), "set data.template: plain", "as here"),
+    **t.each("disable_dropout", t.any_value("off, as there")),
+}
