@@ -44,7 +44,7 @@ from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.pictures import with_pictures
-from flatout.trainer.scoring import check_scoring, scoring_of
+from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
 
 # a learning rate above so many times that of the loss's papers is told
 UNUSUAL_LR = 5.0
@@ -126,6 +126,7 @@ def plan_run(
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
     store, columns = open_tokens(config.data, config, reporter, objective), objective.needed_columns
+    store = with_used_labels(store, objective, reporter)
     scoring = scoring_of(config, objective, store, reporter)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
     _report_tokens(store, reporter)

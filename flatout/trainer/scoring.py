@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from flatout.config.schema import Config
+from flatout.data.classes import in_order_of
 from flatout.data.rows.formats.classify import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
@@ -47,12 +46,10 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore, reporter
     """Return what the run's model scores; None for a model that writes.
 
     Batches are padded by the tokenizer's own padding token, or if it has none by its end token. Raises DataError for a
-    tokenizer that has neither, and for a data set with one label; UsageError if `lora.continue_from` scores others.
+    tokenizer that has neither, and UsageError if `lora.continue_from` scores others.
     """
     if objective.reads != "scores":
         return None
-    if labels := store.meta.labels:
-        _check_used(labels, store, reporter)
     tokenizer = tokenizer_of(config.data, config.model.name)
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if found is None:
@@ -60,15 +57,21 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore, reporter
             f"tokenizer {config.data.tokenizer or config.model.name!r} has no pad_token and no eos_token, so "
             "batches of texts could not be padded; set one in tokenizer_config.json"
         )
-    labels, adapter = labels or ONE_SCORE, config.lora.continue_from
+    labels, adapter = store.meta.labels or ONE_SCORE, config.lora.continue_from
     if adapter is not None and (saved := saved_scoring(adapter)) is not None:
         instead = "remove lora.continue_from, or train on the same labels"
         check_labels(saved.labels, labels, f"lora.continue_from: {adapter}", instead)
     return Scoring(labels, int(found))
 
 
-def _check_used(labels: Sequence[str], store: TokenStore, reporter: Reporter) -> None:
-    """Tell labels that no sample has, as its rows were left out. Raises DataError unless samples have two."""
+def with_used_labels(store: TokenStore, objective: Objective, reporter: Reporter) -> TokenStore:
+    """Number the labels that samples have, and tell the others, whose rows were left out.
+
+    Raises DataError unless samples have two.
+    """
+    labels = store.meta.labels
+    if not labels or objective.reads != "scores":
+        return store
     counts = np.bincount(np.asarray(store.extra[CLASS]), minlength=len(labels))
     used, unused = (
         [label for label, count in zip(labels, counts, strict=True) if bool(count) == has] for has in (1, 0)
@@ -78,3 +81,4 @@ def _check_used(labels: Sequence[str], store: TokenStore, reporter: Reporter) ->
         raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: nothing to tell apart{left}")
     if left:
         reporter.stage("labels", f"{len(used)} of {len(labels)} are trained{left}")
+    return in_order_of(store, used)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_losses import plain_update
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -114,12 +115,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         loss = torch.stack([one.loss for one in found]).mean()
         labels = store.extra["class"][list(step.sample_ids)]
         right = float(np.mean([int(one.logits.argmax()) for one in found] == labels))
-        model.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0 if parameter.grad is None else LR * parameter.grad
+        losses.append(plain_update(model, loss, LR))
     lines = metrics_of(tmp_path / "run")
     assert max(line["num_micro_batches"] for line in lines) > 1
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
@@ -237,18 +233,22 @@ def test_a_label_without_the_objective_means_what_it_did(plan: Plan) -> None:
 
 
 def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: Any) -> None:
-    empty = {"text": "", "label": "zzz"}
+    empty, used = {"text": "", "label": "fair"}, tuple(sorted(WORDS))
     skips = {"data": {"on_bad_row": "skip"}}
     for file, rows, told in (
         ("whole", ROWS, []),
-        ("some", [*ROWS, empty], ["3 of 4 are trained; no sample has 'zzz', whose rows were left out"]),
+        ("some", [*ROWS, empty], ["3 of 4 are trained; no sample has 'fair', whose rows were left out"]),
     ):
         said = MemoryCallback()
-        plan_run(config_of(rows, file=file, **skips), Reporter(said), Rank())
+        planned = plan_run(config_of(rows, file=file, **skips), Reporter(said), Rank())
+        # the model has a score for each of the labels that are trained, and no other
+        assert planned.scoring is not None
+        assert planned.store.meta.labels == planned.scoring.labels == used
+        assert [used[number] for number in planned.store.extra["class"]] == [row["label"] for row in ROWS]
         found = [text for _, name, text in said.stages if name == "labels"]
         assert found == told, file
     good = [row for row in ROWS if row["label"] == "good"]
-    with pytest.raises(DataError, match="every row has the label 'good': nothing to tell apart; no sample has 'zzz'"):
+    with pytest.raises(DataError, match="every row has the label 'good': nothing to tell apart; no sample has 'fair'"):
         plan_run(config_of([*good, empty], file="one", **skips), Reporter(), Rank())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
+from plain_losses import plain_update
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -119,12 +120,7 @@ def expected(tiny: Any, pairs: Any, adapter: Path, tmp_path_factory: Any) -> Cal
             chosen, rejected = scores[::2], scores[1::2]
             margins = torch.from_numpy(store.extra["margin"][units])
             loss = (-logsigmoid(chosen - rejected - margins) + 0.01 * (chosen + rejected) ** 2).mean()
-            model.zero_grad()
-            loss.backward()
-            losses.append(loss.item())
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0 if parameter.grad is None else LR * parameter.grad
+            losses.append(plain_update(model, loss, LR))
         metrics = {
             "accuracy": (chosen > rejected).double().mean().item(),
             "margin": (chosen - rejected).mean().item(),
