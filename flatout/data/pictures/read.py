@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import re
+import stat
 import struct
 import warnings
 from pathlib import Path
@@ -18,6 +19,8 @@ from flatout.errors import DataError, UsageError, reason_of
 
 # a picture of more pixels takes over half a gigabyte while it is decoded and resized
 MAX_PIXELS, MAX_FILE_BYTES = 1 << 26, 64 << 20
+# others are rare, and reading some of them runs other programs, as PostScript does
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # transformers takes three rows of pixels for three channels
 MIN_SIDE = 4
 _EXIF_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
@@ -56,7 +59,7 @@ def read_picture(source: PictureSource, origin: Origin, media_root: Path | None)
     """Return the file of a picture, decoded once to see that it is whole.
 
     A relative path is below `media_root`, or below the folder of the file of rows. Raises DataError for a picture that
-    is missing, broken, animated, too large, or of a mode of color that has no exact RGB form.
+    is missing, broken, of none of FORMATS, animated, too large, or of a mode of color that has no exact RGB form.
     """
     where = f"{origin}: {source.place}"
     content = _content(source, where, media_root or Path(origin.source).parent)
@@ -66,7 +69,7 @@ def read_picture(source: PictureSource, origin: Origin, media_root: Path | None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a large one is refused below
-            with pil.Image.open(io.BytesIO(content)) as image:
+            with pil.Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 _check(image, where)
                 image.load()  # a PNG may have its EXIF behind the pixels
                 height, width = shown_size(image)
@@ -74,7 +77,10 @@ def read_picture(source: PictureSource, origin: Origin, media_root: Path | None)
     except DataError:
         raise
     except (pil.Image.DecompressionBombError, *_DAMAGES) as error:
-        raise DataError(f"{where}: not a whole picture: {reason_of(error)}; replace it, or remove the row") from None
+        reason = "its first bytes are none's" if isinstance(error, pil.UnidentifiedImageError) else reason_of(error)
+        raise DataError(
+            f"{where}: not a whole picture of the formats {', '.join(FORMATS)}: {reason}; replace it, or remove the row"
+        ) from None
     return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha)
 
 
@@ -88,7 +94,7 @@ def shown_size(image: Any) -> tuple[int, int]:
 def decoded(content: bytes) -> Any:
     """Return the pixels of a file that `read_picture` has read, as an RGB image of Pillow's that stands upright."""
     pil = require_pillow()
-    with pil.Image.open(io.BytesIO(content)) as image:
+    with pil.Image.open(io.BytesIO(content), formats=FORMATS) as image:
         return pil.ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -98,7 +104,8 @@ def _check(image: Any, where: str) -> None:
         raise DataError(f"{where}: {width:,} x {height:,} pixels are too many (limit {MAX_PIXELS:,}); resize it")
     if min(width, height) < MIN_SIDE:
         raise DataError(f"{where}: {width} x {height} pixels are too few (at least {MIN_SIDE} a side); remove the row")
-    if getattr(image, "n_frames", 1) > 1:
+    # phones put further pictures behind the one that is shown, in a format of their own (MPO)
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
         raise DataError(f"{where}: animated, with {image.n_frames} frames; give one picture, or remove the row")
     if image.mode not in _MODES:
         raise DataError(f"{where}: its pixels are of mode {image.mode}; convert it to 8-bit RGB")
@@ -115,13 +122,16 @@ def _content(source: PictureSource, where: str, root: Path) -> bytes:
             raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
     if _ADDRESS.match(value):
         raise DataError(f"{where}: {value[:80]!r} is an address; download the pictures and give their paths")
-    path = root / Path(value).expanduser()
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        path = root / Path(value).expanduser()
+        held = path.stat()
+        if held.st_size > MAX_FILE_BYTES:
             raise DataError(f"{where}: {path} has over {MAX_FILE_BYTES >> 20} MiB; resize it")
+        if not stat.S_ISREG(held.st_mode):  # a pipe or a device may have no end
+            raise OSError("it is no file")
         return path.read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
-            f"{where}: {path}: cannot be read: {reason_of(error)}; relative paths are below data.media_root, or below "
-            "the folder of the file of rows"
+            f"{where}: {value[:200]!r} cannot be read: {reason_of(error)}; relative paths are below data.media_root, "
+            f"or below the folder of the file of rows: {root}"
         ) from None

@@ -126,7 +126,7 @@ def test_relative_paths_are_below_media_root(build: Build, tmp_path: Path) -> No
     (tmp_path / "media" / "c.png").write_bytes(OTHER)
     rows = [row({"type": "image", "path": "c.png"}, ASKED)]
     assert build(rows, media_root=tmp_path / "media").pictures(0) == [OTHER]
-    with pytest.raises(DataError, match=r"c\.png: cannot be read: .*relative paths are below data.media_root"):
+    with pytest.raises(DataError, match=r"c\.png' cannot be read: .*relative paths are below data.media_root"):
         build(rows)
 
 
@@ -154,7 +154,7 @@ def of_size(content: bytes, size: int) -> bytes:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": (row({"type": "image", "path": "no.png"}, ASKED), "no.png: cannot be read: No such file"),
+    "missing": (row({"type": "image", "path": "no.png"}, ASKED), "no.png' cannot be read: No such file"),
     "a folder": (row({"type": "image", "path": "."}, ASKED), "cannot be read"),
     "an address": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "is an address; download"),
     "no picture": (bad(b"not a picture"), "not a whole picture"),

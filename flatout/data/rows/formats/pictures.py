@@ -70,9 +70,12 @@ def with_pictures(messages: Sequence[Message], row: Mapping[str, Any], reading: 
     """
     column, given = pictures_of(row, reading)
     num_waiting = sum(picture is WAITING for message in messages for picture in message.pictures)
-    if not given and not num_waiting:
-        return messages
+    names = {reading.name(one) for one in PICTURE_COLUMNS} - set(reading.keys)
+    if not given and not num_waiting and names.isdisjoint(row):
+        return messages  # without the column, a mark is text
     num_marks = sum(message.content.count(MARK) for message in messages) if not num_waiting else 0
+    if not given and not num_waiting and not num_marks:
+        return messages
     if num_waiting and any(MARK in message.content for message in messages):
         raise FieldError(f"messages have both picture parts and {MARK} in their texts; keep one form")
     num_places = num_waiting or num_marks

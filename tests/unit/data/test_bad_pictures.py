@@ -1,0 +1,249 @@
+"""150 pictures and rows that are broken, odd or hostile: each is read, or named in a sentence and counted."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from picture_world import draw, make_picture_model
+from PIL import Image
+
+from flatout.cli.main import main
+from flatout.config.schema import DataConfig
+from flatout.data.build import open_or_build
+from flatout.errors import DataError
+
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+GOOD, EITHER = "is read", "is read or named"
+# a row with pictures, and what becomes of it: GOOD, EITHER, or a part of the sentence that names it
+Case = tuple[dict[str, Any], str]
+
+
+def ask(*pictures: Any, text: str = "what is shown?") -> dict[str, Any]:
+    parts = [*({"type": "image", **one} for one in pictures), {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a red square"}]}
+
+
+def of(content: bytes) -> dict[str, Any]:
+    return ask({"base64": base64.b64encode(content).decode()})
+
+
+def marked(text: str, images: Any, answer: str = "a red square") -> dict[str, Any]:
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": images}
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (24, 20)) -> Image.Image:
+    return Image.open(io.BytesIO(draw(size[1], size[0], 5))).convert(mode)
+
+
+def png(*chunks: tuple[bytes, bytes]) -> bytes:
+    parts = [struct.pack(">I", len(held)) + name + held + struct.pack(">I", zlib.crc32(name + held))
+             for name, held in chunks]  # fmt: skip
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def header(width: int, height: int, depth: int = 8, color: int = 2) -> tuple[bytes, bytes]:
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+
+
+def damaged() -> Iterator[tuple[str, Case]]:
+    """Files of every kind, cut off and overwritten."""
+    for kind in KINDS:
+        whole = saved(picture(), kind)
+        yield f"{kind} whole", (of(whole), GOOD)
+        for share in (0.02, 0.3, 0.6, 0.95):
+            yield f"{kind} cut at {share}", (of(whole[: int(share * len(whole))]), EITHER)
+        for seed in range(4):
+            random = np.random.default_rng(seed)
+            held = bytearray(whole)
+            for place in random.integers(0, len(held), 12).tolist():
+                held[place] = int(random.integers(0, 256))
+            yield f"{kind} overwritten {seed}", (of(bytes(held)), EITHER)
+
+
+def odd() -> Iterator[tuple[str, Case]]:
+    """Whole files that are unusual: their modes, sizes, frames, orientation and formats."""
+    for mode in ("1", "L", "LA", "P", "RGBA"):
+        yield f"mode {mode}", (of(saved(picture(mode), "PNG")), GOOD)
+    for mode in ("CMYK", "YCbCr"):
+        yield f"mode {mode}", (of(saved(picture(mode), "JPEG")), GOOD)
+    for mode in ("I;16", "I", "F", "LAB"):
+        content = saved(Image.new(mode, (20, 20)), "TIFF")
+        yield f"mode {mode}", (of(content), f"its pixels are of mode {mode}")
+    yield "gray of 16 bit", (of(saved(Image.new("I;16", (20, 20)), "PNG")), "its pixels are of mode I;16")
+    for name, options in {"progressive": {"progressive": True}, "no chroma": {"subsampling": 2}}.items():
+        yield f"JPEG {name}", (of(saved(picture(), "JPEG", **options)), GOOD)
+    yield "PNG transparent color", (of(saved(picture("P"), "PNG", transparency=0)), GOOD)
+    for kind in ("GIF", "WEBP", "PNG", "TIFF"):
+        others = [Image.new("RGB", (24, 20), "red"), Image.new("RGB", (24, 20), "blue")]
+        content = saved(picture(), kind, save_all=True, append_images=others)
+        yield f"{kind} animated", (of(content), "animated, with 3 frames")
+    # a phone's picture with a second one behind it
+    yield "MPO", (of(saved(picture(), "MPO", save_all=True, append_images=[picture()])), GOOD)
+    for orientation in range(10):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        yield f"orientation {orientation}", (of(saved(picture(), "JPEG", exif=exif.tobytes())), GOOD)
+    yield "EXIF that is none", (of(saved(picture(), "JPEG", exif=b"Exif\0\0" + bytes(range(99)))), EITHER)
+    for width, height in ((1, 1), (3, 3), (3, 400), (400, 3)):
+        yield f"{width} x {height}", (of(saved(picture(size=(width, height)), "PNG")), "pixels are too few")
+    yield "a strip", (of(saved(picture(size=(900, 4)), "PNG")), "the image processor refuses 4 x 900 pixels")
+    for kind in ("ICO", "PPM", "TGA", "JPEG2000"):
+        yield f"format {kind}", (of(saved(picture(size=(32, 32)), kind)), EITHER)
+
+
+def hostile() -> Iterator[tuple[str, Case]]:
+    """Files that ask for much memory, or to be run."""
+    rows = zlib.compress(bytes(1000))
+    for width, height in ((30000, 30000), (65535, 65535), (2**31 - 1, 2**31 - 1), (2**26, 4)):
+        yield f"PNG of {width} x {height}", (of(png(header(width, height), (b"IDAT", rows), (b"IEND", b""))), "pixels")
+    yield "PNG of no pixels", (of(png(header(0, 0), (b"IDAT", rows), (b"IEND", b""))), "not a whole picture")
+    bomb = zlib.compress(bytes(200 << 20), 9)
+    for name, held in {
+        "zTXt": b"Comment\0\0" + bomb, "iTXt": b"Comment\0\1\0\0\0" + bomb, "iCCP": b"profile\0\0" + bomb,
+    }.items():  # fmt: skip
+        content = png(header(8, 8), (name.encode(), held), (b"IDAT", zlib.compress(bytes(8 * 25))), (b"IEND", b""))
+        yield f"PNG with a bomb in {name}", (of(content), EITHER)
+    content = png(header(8, 8), (b"IDAT", bomb), (b"IEND", b""))
+    yield "PNG with a bomb of pixels", (of(content), EITHER)
+    jpeg = saved(picture(), "JPEG")
+    at = jpeg.index(b"\xff\xc0") + 5
+    yield "JPEG of 65500 x 65500", (of(jpeg[:at] + struct.pack(">HH", 65500, 65500) + jpeg[at + 4 :]), "pixels")
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 20\n%%EndComments\nshowpage\n%%EOF\n"
+    others = {
+        "EPS": eps, "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "PDF": b"%PDF-1.4\n1 0 obj\n<<>>\nendobj\n",
+        "HTML": b"<html><body>404</body></html>", "ZIP": b"PK\3\4" + bytes(40), "JSON": b'{"error": "not found"}',
+        "NumPy": b"\x93NUMPY\1\0" + bytes(80), "zeros": bytes(500), "text": b"not a picture", "one byte": b"x",
+    }  # fmt: skip
+    for name, held in others.items():
+        yield f"a file of {name}", (of(held), "not a whole picture")
+
+
+def elsewhere(folder: Path) -> Iterator[tuple[str, Case]]:
+    """Places that are none, or no place of a file."""
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "link.png").symlink_to(folder / "nothing.png")
+    os.mkfifo(folder / "pipe.png")
+    places = {
+        "missing": "nothing.png", "in no folder": "no/such/folder/a.png", "a folder": ".", "NUL": "a\0.png",
+        "too long": "a" * 5000, "a broken link": "link.png", "a home": "~nobody-there/a.png", "a device": "/dev/zero",
+        "a pipe": "pipe.png", "half a surrogate": "a\ud800.png",
+    }  # fmt: skip
+    for name, path in places.items():
+        yield f"at {name}", (ask({"path": path}), "cannot be read")
+    yield "an empty file", (ask({"path": "empty.png"}), "not a whole picture")
+    for scheme in ("http", "https", "s3", "gs", "ftp", "file"):
+        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "is an address")
+    for name, held in {"letters": "%%%", "padding": "QUJ", "its alphabet": "_-_-", "its end": "QU=D"}.items():
+        yield f"base64 with bad {name}", (ask({"base64": held}), "its base64 is damaged")
+    yield "a URI without base64", (ask({"url": "data:image/png,abc"}), "cannot be read")
+    yield "a URI of a text", (ask({"url": "data:text/plain;base64,QUJD"}), "not a whole picture")
+
+
+def wrong() -> Iterator[tuple[str, Case]]:
+    """Rows whose pictures are of a wrong type, or not as many as their places."""
+    held: dict[str, Any] = {
+        "a number": 5, "true": True, "an object": {}, "a list": [], "null": None, "a name": {"name": "a.png"},
+        "a path of a number": {"path": 5}, "a nested list": ["good.png"],
+    }  # fmt: skip
+    for name, value in held.items():
+        says = "images[0]" if value or name == "a name" else "images has 0 pictures, but the turns have 1 <image>"
+        yield f"images with {name}", (marked("<image>?", [value]), says)
+    yield (
+        "images with an empty path",
+        (marked("<image>?", [" "]), "images has 0 pictures, but the turns have 1 <image>"),
+    )
+    for name, value in {"a number": 5, "an object": {"a": "b"}}.items():
+        yield f"images that are {name}", (marked("<image>?", value), "images[0]")
+    one, two = "images has 1 pictures, but the turns have", "images has 2 pictures, but the turns have"
+    yield "a mark too many", (marked("<image><image>?", ["good.png"]), one)
+    yield "a picture too many", (marked("<image>?", ["good.png"] * 2), two)
+    yield "marks without pictures", (marked("<image>?", []), "images has 0 pictures, but the turns have 1 <image>")
+    yield "marks without a column", ({"messages": marked("<image>?", [])["messages"]}, GOOD)
+    yield "marks and null", (marked("<image>?", None), "images has 0 pictures, but the turns have 1 <image>")
+    yield "a mark in the answer", (marked("?", ["good.png"], "<image>"), "an assistant turn holds <image>")
+    yield "pictures without marks", (marked("what is shown?", ["good.png"] * 2), GOOD)
+    yield "no pictures and no marks", (marked("what is shown?", []), GOOD)
+    both = {**ask({}, text="<image>?"), "images": ["good.png"]}
+    yield "parts and marks", (both, "both picture parts and <image>")
+    yield "parts without pictures", (ask({}), "images has 0 pictures, but the turns have 1 picture parts")
+    yield "the model's own mark", (ask({"path": "good.png"}, text="<|image_pad|>"), "stands for a picture")
+    yield "a picture of one size of its own", (ask({"path": "good.png", "min_pixels": 9}), "sizes one picture")
+    yield "two columns", ({**marked("<image>?", ["good.png"]), "image": "good.png"}, "both hold pictures")
+    yield "a picture in the answer", ({"messages": [
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": [{"type": "image", "path": "good.png"}]},
+    ]}, "a model that is trained here writes none")  # fmt: skip
+    for kind in ("video", "audio"):
+        row = {"messages": [{"role": "user", "content": [{"type": kind, kind: "a"}]}, *ask()["messages"][1:]]}
+        yield f"a {kind}", (row, "cannot be trained on yet")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bad_pictures")
+    (root / "good.png").write_bytes(draw(20, 24, 1))
+    make_picture_model(root / "model", "qwen2_5_vl")
+    return root
+
+
+@pytest.fixture(scope="module")
+def cases(world: Path) -> dict[str, Case]:
+    return {name: case for part in (damaged(), odd(), hostile(), elsewhere(world), wrong()) for name, case in part}
+
+
+def build(world: Path, name: str, rows: list[dict[str, Any]], **settings: Any) -> Any:
+    path = world / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"name": name, "root": world / "data", "sources": [{"path": str(path)}], "num_procs": 1}
+    return open_or_build(DataConfig(**values | settings), str(world / "model"))
+
+
+def test_bad_pictures_are_counted_and_the_rest_is_trained(world: Path, cases: dict[str, Case], capfd: Any) -> None:
+    assert len(cases) >= 150
+    store = build(world, "all", [row for row, _ in cases.values()], on_bad_row="skip")
+    kept = {int(number) - 1 for number in store.rows}
+    fates = {name: index in kept for index, name in enumerate(cases)}
+    assert [name for name, (_, fate) in cases.items() if fate == GOOD and not fates[name]] == []
+    assert [name for name, (_, fate) in cases.items() if fate not in (GOOD, EITHER) and fates[name]] == []
+    assert store.meta.counts["bad"] == len(cases) - len(kept)
+    config = world / "run.yaml"
+    config.write_text(
+        f"run_dir: {world / 'run'}\ndevice: cpu\nmodel: {{name: '{world / 'model'}', precision: fp32}}\n"
+        f"data: {{name: all, root: '{world / 'data'}', on_bad_row: skip, "
+        f"sources: [{{path: '{world / 'all.jsonl'}'}}]}}\n"
+        "lora: {rank: 4, alpha: 8}\nbatch: {samples_per_step: 16, epochs: 1}\neval: {prompts: []}\n"
+    )
+    assert main(["train", str(config)]) == 0
+    assert "complete" in capfd.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_each_alone_is_read_or_named_in_a_sentence(world: Path, cases: dict[str, Case]) -> None:
+    wrong = []
+    for number, (name, (row, fate)) in enumerate(cases.items()):
+        try:
+            build(world, f"one-{number}", [row])
+            said = GOOD
+        except DataError as error:
+            said = str(error)
+        is_named = re.fullmatch(rf".*\n  - [^\n]*one-{number}\.jsonl:1: [^\n]{{10,}}", said) and " at 0x" not in said
+        if not (said == GOOD or is_named) or (fate != EITHER and fate not in said):
+            wrong.append((name, said))
+    assert not wrong, "\n".join(f"{name}: {said}" for name, said in wrong)
