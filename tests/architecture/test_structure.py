@@ -57,7 +57,7 @@ MAX_PACKAGE_LINES = {
     "bench": 255,
     "checkpoint": 1477,
     "cli": 2749,
-    "compat": 3306,
+    "compat": 3333,
     "config": 2722,
     "data": 10421,
     "demo": 410,

@@ -1,9 +1,10 @@
-"""TRL's trainers of preferences, as Unsloth's documents call them: DPO, CPO with SimPO, ORPO, KTO."""
+"""TRL's trainers of preferences, as Unsloth's documents call them: DPO, CPO with SimPO, ORPO, KTO, reward models."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from flatout.compat import translation as t
 from flatout.compat.preference import defaults_of, rules_of_method
 from flatout.compat.unsloth.settings import ARGUMENTS
 from flatout.compat.unsloth.trainer import SFTConfig, SFTTrainer
@@ -40,6 +41,17 @@ class KTOConfig(DPOConfig):
 
     method = "kto"
     table = {**ARGUMENTS, **rules_of_method("kto")}
+
+
+class RewardConfig(DPOConfig):
+    """TRL's arguments of RewardTrainer."""
+
+    method = "reward"
+    table = {
+        **ARGUMENTS,
+        **rules_of_method("reward"),
+        "task_type": t.only(("SEQ_CLS", "CAUSAL_LM"), "adapters of a model that scores: write SEQ_CLS"),
+    }
 
 
 class DPOTrainer(SFTTrainer):
@@ -92,6 +104,19 @@ class KTOTrainer(DPOTrainer):
     """TRL's KTOTrainer, on answers with labels."""
 
     config = KTOConfig
+
+
+class RewardTrainer(CPOTrainer):
+    """TRL's RewardTrainer: a model that scores answers. A model in memory may have a `score` already."""
+
+    config = RewardConfig
+
+    def _settings(self) -> dict[str, Any]:
+        settings, rows = super()._settings(), self._datasets["train"]
+        names = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", None)
+        # TRL's loss has the margins of rows that have some
+        margin = {"margin": True} if "margin" in (names or ()) else {}
+        return settings | {"objective": settings["objective"] | margin}
 
 
 def PatchDPOTrainer() -> None:  # noqa: N802  (the original's name)

@@ -73,8 +73,55 @@ def test_other_trainers(
     assert (settings["optim"]["lr"], settings["data"]["max_tokens"], settings["method"]) == (1e-6, 1024, "full")
 
 
+# what TRL's page on reward models does
+REWARD = """
+from peft import LoraConfig
+from flatout.compat.unsloth.trl import RewardConfig, RewardTrainer
+
+trainer = RewardTrainer(
+    model={model}, train_dataset={rows!r},
+    args=RewardConfig(
+        output_dir="judge", max_steps=2, per_device_train_batch_size=2, center_rewards_coefficient=0.01,
+        learning_rate=1e-2, report_to="none", max_length=256,
+    ), peft_config={peft},
+)
+trainer.train()
+trainer.save_model("saved")
+"""
+LOADED = "__import__('transformers').AutoModelForSequenceClassification.from_pretrained({!r}, num_labels=1)"
+
+
+@pytest.mark.parametrize("given", ["a name and adapters", "a model in memory"])
+def test_a_reward_model_trains(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    monkeypatch.chdir(tmp_path)
+    by_name = given == "a name and adapters"
+    rows = [{**row, "margin": 0.5} for row in PAIRS] if by_name else PAIRS
+    model = repr(str(tiny.model_dir)) if by_name else LOADED.format(str(tiny.model_dir))
+    peft = (
+        "LoraConfig(r=4, target_modules='all-linear', task_type='SEQ_CLS', modules_to_save=['score'])"
+        if by_name
+        else "None"
+    )
+    space: dict[str, Any] = {"__name__": "__main__"}
+    with pytest.warns(UserWarning, match="left out whole"):
+        exec(compile(REWARD.format(model=model, rows=rows, peft=peft), "script.py", "exec"), space)
+    config = flatout.load("judge").config
+    fields = {"centering": 0.01, "margin": True} if by_name else {"centering": 0.01}
+    assert (config.objective.kind, config.objective.fields) == ("reward", fields)
+    assert (config.method, config.optim.lr, config.data.max_tokens) == ("lora" if by_name else "full", 1e-2, 256)
+    first, last = space["trainer"].state.log_history
+    assert {"accuracy", "margin", "mean_reward"} <= first.keys()
+    assert last["loss"] < first["loss"]
+    if by_name:
+        assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
+    else:
+        assert AutoModelForSequenceClassification.from_pretrained("saved").config.num_labels == 1
+
+
 @pytest.mark.parametrize(
-    ("name", "reference"), [("DPO", (None,)), ("KTO", (None,)), ("CPO", ()), ("ORPO", ())]
+    ("name", "reference"), [("DPO", (None,)), ("KTO", (None,)), ("CPO", ()), ("ORPO", ()), ("Reward", ())]
 )  # TRL's CPOTrainer and ORPOTrainer have no ref_model
 def test_arguments_by_position(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: tuple[None, ...]
@@ -83,9 +130,10 @@ def test_arguments_by_position(
 
     monkeypatch.chdir(tmp_path)
     labels = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in PAIRS]
-    rows, config = labels if name == "KTO" else PAIRS, getattr(trl, f"{name}Config")(beta=0.3)
+    given = {"center_rewards_coefficient": 0.3} if name == "Reward" else {"beta": 0.3}
+    rows, config = labels if name == "KTO" else PAIRS, getattr(trl, f"{name}Config")(**given)
     trainer = getattr(trl, f"{name}Trainer")(str(tiny.model_dir), *reference, config, None, rows)
-    assert trainer._settings()["objective"]["beta"] == 0.3
+    assert trainer._settings()["objective"]["centering" if name == "Reward" else "beta"] == 0.3
     assert trainer.train_dataset.num_rows == len(PAIRS) * (1 if name == "KTO" else 2)
     with pytest.raises(ProblemsError, match="ref_model: the reference is the model before training"):
         getattr(trl, f"{name}Trainer")(str(tiny.model_dir), args=config, train_dataset=PAIRS, ref_model="org/other")
