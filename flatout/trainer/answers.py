@@ -34,20 +34,20 @@ def answer_prompts(run: Run) -> None:
 
     Raises PassesStopped.
     """
-    if run.prompts is None:
+    if (prompts := run.planned.prompts) is None:
         return
     started, step = time.perf_counter(), run.progress.step
-    continued = generate(run, run.prompts)
+    continued = generate(run, prompts)
     if continued is None:
         # called here because no frame of the failed pass holds tensors any more
         release_memory(run)
         run.reporter.event("answers_skipped", {"step": step, "why": OUT_OF_MEMORY})
         run.reporter.record(AnswersRecord(step, (), time.perf_counter() - started, OUT_OF_MEMORY))
         return
-    decode = run.prompts.tokenizer.decode
+    decode = prompts.tokenizer.decode
     answers = tuple(
         Answer(prompt.text, str(decode(token_ids, skip_special_tokens=True)).strip(), prompt.reference)
-        for prompt, token_ids in zip(run.prompts.prompts, continued, strict=True)
+        for prompt, token_ids in zip(prompts.prompts, continued, strict=True)
     )
     run.reporter.record(AnswersRecord(step, answers, time.perf_counter() - started))
 

@@ -66,6 +66,8 @@ class Setup:
     reporter: Reporter
     rank: Rank
     watch: PeerWatch | None = None
+    # whether checks that an equal start has passed are left out, see `Proofs`
+    recalls: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +76,9 @@ class Setup:
 
     def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> PlannedRun:
         """Return the plan, made again for this device or with these `problems` (None: those known before)."""
-        planned = self.planned
-        again = plan_run(self.config, self.reporter, self.rank, lambda: device, *(problems or planned.problems))
-        return replace(again, fingerprints=planned.fingerprints, recalls=planned.recalls)
+        found, problems = self.planned.fingerprints, problems or self.planned.problems
+        identity = {name: found[name] for name in ("model",) if name in found}
+        return plan_run(self.config, self.reporter, self.rank, lambda: device, problems, lambda: identity)
 
 
 def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: MemoryCheck | None = None) -> Run:
@@ -97,7 +99,7 @@ def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: 
         if planned.split == run.planned.split:
             memory_check.record(found)
             memory = replace(planned.memory, recompute=run.memory.recompute)
-            run = replace(run, planned=replace(planned, device=found), memory=memory, prompts=planned.prompts)
+            run = replace(run, planned=replace(planned, device=found), memory=memory)
             break
         setup = replace(setup, planned=planned)
         run.close()
@@ -137,12 +139,9 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
         rank=rank,
         device=device,
         reporter=reporter,
-        plan=planned.plan,
         planned=planned,
         loader=loader,
-        eval_sets=planned.eval_sets,
         eval_loaders=eval_loaders,
-        prompts=planned.prompts,
         model=loaded.model,
         loss=wrapped_loss,
         dtype=loaded.dtype,
@@ -153,7 +152,6 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
         scaler=torch.amp.GradScaler(device.type, enabled=loaded.dtype == torch.float16),
         checkpoints=setup.checkpoints,
         saver=saver,
-        fingerprints=planned.fingerprints,
         memory=replace(planned.memory, recompute=recompute),
         fused_lora=fused,
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
@@ -215,7 +213,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, PlannedRun, Proofs]:
     """Load the model; return it with its plan, which is made again if shared prefixes or packing are inexact."""
     config, planned, device, reporter = setup.config, setup.planned, setup.device, setup.reporter
     try:
-        proofs = Proofs(config, planned, setup.checkpoints.group, reporter)
+        proofs = Proofs(config, planned, setup.checkpoints.group, reporter, recalls=setup.recalls)
         return load_trainable(config, planned, device, reporter, proofs), planned, proofs
     except PackingError as error:
         shared = isinstance(error, SharedPrefixError)
@@ -226,7 +224,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, PlannedRun, Proofs]:
     # here no frame of the failed check holds the model any more
     free_memory(device)
     again = setup.plan_again(planned.device, (None, found) if shared else (found, None))
-    proofs = Proofs(config, again, setup.checkpoints.group, reporter)
+    proofs = Proofs(config, again, setup.checkpoints.group, reporter, recalls=setup.recalls)
     return load_trainable(config, again, device, reporter, proofs), again, proofs
 
 

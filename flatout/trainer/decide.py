@@ -63,8 +63,7 @@ class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
     `mismatched` has the same steps of prompts with answers to other ones, if the objective estimates something of them.
-    `sharing` says whether samples share prefixes, and why. `recalls` is explained in `trainer/proofs.py`. `problems`
-    are what `plan_run` was told as `unpackable` and `unsharable`.
+    `sharing` says whether samples share prefixes, and why. `problems` are what `plan_run` was told.
     """
 
     shape: ModelShape
@@ -80,7 +79,6 @@ class PlannedRun:
     scoring: Scoring | None = None
     device: Device | None = None
     sharing: str = ""
-    recalls: bool = False
     problems: tuple[str | None, str | None] = (None, None)
     mismatched: MismatchedSteps | None = None
 
@@ -111,13 +109,14 @@ def plan_run(
     reporter: Reporter,
     rank: Rank,
     device_of: Callable[[], Device | None] = lambda: None,
-    unpackable: str | None = None,
-    unsharable: str | None = None,
+    problems: tuple[str | None, str | None] = (None, None),
+    identity_of: Callable[[], dict[str, Any]] = dict,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `unpackable` and
-    `unsharable` say why a model that its config would allow to pack, and to share prefixes, must not with `auto`.
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `problems` say
+    why a model that its config would allow to pack, and to share prefixes, must not with `auto`. `identity_of` is
+    called last and returns what else identifies the run.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
     objective = checked_objective(config, reporter)
@@ -136,7 +135,6 @@ def plan_run(
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
     data, device = _split(store, config, reporter), device_of()
-    problems = unpackable, unsharable
     plan, parallel_layout, memory, sharing = plan_layout(config, shape, data, rank, device, reporter, problems)
     if note := warmup_note(config.schedule, plan.num_steps):
         reporter.stage("schedule", note)
@@ -158,8 +156,8 @@ def plan_run(
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
-        memory=memory, fingerprints=fingerprints, objective=objective, normalizers=counted, scoring=scoring,
-        device=device, sharing=sharing, problems=problems, mismatched=others,
+        memory=memory, fingerprints=fingerprints | identity_of(), objective=objective, normalizers=counted,
+        scoring=scoring, device=device, sharing=sharing, problems=problems, mismatched=others,
     )  # fmt: skip
 
 

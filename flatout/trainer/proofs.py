@@ -39,18 +39,20 @@ SETTINGS: dict[str, Any] = {
 class Proofs:
     """Keeps what was proved, and finds it again; all methods are collective, and all ranks find the same.
 
-    With `planned.recalls`, a check is left out or shortened if an earlier start proved it with an equal key: the same
+    With `recalls`, a check is left out or shortened if an earlier start proved it with an equal key: the same
     code and packages, weights, model, settings, split over ranks, device and environment. Only a process that runs
     nothing but flatout's own code may recall, as code of others may have changed something that no key holds.
     """
 
-    def __init__(self, config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter) -> None:
+    def __init__(
+        self, config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter, *, recalls: bool
+    ) -> None:
         self._config, self._planned, self._group, self._reporter = config, planned, group, reporter
         self._key: Mapping[str, Any] | None = None
-        if planned.recalls and checks_again():
+        if recalls and checks_again():
             reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
         # without a fingerprint the weights are not known
-        recalls = planned.recalls and not checks_again() and "model" in planned.fingerprints
+        recalls = recalls and not checks_again() and "model" in planned.fingerprints
         self._recalls = all(group.all_gather(recalls))
 
     def identify(self, loaded: LoadedModel, device: torch.device) -> None:

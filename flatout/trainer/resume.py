@@ -123,7 +123,7 @@ def take_snapshot(run: Run) -> Snapshot:
         tensors=tensors,
         facts={
             "config": redacted(run.config.model_dump(mode="json")),
-            "fingerprints": dict(run.fingerprints),
+            "fingerprints": dict(run.planned.fingerprints),
             "progress": asdict(run.progress),
             "scaler": run.scaler.state_dict(),
             "micro_batch_caps": run.checkpoints.group.all_gather(run.state.micro_batch_cap),

@@ -7,10 +7,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -180,6 +180,12 @@ def ended_by(error: BaseException) -> RunEnd:
     return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
 
 
+def identify_model(config: Config, reporter: Reporter) -> dict[str, Any]:
+    """Return what identifies the weights of the run's model."""
+    reporter.phase("reading the model's fingerprint")
+    return {"model": fingerprint_model(config.model)}
+
+
 def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, recalls: bool) -> Result:
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
@@ -199,10 +205,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, rec
         return MemoryCheck(config, meet(), reporter, recalls=recalls)
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    planned = plan_run(config, reporter, rank, find_device)
-    reporter.phase("reading the model's fingerprint")
-    fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
-    planned = replace(planned, fingerprints=fingerprints, recalls=recalls)
+    planned = plan_run(config, reporter, rank, find_device, identity_of=partial(identify_model, config, reporter))
     group, keep = meet(), config.checkpoint.keep
     require_same_run(config, planned, group)
     reporter.phase("verifying checkpoints")
@@ -218,7 +221,8 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, rec
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
-    run = build_run(Setup(config, planned, checkpoints, reporter, rank, watch), checkpoint, memory_check())
+    setup = Setup(config, planned, checkpoints, reporter, rank, watch, recalls)
+    run = build_run(setup, checkpoint, memory_check())
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.decide import PlannedRun
-from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
 
@@ -98,12 +96,9 @@ class Run:
     rank: Rank
     device: torch.device
     reporter: Reporter
-    plan: RunPlan
     planned: PlannedRun
     loader: BatchLoader
-    eval_sets: tuple[EvalSet, ...]
     eval_loaders: tuple[BatchLoader, ...]
-    prompts: EvalPrompts | None
     model: PreTrainedModel
     loss: PackedLoss
     dtype: torch.dtype
@@ -114,7 +109,6 @@ class Run:
     scaler: torch.amp.GradScaler
     checkpoints: Checkpoints
     saver: Saver
-    fingerprints: Mapping[str, Any]
     memory: MemoryDecision
     fused_lora: FusedLayers
     watch: PeerWatch
@@ -131,6 +125,16 @@ class Run:
         self.saver.close()
         for loader in (self.loader, *self.eval_loaders, *self.mismatched_loaders):
             loader.close()
+
+    @property
+    def plan(self) -> RunPlan:
+        """Every step of the run."""
+        return self.planned.plan
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """The evaluation sets."""
+        return self.planned.eval_sets
 
     @property
     def step_sources(self) -> list[tuple[RunPlan, BatchLoader]]:

@@ -68,7 +68,8 @@ class WorstSamples:
 
     def _sample(self, loss: float, place: int, sample_id: int) -> WorstSample:
         run, each = self._run, self._run.eval_sets[place]
-        tokenizer = run.prompts.tokenizer if run.prompts else tokenizer_of(run.config.data, run.config.model.name)
+        prompts = run.planned.prompts
+        tokenizer = prompts.tokenizer if prompts else tokenizer_of(run.config.data, run.config.model.name)
         (ids, mask), origin = each.store.sample(sample_id).pair, each.store.origin(sample_id)
         first = int(np.argmax(mask))
         context, text = (str(tokenizer.decode(part.tolist())) for part in (ids[:first], ids[first:]))

@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1303,
     "track": 2587,
-    "trainer": 5936,
+    "trainer": 5943,
     "verifier": 1154,
     "view": 1483,
 }

@@ -70,7 +70,7 @@ def never_recompiling(run: Run) -> AbstractContextManager[object]:
 
 def answered(run: Run) -> Tensor:
     """The tokens that answer the prompts; none where rounding may change the likeliest token, in bf16 or quantized."""
-    answers = generate(run, run.prompts) if run.prompts else None
+    answers = generate(run, run.planned.prompts) if run.planned.prompts else None
     if answers is None or run.dtype == torch.bfloat16 or run.config.base.storage != "model":
         return torch.zeros(0)
     return torch.tensor([token_id for answer in answers for token_id in (-1, *answer)], dtype=torch.float64)
