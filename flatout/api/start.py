@@ -231,7 +231,7 @@ class _Following(Thread):
             self.join()
 
     def run(self) -> None:
-        """See Thread."""
+        """Deliver records until the run is over, then its end."""
         try:
             while not self._is_over.wait(POLL_S):
                 self._deliver()

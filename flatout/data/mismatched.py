@@ -33,7 +33,7 @@ class MismatchedStore(TokenStore):
     prompt_tokens: NDArray[np.int64] | None = None
 
     def sample(self, index: int, columns: object = ()) -> TokenSample:
-        """See TokenStore; there are no columns per token."""
+        """Return a prompt with the answer to another one; there are no columns per token."""
         assert self.base is not None
         assert self.answer_of is not None
         assert self.prompt_tokens is not None

@@ -96,7 +96,7 @@ class Terms:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """See Term."""
+        """The buffers of all terms by name."""
         return {name: buffer for term in self.every for name, buffer in term.buffers.items()}
 
     @contextmanager
@@ -130,6 +130,6 @@ class Terms:
         return zip(self.every, sums.split([term.num_sums for term in self.every]), strict=True)
 
     def after_update(self, sums: Tensor, skip: Tensor | None = None) -> None:
-        """See Term."""
+        """Let each term follow an update by its own sums over ranks."""
         for term, own in self.of_each(sums):
             term.after_update(own, skip)

@@ -74,7 +74,7 @@ class InProcess(Sampler):
         self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
-        """See `Sampler.sample`. Call it without gradients, in eval mode and the model's autocast."""
+        """Answer prompts as `Sampler.sample` says; call it without gradients, in eval mode and the model's autocast."""
         if not prompts or not num_completions:
             return [[] for _ in prompts]
         told = _Told(on_token)

@@ -45,7 +45,7 @@ class RedactedLog(io.TextIOBase):
         self._lock = Lock()  # each tracker has a thread
 
     def write(self, text: str) -> int:
-        """See TextIO."""
+        """Write the lines that have ended; the rest waits for its end."""
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             for line in filter(str.strip, lines):

@@ -25,7 +25,7 @@ class TolerantStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """See TextIO."""
+        """Write what the stream's encoding has, with ? for the rest; nothing once its reader is gone."""
         if not self.is_unread:
             try:
                 self._stream.write(text)
@@ -36,7 +36,7 @@ class TolerantStream:
         return len(text)
 
     def flush(self, *, is_last: bool = False) -> None:
-        """See TextIO. After the last one, drop what cannot be written: the interpreter's exit would fail on it."""
+        """Flush. After the last one, drop what cannot be written: the interpreter's exit would fail on it."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:

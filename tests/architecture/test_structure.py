@@ -67,7 +67,7 @@ MAX_PACKAGE_LINES = {
     "eval": 238,
     "export": 935,
     "io": 1897,
-    "kernels": 4082,
+    "kernels": 4067,
     "launch": 1122,
     "models": 8975,
     "objectives": 1051,

@@ -7,7 +7,7 @@ traceable after `register_ops`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -112,42 +112,27 @@ def swiglu_backward(
 def register_ops() -> None:
     """Register torch.ops.flatout.moe_*; call before the first use of these operations."""
     routing = "Tensor order, Tensor offsets, Tensor inverse, Tensor tiles"
+    how = "bool gather, SymInt? scatter"
     low = "Tensor? low, Tensor? low_weight"
-    for name, schema, run, fake, num_flops in (
-        ("tiles", "(Tensor offsets, SymInt num_rows) -> Tensor", _tiles, _empty_tiles, None),
-        (
-            "linear",
-            f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, {low}) -> Tensor",
-            _linear,
-            _empty_linear,
-            _linear_flops,
+    fp8 = "Tensor? quantized, Tensor? row_scale"
+    operators: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], Callable[..., Any] | None]] = {
+        "tiles": ("Tensor offsets, SymInt num_rows", _tiles, _empty_tiles, None),
+        "linear": (f"Tensor x, Tensor weight, {routing}, {how}, {low}", _linear, _empty_linear, _linear_flops),
+        "linear_fp8": (
+            f"Tensor x, Tensor weight, {routing}, {how}, Tensor? in_scale, Tensor? out_scale, {low}, {fp8}",
+            _linear_fp8, _empty_linear, _linear_fp8_flops,
         ),
-        (
-            "linear_fp8",
-            f"(Tensor x, Tensor weight, {routing}, bool gather, SymInt? scatter, Tensor? in_scale, Tensor? out_scale, "
-            f"{low}, Tensor? quantized, Tensor? row_scale) -> Tensor",
-            _linear_fp8,
-            _empty_linear,
-            _linear_fp8_flops,
+        "outer": (f"Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy", _outer, _empty_outer, _outer_flops),
+        "combine": (f"Tensor y, {routing}, Tensor weights", _combine, _empty_combine, None),
+        "swiglu": (f"Tensor rows, {routing}, Tensor? in_scale", _swiglu, _empty_swiglu, None),
+        "swiglu_backward": (
+            f"Tensor rows, Tensor grad, Tensor row_weights, {routing}, Tensor? in_scale",
+            _swiglu_backward, _empty_swiglu_backward, None,
         ),
-        (
-            "outer",
-            f"(Tensor x, Tensor dy, {routing}, bool gather_x, bool gather_dy) -> Tensor",
-            _outer,
-            _empty_outer,
-            _outer_flops,
-        ),
-        ("combine", f"(Tensor y, {routing}, Tensor weights) -> Tensor", _combine, _empty_combine, None),
-        ("swiglu", f"(Tensor rows, {routing}, Tensor? in_scale) -> Tensor[]", _swiglu, _empty_swiglu, None),
-        (
-            "swiglu_backward",
-            f"(Tensor rows, Tensor grad, Tensor row_weights, {routing}, Tensor? in_scale) -> Tensor[]",
-            _swiglu_backward,
-            _empty_swiglu_backward,
-            None,
-        ),
-    ):
-        define_operator(f"flatout::moe_{name}", schema, run, fake, num_flops)
+    }  # fmt: skip
+    for name, (arguments, run, fake, num_flops) in operators.items():
+        result = "Tensor[]" if name.startswith("swiglu") else "Tensor"
+        define_operator(f"flatout::moe_{name}", f"({arguments}) -> {result}", run, fake, num_flops)
 
 
 def _has_kernels(*sides: Tensor) -> bool:

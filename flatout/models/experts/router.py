@@ -81,7 +81,7 @@ class Routers:
         return line + unused if self._unused else line
 
     def start_step(self, step: StepFacts) -> None:
-        """See Term."""
+        """Begin a step's counts; a repeated step keeps its shares of load."""
         if self._step is None or self._step.index != step.index:
             self._shares = None
         self._step = step
@@ -93,7 +93,7 @@ class Routers:
         return num_micro_batches > 1 and bool(self.balance_loss) and self._shares is None
 
     def forget_step(self) -> None:
-        """See Term."""
+        """Forget the last step and its shares of load."""
         self._step = self._shares = None
 
     def end_passes(self) -> None:
@@ -108,7 +108,7 @@ class Routers:
             self._shares = self._step.sum_values(self._counts.sum(0)) / (len(self.layers) * self._step.num_tokens)
 
     def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """See Term."""
+        """Count the choices of a pass without gradients."""
         self._count(sample_counts(model, batch))
 
     def _count(self, times: Tensor) -> None:
@@ -119,7 +119,7 @@ class Routers:
         self._counts.scatter_add_(1, chosen.flatten(1).long(), counted.expand(len(chosen), -1))
 
     def add(self, loss_sum: Tensor, model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-        """See Term."""
+        """Count a micro-batch's choices, and add the gradients of both losses to its loss, whose value stays."""
         if self._step is None or not self._step.num_tokens:
             return loss_sum
         times = sample_counts(model, batch)
@@ -144,7 +144,7 @@ class Routers:
         return loss_sum + (extra - extra.detach())
 
     def end_pass(self) -> None:
-        """See Term."""
+        """Drop the logits and choices that routers kept in a pass."""
         for router in self.layers:
             setattr(router, _ROUTED, None)
 
@@ -181,7 +181,7 @@ class Routers:
         }
 
     def hold_buffers(self) -> None:
-        """See Term."""
+        """Put the biases back into the routers: DeepSpeed casts a model's buffers."""
         for path, bias in self.buffers.items():
             module, _, name = path.rpartition(".")
             setattr(self._model.get_submodule(module), name, bias)
