@@ -53,8 +53,8 @@ class Family(NamedTuple):
     """The classes of config and processor, the template, and what returns the values of config and image processor.
 
     `fields` are the processor's own values, `tokens` the tokenizer's named tokens. `layouts` are those that the family
-    can be trained in on a CPU; the processor needs the package `needs`. `limit` is of the relative difference of losses
-    in fp64.
+    can be trained in on a CPU; the processor needs the package `needs`, and the model transformers from `since` on.
+    `limit` is of the relative difference of losses in fp64.
     """
 
     config: str
@@ -66,6 +66,7 @@ class Family(NamedTuple):
     layouts: tuple[str, ...] = ("packed", "rows")
     needs: str | None = None
     limit: float = 1e-12
+    since: str = "5.17"
 
 
 def _marked(mark: str) -> str:
@@ -266,6 +267,7 @@ FAMILIES = {
     "vipllava": Family(
         "VipLlavaConfig", "LlavaProcessor", _marked("<image>\n"), llava("vip"),
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        since="5.20",
     ),
     "internvl": Family(
         "InternVLConfig", "InternVLProcessor", _marked("<IMG_CONTEXT>\n"), _internvl, {"image_seq_length": 4}, _INTERNVL

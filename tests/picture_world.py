@@ -42,6 +42,7 @@ def make_reader(folder: Path, family: str) -> Any:
     own = FAMILIES[family]
     if own.needs is not None:
         pytest.importorskip(own.needs)
+    pytest.importorskip("transformers", own.since)
     tokenizer = make_tokenizer(own.template, own.tokens)
     tokenizer.save_pretrained(folder)
     values, images = own.make(tokenizer.convert_tokens_to_ids)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,7 +102,8 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     if head is None or not _transforms_states(model):
         # what puts the features of pictures in their places is around the decoder
         reader = model.base_model if FEATURES in inputs else text_decoder(model)
-        states: torch.Tensor = reader(**{"use_cache": False, **inputs}).last_hidden_state
+        with _own_features(reader, inputs) as given:
+            states: torch.Tensor = reader(**{"use_cache": False, **given}).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
     replace_module(model, name, nn.Identity())
@@ -110,6 +112,24 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     finally:
         replace_module(model, name, head)
     return transformed
+
+
+@contextmanager
+def _own_features(reader: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the inputs as a model takes them that has no argument for features computed before.
+
+    Before transformers 5.20 models compute them from `pixel_values`, by a method that then gives ours.
+    """
+    if FEATURES not in inputs or FEATURES in inspect.signature(reader.forward).parameters:
+        yield inputs
+        return
+    rest = {name: value for name, value in inputs.items() if name != FEATURES}
+    found = inputs[FEATURES]["image"]
+    reader.get_image_features = lambda *_, **__: found
+    try:
+        yield {**rest, "pixel_values": torch.empty(1)}
+    finally:
+        del reader.get_image_features
 
 
 def _transforms_states(model: PreTrainedModel) -> bool:
