@@ -15,11 +15,49 @@ STEP_LINE_S = 3.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="output folder (demo)")
+    pictures = "colored shapes and a tiny vision-language model (needs the extra `images`)"
+    parser.add_argument("--images", action="store_true", help=pictures)
     parser.add_argument("--seed", type=int, default=42, help="seed for data, weights and sample order (42)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Returns 0 if the held-out loss halved and every answer is right, else 1."""
+    return _run_shapes(args) if args.images else _run_conversations(args)
+
+
+def _run_shapes(args: argparse.Namespace) -> int:
+    """Run the demo with pictures. Returns 0 if enough held-out questions are answered right, else 1."""
+    from rich.console import Console
+
+    from flatout.track.console import ConsoleCallback
+
+    started, console = time.perf_counter(), Console(highlight=False)
+    console.print(f"Writing pictures of shapes, questions and a tiny Qwen2.5-VL-shaped model to {args.out}/")
+    with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
+        shown.on_phase("importing torch and transformers")
+        import_transformers()
+        from flatout.demo.job import train_demo
+        from flatout.demo.shapes import LEAST_RIGHT, PICTURES_DIR, answer_shapes, shapes_config, write_shapes
+
+        shown.on_phase("drawing pictures")
+        write_shapes(args.out, args.seed)
+        result = train_demo(shapes_config(args.out, args.seed), args.out, shown)
+        shown.on_phase("answering questions")
+        seen = answer_shapes(result.folder, args.out)
+    num_right = sum(one.right for one in seen)
+    console.print("\nQuestions about pictures that are not in the training data:")
+    for one in seen[:5]:
+        console.print(f"  {one.question}  {one.answer}   ({'correct' if one.right else 'WRONG'})", markup=False)
+    verdict = "" if num_right >= LEAST_RIGHT * len(seen) else f"  (expected {LEAST_RIGHT:.0%})"
+    console.print(f"\n{num_right} of {len(seen)} right ({num_right / len(seen):.1%}){verdict}")
+    console.print(f"{result.progress.step:,} steps; {time.perf_counter() - started:.0f} s in all")
+    picture = args.out / PICTURES_DIR / "000.png"
+    asked = f"flatout chat {result.folder} --image {picture} --prompt 'What is shown?'"
+    console.print(f"\nAsk it: {asked}", soft_wrap=True)
+    return 1 if verdict else 0
+
+
+def _run_conversations(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 

@@ -30,8 +30,8 @@ class Marked:
 
 
 def train_demo(config: Config, folder: Path, console: ConsoleCallback) -> Result:
-    """Build both data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
-    for data in (config.data, held_out_data(config, folder)):
+    """Build the data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
+    for data in (config.data, *([held_out_data(config, folder)] if config.eval.data else [])):
         console.on_phase(f"tokenizing {data.name}")
         open_or_build(data, config.model.name, progress=partial(console.on_phase, f"tokenizing {data.name}, row"))
     # With matrices this small, a second CPU thread makes the run at most 1.4 times faster, and on a busy machine 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
@@ -34,26 +35,29 @@ CHATML = """\
 def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: int = 200) -> None:
     """Write all inputs of the demo; the same seed writes the same bytes, so writing again changes nothing.
 
-    Raises UsageError if `folder` holds conversations of another seed or version, which a run may depend on.
+    Raises UsageError as `write_once` does.
     """
     conversations = list(sample_conversations(num_train, seed, held_out=False))
     held_out = sample_conversations(num_held_out, seed, held_out=True)
-    durable_io = DurableIO()
-    durable_io.make_dir(folder)
+    DurableIO().make_dir(folder)
     for file, rows in ((folder / TRAIN_FILE, conversations), (folder / HELD_OUT_FILE, held_out)):
-        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
-        if not file.exists():
-            durable_io.write_bytes(file, text.encode())
-        elif file.read_text(encoding="utf-8") != text:
-            raise UsageError(
-                f"{file}: holds different conversations from this demo's (another seed or version of flatout); "
-                f"remove {folder}, or choose a different folder"
-            )
+        write_once(file, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     # with the role names, since the chat template writes them
     texts = (
         text for messages in conversations for message in messages for text in (message["role"], message["content"])
     )
     write_model_folder(folder / MODEL_DIR, train_tokenizer(texts, VOCABULARY_SIZE))
+
+
+def write_once(file: Path, text: str) -> None:
+    """Write a file, or leave it as it is. Raises UsageError if it holds another text, which a run may depend on."""
+    if not file.exists():
+        DurableIO().write_bytes(file, text.encode())
+    elif file.read_text(encoding="utf-8") != text:
+        raise UsageError(
+            f"{file}: holds different conversations from this demo's (another seed or version of flatout); "
+            f"remove {file.parent}, or choose a different folder"
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -104,8 +108,13 @@ def write_model_folder(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None
         architectures=["Qwen3ForCausalLM"],
     )
     ends = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    save_parts(folder, (config, ends, tokenizer))
+
+
+def save_parts(folder: Path, parts: Iterable[Any]) -> None:
+    """Write parts of a model, such as its config, into a folder, which is made if needed."""
     durable_io = DurableIO()
     durable_io.make_dir(folder)
-    for part in (config, ends, tokenizer):
+    for part in parts:
         part.save_pretrained(str(folder))
     durable_io.sync_tree(folder)
