@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 
@@ -53,6 +56,29 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class TowerShape:
+    """The frozen part of a model that makes tokens of pictures.
+
+    A patch of `patch_values` numbers is multiplied by `per_patch` matrix entries in the tower's layers, and a token by
+    `per_token` in what projects it. `pair_width` is that of a pair of patches: heads x (query + value) of all layers
+    without windows. Pictures are cut into images of at most `image_patches`, whose patches see each other; None: they
+    are not cut.
+    """
+
+    patch_values: int
+    per_patch: int
+    per_token: int
+    pair_width: int
+    image_patches: int | None = None
+
+    def flops(self, num_values: ArrayLike, num_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Return the FLOPs of a forward pass for each picture, of so many numbers and tokens."""
+        patches = np.asarray(num_values, np.float64) / self.patch_values
+        pairs = self.pair_width * patches * np.minimum(patches, self.image_patches or np.inf)
+        return np.asarray(2.0 * (self.per_patch * patches + self.per_token * np.asarray(num_tokens) + pairs))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of the text part of a decoder-only model.
 
@@ -64,7 +90,7 @@ class ModelShape:
     with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
     through outside layers and head. `scores`: the model has a few scores of a text in place of logits over the
     vocabulary. `groups_experts`: flatout's grouped products can compute the experts. `picture_values` is the most that
-    a sample of the data has of its pictures' numbers for each of its tokens.
+    a sample of the data has of its pictures' numbers for each of its tokens, `tower` what reads them.
     """
 
     model_type: str
@@ -89,6 +115,7 @@ class ModelShape:
     num_logits: int | None = None
     scores: bool = False
     picture_values: float = 0.0
+    tower: TowerShape | None = None
 
     @property
     def num_layers(self) -> int:

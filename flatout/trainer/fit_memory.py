@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, PrefixIn
 from flatout.planner.steps.run_plan import RunPlan, make_plan
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
-from flatout.trainer.pictures import require_trainable
+from flatout.trainer.pictures import require_trainable, tower_flops
 
 # batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
 MIN_SHARED_SHARE = 0.05
@@ -104,6 +105,10 @@ def plan_training(
         row_keys=store.row_keys if draws_rows_whole(store) else None,
         unit_offsets=store.unit_offsets,
     )
+    flops = tower_flops(shape, store)
+    if flops is not None and data.train_ids is not None:
+        flops = flops[np.asarray(data.train_ids)]
+    whole_steps = replace(whole_steps, samples=replace(whole_steps.samples, tower_flops=flops))
     return fit_plan(config, shape, whole_steps, rank, device)
 
 

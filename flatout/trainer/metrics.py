@@ -207,6 +207,7 @@ def useful_flops(run: Run, step: StepPlan) -> float:
     cost, samples = run.plan.layout.cost.useful or run.plan.layout.cost, run.plan.samples
     places = samples.indices_of(step.sample_ids)
     every = float(cost.flops(samples.lengths[places], samples.num_labels[places]).sum())
+    every += samples.tower_flops_of(places)
     if run.planned.mismatched is not None and cost.forward is not None:
         samples = run.planned.mismatched.plan.samples
         every += float(cost.forward.flops(samples.lengths[places], samples.num_labels[places]).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
@@ -24,7 +24,7 @@ from flatout.models.load.source import read_model_config
 from flatout.models.lora.layer import choose_targets, freeze
 from flatout.models.scoring import score_module, use_scoring
 from flatout.objectives.load import load_objective
-from flatout.planner.shape import LayerShape, Linear, ModelShape
+from flatout.planner.shape import LayerShape, Linear, ModelShape, TowerShape
 
 # layer kinds with a window
 _WINDOWED = re.compile("sliding|chunked")
@@ -100,6 +100,32 @@ def _empty(values: Mapping[str, Any], origin: str, *, scores: bool) -> PreTraine
     return model
 
 
+def _tower_shape(model: PreTrainedModel, unread: Set[str]) -> TowerShape | None:
+    """Return the shape of the part that reads pictures: its first convolution, its layers and what projects patches."""
+    parts = {name: module for name, module in model.named_modules() if f"{name}.weight" in unread}
+    patch = next((one for one in parts.values() if isinstance(one, nn.Conv2d | nn.Conv3d)), None)
+    linears = {name: one for name, one in parts.items() if isinstance(one, nn.Linear)}
+    width = 0 if patch is None else patch.out_channels
+    of_patches = [name for name, one in linears.items() if one.in_features == width]
+    lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList)}
+    lists = {name: one for name, one in lists.items() if any(own.startswith(f"{name}.") for own in of_patches)}
+    if patch is None or not lists:
+        return None
+    path = max(lists, key=lambda name: sum(own.numel() for own in lists[name].parameters()))
+    in_layers = sum(one.weight.numel() for name, one in linears.items() if name.startswith(f"{path}."))
+    vision = getattr(model.config, "vision_config", None)
+    whole = getattr(vision, "fullatt_block_indexes", None) if getattr(vision, "window_size", None) else None
+    num_whole, size = len(lists[path]) if whole is None else len(whole), getattr(vision, "image_size", None)
+    size = size[0] if isinstance(size, list | tuple) else size
+    return TowerShape(
+        patch_values=patch.weight[0].numel(),
+        per_patch=in_layers + patch.weight.numel(),
+        per_token=sum(one.weight.numel() for one in linears.values()) - in_layers,
+        pair_width=2 * width * num_whole,
+        image_patches=(size // patch.kernel_size[-1]) ** 2 if isinstance(size, int) else None,
+    )
+
+
 def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
     decoder, path = layer_list(model)
     layers = decoder.get_submodule(path)
@@ -149,6 +175,7 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
             if not name.startswith(f"{layers_path}.")
         ),
         groups_experts=bool(experts_modules(layers)),
+        tower=_tower_shape(model, set(unread)),
         embedding=next(name for name, module in model.named_modules() if module is embedding),
         head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
         modules=tuple(

@@ -103,6 +103,14 @@ def with_pictures(shape: ModelShape, store: TokenStore, reporter: Reporter) -> M
     return replace(shape, picture_values=float((np.diff(ends) / store.lengths).max()))
 
 
+def tower_flops(shape: ModelShape, store: TokenStore) -> NDArray[np.float64] | None:
+    """Return the FLOPs that the tower takes for each sample's pictures, float64 (N,); None without pictures."""
+    if not store.num_pictures or shape.tower is None:
+        return None
+    each = shape.tower.flops(store.extra["picture_values"], store.extra["picture_tokens"])
+    return np.asarray(np.diff(np.append(0.0, np.cumsum(each))[store.picture_offsets]))
+
+
 def processor_of(store: TokenStore) -> PictureProcessor:
     """Return the image processor that a store was built with. Raises DataError."""
     meta = store.meta

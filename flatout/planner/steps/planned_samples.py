@@ -39,7 +39,7 @@ class PlannedSamples:
             batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
             lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
         every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
-        return every - step.shared_flops(cost)
+        return every + self.samples.tower_flops_of(indices) - step.shared_flops(cost)
 
     def forward_flops(self, step: StepPlan) -> float:
         """Return the FLOPs of passes without gradients over a step."""

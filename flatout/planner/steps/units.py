@@ -31,13 +31,15 @@ class Item(NamedTuple):
 class Samples:
     """Samples in training order: integer arrays of the same shape (n,); `ids` None means 0 to n - 1.
 
-    `units` numbers the unit of each, whose samples follow each other; None: each sample is a unit.
+    `units` numbers the unit of each, whose samples follow each other; None: each sample is a unit. `tower_flops` are
+    those of each sample's pictures, float64 (n,); None: no sample has any.
     """
 
     lengths: Integers
     num_labels: Integers
     ids: Integers | None = None
     units: Integers | None = None
+    tower_flops: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -46,7 +48,12 @@ class Samples:
         """Return the samples at these indices, in this order."""
         ids = indices if self.ids is None else self.ids[indices]
         units = None if self.units is None else self.units[indices]
-        return Samples(self.lengths[indices], self.num_labels[indices], ids, units)
+        tower = None if self.tower_flops is None else self.tower_flops[indices]
+        return Samples(self.lengths[indices], self.num_labels[indices], ids, units, tower)
+
+    def tower_flops_of(self, indices: NDArray[np.int64]) -> float:
+        """Return the FLOPs of these samples' pictures."""
+        return 0.0 if self.tower_flops is None else float(self.tower_flops[indices].sum())
 
     def indices_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the indices of these ids; only if `self.ids` is ascending."""
@@ -57,7 +64,8 @@ class Samples:
         """Return the samples as plain Python values, which small loops read faster than arrays."""
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
         units = repeat(None) if self.units is None else self.units.tolist()
-        costs = cost.flops(self.lengths, self.num_labels).tolist()
+        costs = cost.flops(self.lengths, self.num_labels)
+        costs = (costs if self.tower_flops is None else costs + self.tower_flops).tolist()
         return list(map(Item, ids, self.lengths.tolist(), self.num_labels.tolist(), costs, units))
 
     @property
