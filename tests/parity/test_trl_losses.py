@@ -1,25 +1,40 @@
-"""Losses of pairs equal those of TRL, of one pair a batch without padding, where the formula is the same.
+"""Losses over answers equal those of TRL where the formula is the same, and the tests say where it is not.
 
 TRL is not needed by flatout; the tests skip without it: `pip install trl==1.16.0` and `pytest -m exhaustive`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from flatout.bench.inputs import write_tokenizer
 from flatout.config.objective import class_of_kind
+from flatout.config.schema import ModelConfig
+from flatout.models.blocks import hidden_states
+from flatout.models.load.model import load_model
+from flatout.models.packed import BatchColumns, PackedBatch, flatten_samples, rows_of_positions
+from flatout.models.packed_loss import PackedLoss
+from flatout.models.scoring import ONE_SCORE, Scoring
+from flatout.models.token_head import TokenHead
+from flatout.objectives.kto import KTO
+from flatout.objectives.labels import LabelTokens
 from flatout.objectives.preference import Answers
+from flatout.objectives.reward import Reward
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.exhaustive
+CPU = torch.device("cpu")
 PROMPT, CHOSEN, REJECTED = [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -27,9 +42,9 @@ SHAPE = {
 }  # fmt: skip
 
 
-def logprobs(model: Any, answer: list[int]) -> Tensor:
+def logprobs(model: Any, answer: list[int], prompt: Sequence[int] = PROMPT) -> Tensor:
     """The sum of an answer's log-probabilities by a plain forward pass."""
-    ids = torch.tensor([[*PROMPT, *answer]])
+    ids = torch.tensor([[*prompt, *answer]])
     found = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return found[-len(answer) :].sum()
 
@@ -128,3 +143,130 @@ def test_orpo_trainer() -> None:
     told = -ORPOTrainer.odds_ratio_loss(trainer, *means)[0].mean()
     mine = ours("orpo", {"beta": 0.3, "sft_weight": 0.0}, model, reference)
     assert mine.item() == pytest.approx(told.item(), rel=2e-5)
+
+
+# prompts with answers of several lengths, so that TRL's batch is padded
+ROWS = [([5, 6, 7], [10, 11]), ([8, 9], [12, 13, 14, 15]), ([20, 21, 22, 23], [24]), ([5, 9, 11], [30, 31, 32])]
+
+
+def written(folder: Path, auto: Any, seed: int, **config: Any) -> tuple[Path, Any]:
+    """A model with large random weights, and its folder."""
+    torch.manual_seed(seed)
+    model = auto.from_config(AutoConfig.for_model("llama", **SHAPE, **config), dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.2
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder, model
+
+
+def packed(rows: list[tuple[list[int], list[int]]], unit_size: int, columns: dict[str, list[float]]) -> PackedBatch:
+    """Prompts and answers as one packed batch, with what an objective asks of it."""
+    samples = [(np.array(prompt + answer), np.arange(len(prompt + answer)) >= len(prompt)) for prompt, answer in rows]
+    batch = flatten_samples(samples)
+    per_unit = {name: torch.tensor(own).double() for name, own in columns.items() if len(own) < len(rows)}
+    asked = BatchColumns(
+        torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(answer) for _, answer in rows])),
+        torch.arange(len(rows)) // unit_size,
+        len(rows) // unit_size,
+        torch.from_numpy(rows_of_positions(batch, [len(ids) - 1 for ids, _ in samples], ())),
+        per_sample={name: torch.tensor(own).double() for name, own in columns.items() if name not in per_unit},
+        per_unit=per_unit,
+    )
+    return replace(batch, asked=asked)
+
+
+def compare(told: Tensor, theirs: Any, mine: Tensor, loaded: Any) -> None:
+    """The loss and the gradient of every weight."""
+    assert mine.item() == pytest.approx(told.item(), rel=2e-5)
+    told.backward()
+    mine.backward()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(loaded.model.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [{}, {"desirable_weight": 2.0, "undesirable_weight": 0.5}])
+def test_kto_trainer(tmp_path: Path, weights: dict[str, float]) -> None:
+    """One micro-batch whose answers are paired alike; with two, TRL has a z of each, and so another loss."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    class Trainer(KTOTrainer):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset  # it has token ids
+
+    (folder, model), (_, reference) = (written(tmp_path / str(seed), AutoModelForCausalLM, seed) for seed in (1, 0))
+    labels = [True, False, True, True]
+
+    def batch_of(places: list[int]) -> list[dict[str, Any]]:
+        others = places[-1:] + places[:-1]
+        return [
+            {"prompt_ids": ROWS[own][0], "completion_ids": ROWS[own][1], "KL_completion_ids": ROWS[other][1],
+             "label": labels[own]}
+            for own, other in zip(places, others, strict=True)
+        ]  # fmt: skip
+
+    args = KTOConfig(
+        str(tmp_path), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
+        per_device_train_batch_size=4, beta=1.0, **weights,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, ref_model=reference, args=args, train_dataset=Dataset.from_list(batch_of([0, 1, 2, 3])),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    steps = ([0, 1, 2, 3], [0, 1], [2, 3])
+    whole, *parts = [trainer.compute_loss(model, trainer.data_collator(batch_of(places))) for places in steps]
+
+    loaded = load_model(ModelConfig(name=str(folder), precision="fp32"), method="full", device=CPU, seed=0)
+    loss = PackedLoss(loaded.model, objective=KTO.of({"beta": 1.0, **weights}))
+    mismatched = [(ROWS[own][0], ROWS[own - 1][1]) for own in range(4)]
+    own, other = (
+        [logprobs(reference, answer, prompt).item() for prompt, answer in rows] for rows in (ROWS, mismatched)
+    )
+    others = packed(mismatched, 1, {"reference_logprob": other})
+    with torch.no_grad():
+        states = hidden_states(loaded.model, others)
+        estimated = loss.objective.estimate(LabelTokens(states, others, TokenHead(loaded.model, 64)))["kl"] / 4
+    assert estimated.item() > 0
+    loss.terms.estimates = {"kl": estimated}
+    told = [float(label) for label in labels]
+    mine, *_ = loss(
+        packed(ROWS, 1, {"reference_logprob": own, "label": told, "undesirable": [1 - one for one in told]})
+    )
+    assert (sum(parts) / 2).item() != pytest.approx(whole.item(), rel=1e-3)
+    compare(whole, model, mine / 4, loaded)
+
+
+@pytest.mark.parametrize("centering", [0.0, 0.01])
+@pytest.mark.parametrize("margin", [False, True])
+def test_reward_trainer(tmp_path: Path, margin: bool, centering: float) -> None:
+    """Several pairs of several lengths, which TRL pads."""
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    class Trainer(RewardTrainer):  # type: ignore[misc]
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset  # it has token ids
+
+    folder, model = written(tmp_path / "model", AutoModelForSequenceClassification, 0, num_labels=1)
+    margins = {"margin": [0.5, 1.5]} if margin else {}
+    pairs = [
+        {name: [*chain(*ROWS[2 * k + place])] for place, name in enumerate(("chosen_ids", "rejected_ids"))}
+        | {name: values[k] for name, values in margins.items()}
+        for k in range(2)
+    ]
+    args = RewardConfig(
+        str(tmp_path), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
+        per_device_train_batch_size=2, center_rewards_coefficient=centering or None,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Dataset.from_list(pairs),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    model.config.pad_token_id = 0
+    told = trainer.compute_loss(model, trainer.data_collator(pairs))
+    config, scoring = ModelConfig(name=str(folder), precision="fp32"), Scoring(ONE_SCORE, 0)
+    loaded = load_model(config, method="full", device=CPU, seed=0, scoring=scoring)
+    loss = PackedLoss(loaded.model, objective=Reward.of({"margin": margin, "centering": centering}))
+    mine, *_ = loss(packed(ROWS, 2, margins))
+    compare(told, model, mine / 2, loaded)
