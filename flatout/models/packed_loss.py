@@ -59,8 +59,8 @@ class PackedLoss(nn.Module):
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
         self.terms = Terms()
-        # reads the cross-entropy of a batch's label tokens (L,) in passes without gradients
-        self.on_token_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
+        # reads losses in passes without gradients: of label tokens (L,), or as `Readings.each`
+        self.on_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
     def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, ...]:
         """Return the objective's sums in the order of their names; strategies find the tensors in a plain tuple.
@@ -92,11 +92,12 @@ class PackedLoss(nn.Module):
             labels = SampleScores(states, batch, ScoreHead(self.model))
         else:
             labels = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
-            labels.keeps_losses = self.on_token_losses is not None and batch.num_label_tokens > 0
+            labels.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
         labels.estimates = self.terms.estimates
         loss_sum, *others = sums_of(self.objective, labels)
-        if self.on_token_losses and isinstance(labels, LabelTokens) and labels.kept_losses is not None:
-            self.on_token_losses(batch, labels.kept_losses)
+        found = labels.kept_losses if self.objective.scope == "token" else labels.each
+        if self.on_losses and found is not None:
+            self.on_losses(batch, found)
         if torch.is_grad_enabled():
             for term in self.terms.every:
                 loss_sum = term.add(loss_sum, self.model, batch)
@@ -125,6 +126,13 @@ def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) 
             raise
         where = f"{file}{line_of(error, Path(file))}"
         raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
+    if (each := labels.each) is not None:
+        count = labels.batch.num_units if objective.scope == "unit" else labels.batch.num_samples
+        if each.shape != (count,):
+            raise UsageError(
+                f"objective {objective.name} set `each` of shape {tuple(each.shape)}; expected ({count},), a loss for "
+                f"each {objective.scope}"
+            )
     if (wrong := _wrong_in(found, names)) is not None:
         raise UsageError(
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "

@@ -83,6 +83,11 @@ class Readings:
     scope: str = "unit"
     estimates: Mapping[str, Tensor] = MappingProxyType({})
     """The means that `Objective.estimates` names, without dimensions, fp64, without gradient."""
+    kept_losses: Tensor | None = None
+    """The cross-entropy of each label token (L,), if the objective has computed it."""
+    each: Tensor | None = None
+    """What an objective may set: the loss of each unit as `by_unit` has them (U,), or by scope `sample` of each sample
+    (S,). Evaluations name the units with the greatest."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -154,7 +159,9 @@ class LabelTokens(Readings):
 
     @cached_property
     def _losses(self) -> TokenLosses:
-        return self.head.token_losses(self.rows, self.token_ids)
+        found = self.head.token_losses(self.rows, self.token_ids)
+        self.kept_losses = found.losses
+        return found
 
     @cached_property
     def logprobs(self) -> Tensor:
@@ -171,11 +178,6 @@ class LabelTokens(Readings):
         if self.keeps_losses:
             return self.head.summed(self._losses)
         return self.head.cross_entropy(self.rows, self.token_ids)
-
-    @property
-    def kept_losses(self) -> Tensor | None:
-        """The cross-entropy of each label token (L,), if the objective has computed it."""
-        return self._losses.losses if "_losses" in vars(self) else None
 
     def nothing(self) -> Tensor:
         """See Readings."""

@@ -75,9 +75,11 @@ class Preference(Objective):
         pairs = [labels.by_unit(column) for column in read]
         chosen, rejected = (Answers(*(each[:, place] for each in pairs)) for place in (0, 1))
         losses, nll = self.losses(chosen, rejected), -chosen.mean
+        losses = losses + self.sft_weight * nll if self.sft_weight else losses
+        labels.each = losses
         first, second = self.rewards(chosen).detach(), self.rewards(rejected).detach()
         return {
-            "loss": (losses + self.sft_weight * nll if self.sft_weight else losses).sum(),
+            "loss": losses.sum(),
             "rewards/chosen": first.sum(),
             "rewards/rejected": second.sum(),
             "rewards/margins": (first - second).sum(),

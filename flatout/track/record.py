@@ -113,6 +113,7 @@ class EvalFigures:
 class WorstSample:
     """One evaluation sample with a great mean loss over its label tokens, and the row of `source` that it came from.
 
+    For an objective over whole answers, a sample or unit with a great loss; `text` then has the answers of a pair.
     `context` is what precedes its first label token and `text` what follows, both shortened.
     """
 

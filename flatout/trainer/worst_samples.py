@@ -1,15 +1,19 @@
-"""Which evaluation samples have the greatest losses, from the passes that evaluate anyway, and their text."""
+"""Which evaluation samples, or pairs, have the greatest losses, from the passes that evaluate anyway; their text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from flatout.config.objective import UNDESIRABLE
+from flatout.data.rows.formats.classify import CLASS
+from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
@@ -21,17 +25,22 @@ MAX_CONTEXT, MAX_TEXT = 400, 800
 
 
 class WorstSamples:
-    """Adds up the losses of label tokens by sample over one evaluation, if `eval.worst_samples` asks for any.
+    """Adds up the losses of one evaluation by sample, or by unit, such as a pair, if the objective compares answers.
 
-    An objective whose loss is no sum over tokens has no loss of one sample; nothing is recorded for it.
+    Nothing is recorded if `eval.worst_samples` is 0, or if an own objective over whole answers does not tell `each`.
     """
 
     def __init__(self, run: Run) -> None:
-        objective = run.planned.objective
-        self._run = run
-        self._count = run.config.eval.worst_samples if (objective.reads, objective.scope) == ("labels", "token") else 0
-        self._ids = [np.sort(each.plan.sample_ids) for each in run.eval_sets] if self._count else []
+        self._run, self._count, self._scope = run, run.config.eval.worst_samples, run.planned.objective.scope
+        self._ids = [self._firsts(each.store, each.plan.sample_ids) for each in run.eval_sets] if self._count else []
         self._sums = [torch.zeros(len(ids), dtype=torch.float64, device=run.device) for ids in self._ids]
+
+    def _firsts(self, store: TokenStore, sample_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Return the first sample of each thing that has a loss, ascending."""
+        ids = np.sort(sample_ids)
+        if self._scope != "unit" or store.unit_offsets is None:
+            return ids
+        return store.unit_offsets[np.unique(store.units_of(ids))]
 
     def start(self, place: int) -> None:
         """Start the evaluation set at `place`, also once more after its passes ran out of memory."""
@@ -42,43 +51,66 @@ class WorstSamples:
     def reading(self, place: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Read the losses of the pass within, over a micro-batch of the evaluation set at `place`."""
         if self._count:
-            self._run.loss.on_token_losses = partial(self._add, place, micro_batch)
+            self._run.loss.on_losses = partial(self._add, place, micro_batch)
         try:
             yield
         finally:
-            self._run.loss.on_token_losses = None
+            self._run.loss.on_losses = None
 
     def _add(self, place: int, micro_batch: MicroBatch, batch: PackedBatch, losses: Tensor) -> None:
-        sums = self._sums[place]
-        own = torch.from_numpy(np.searchsorted(self._ids[place], micro_batch.sample_ids)).to(sums.device)
-        sums.index_add_(0, own[batch.label_samples], losses.double())
+        sums, ids = self._sums[place], np.array(micro_batch.sample_ids)
+        ids = self._firsts(self._run.eval_sets[place].store, micro_batch.sample_ids) if self._scope == "unit" else ids
+        own = torch.from_numpy(np.searchsorted(self._ids[place], ids)).to(sums.device)
+        sums.index_add_(0, own[batch.label_samples] if self._scope == "token" else own, losses.double())
 
     def found(self) -> tuple[WorstSample, ...]:
-        """Return the samples of all evaluation sets with the greatest mean losses, the greatest first; collective."""
+        """Return what has the greatest losses in all evaluation sets, the greatest first; collective."""
         run, ranked = self._run, list[tuple[float, int, int]]()
         for place, (ids, sums) in enumerate(zip(self._ids, self._sums, strict=True)):
-            num_labels = run.eval_sets[place].store.num_labels[ids]
-            means = run.strategy.sum_values(sums).cpu().numpy() / np.maximum(1, num_labels)
-            greatest = np.argsort(-means, kind="stable")[: self._count]
-            ranked += [(float(means[one]), place, int(ids[one])) for one in greatest]
+            losses = run.strategy.sum_values(sums).cpu().numpy()
+            if self._scope == "token":
+                losses = losses / np.maximum(1, run.eval_sets[place].store.num_labels[ids])
+            greatest = np.argsort(-losses, kind="stable")[: self._count if losses.any() else 0]
+            ranked += [(float(losses[one]), place, int(ids[one])) for one in greatest]
         ranked.sort(key=lambda one: -one[0])
         if not ranked or not run.rank.is_first:
             return ()
         return tuple(self._sample(*one) for one in ranked[: self._count])
 
-    def _sample(self, loss: float, place: int, sample_id: int) -> WorstSample:
+    def _sample(self, loss: float, place: int, first: int) -> WorstSample:
         run, each = self._run, self._run.eval_sets[place]
         prompts = run.planned.prompts
         tokenizer = prompts.tokenizer if prompts else tokenizer_of(run.config.data, run.config.model.name)
-        (ids, mask), origin = each.store.sample(sample_id).pair, each.store.origin(sample_id)
-        first = int(np.argmax(mask))
-        context, text = (str(tokenizer.decode(part.tolist())) for part in (ids[:first], ids[first:]))
+        store, members = each.store, [first]
+        if self._scope == "unit" and store.unit_offsets is not None:
+            unit = int(store.units_of(np.array([first]))[0])
+            members = [*range(first, int(store.unit_offsets[unit + 1]))]
+        contexts, texts, names = [], [], self._names(store, members)
+        for name, sample_id in zip(names, members, strict=True):
+            ids, mask = store.sample(sample_id).pair
+            # a text with a label has no answer
+            start = 0 if run.planned.objective.reads == "scores" and len(members) == 1 else int(np.argmax(mask))
+            context, text = (str(tokenizer.decode(part.tolist())) for part in (ids[:start], ids[start:]))
+            contexts.append(context if len(context) <= MAX_CONTEXT else f"… {context[-MAX_CONTEXT:]}")
+            texts.append(name + (text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"))
+        origin = store.origin(first)
         return WorstSample(
             data=each.name,
             source=origin.source,
             row=origin.row_number,
             loss=round(loss, 6),
-            num_label_tokens=int(each.store.num_labels[sample_id]),
-            context=context if len(context) <= MAX_CONTEXT else f"… {context[-MAX_CONTEXT:]}",
-            text=text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …",
+            num_label_tokens=int(store.num_labels[members].sum()),
+            context=contexts[0],
+            text="\n\n".join(texts),
         )
+
+    def _names(self, store: TokenStore, members: Sequence[int]) -> list[str]:
+        """Return what the text of each sample begins with: its place in a pair, or its label."""
+        columns = self._run.planned.objective.needed_columns
+        if len(members) > 1:
+            return ["chosen: ", "rejected: "] if len(members) == 2 else [f"{at + 1}: " for at in range(len(members))]
+        if CLASS in columns:
+            return [f"{(store.meta.labels or ())[int(store.extra[CLASS][members[0]])]}: "]
+        if UNDESIRABLE in columns:
+            return ["undesirable: " if store.extra[UNDESIRABLE][members[0]] else "desirable: "]
+        return [""]

@@ -329,11 +329,12 @@ def test_passes_without_gradients_are_taken_again_too(
     for which, loss in (("step", "loss"), ("eval", "eval_loss")):
         one, other = (metrics_of(root / "run", which) for root in (whole, cut))
         assert len(one) == len(other) >= 3
-        assert bool(one[0].get("worst")) == ((kind, which) == ("cross_entropy", "eval"))
+        assert bool(one[0].get("worst")) == (which == "eval")
         for before, after in zip(one, other, strict=True):
             assert after[loss] == pytest.approx(before[loss], rel=1e-10)
             assert after["metrics"] == pytest.approx(before["metrics"], rel=1e-9, abs=1e-12)
             # the losses of single samples are not counted twice
-            assert [own["loss"] for own in after.get("worst", ())] == [own["loss"] for own in before.get("worst", ())]
+            worst = ([one["loss"] for one in record.get("worst", ())] for record in (before, after))
+            assert next(worst) == pytest.approx(next(worst), abs=2e-6)
     with pytest.raises(ResourceError, match=f"step ., {during}: out of GPU memory .* lower data.max_tokens"):
         train_preferences(tiny, tmp_path / "none", kind, phase, 5)

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from plain_losses import PAIRS, Answer
 from transformers import AutoModelForCausalLM
+from unit_store import write_units
 
 from flatout.cli.main import main
+from flatout.config.read import make_config
+from flatout.data import registry
 from flatout.data.token_store import TokenStore
 from flatout.track.run_log import read_run
+from flatout.trainer.run import train
 
 WRONG = "zq vx <b>jk</b> qz xv kj zz"
 
@@ -82,6 +87,56 @@ def test_a_wrong_answer_stands_first_on_every_page(
     assert WRONG in pages[2]
 
 
+# objective -> the units of a data set, or rows with labels
+JUDGED: dict[str, dict[str, Any]] = {
+    "simpo": {"sizes": [2] * 12},
+    "reward": {"sizes": [2] * 12},
+    "kto": {"sizes": [1] * 12, "labels": [1, 0, 0] * 4},
+    "classify": {"rows": [{"text": f"a text {k}" + "." * (k % 3), "label": "xyz"[k % 3]} for k in range(12)]},
+}
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_pairs_and_labelled_answers_stand_there_with_their_losses(tiny: Any, tmp_path: Path, kind: str) -> None:
+    given = dict(JUDGED[kind])
+    objective: dict[str, Any] = {"kind": kind}
+    if kind == "kto":
+        objective |= {"desirable_weight": 2.0, "undesirable_weight": 0.5}
+    data: dict[str, Any] = {"name": "d", "root": str(tmp_path)}
+    if rows := given.pop("rows", None):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data["sources"] = [{"path": str(tmp_path / "rows.jsonl")}]
+    else:
+        write_units(tmp_path, tiny.model_dir, name="d", **given)
+    values = {
+        "run_dir": str(tmp_path / "run"), "device": "cpu", "data": data, "objective": objective,
+        "model": {"name": str(tiny.model_dir), "precision": "fp32"}, "optim": {"lr": 1e-9}, "lora": {"rank": 4},
+        "batch": {"samples_per_step": 4, "micro_batch_tokens": 500, "max_steps": 1},
+        "eval": {"fraction": 0.5, "worst_samples": 64, "prompts": []},
+    }  # fmt: skip
+    train(make_config(values))
+    record, store = read_run(tmp_path / "run").evals[-1], TokenStore.open(registry.built_dir(tmp_path, "d"))
+    assert len(record.worst) == 6
+    assert [one.loss for one in record.worst] == sorted((one.loss for one in record.worst), reverse=True)
+    assert sum(one.loss for one in record.worst) / 6 == pytest.approx(record.eval_loss, rel=1e-4)
+    if kind == "kto":
+        assert {one.text.partition(": ")[0] for one in record.worst if one.loss > 0.5} == {"desirable"}
+        assert {one.text.partition(": ")[0] for one in record.worst if one.loss < 0.5} == {"undesirable"}
+    elif kind == "classify":
+        assert all(one.text.startswith(f"{rows[one.row - 1]['label']}: a text {one.row - 1}") for one in record.worst)
+    else:
+        assert all(one.text.startswith("chosen: ") and "\n\nrejected: " in one.text for one in record.worst)
+    if kind != "simpo":
+        return
+    _, loss_of, _ = PAIRS["simpo"]
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float32)
+    for one in record.worst:
+        both = [store.sample(2 * (one.row - 1) + place).pair for place in (0, 1)]
+        pair = [Answer(model, *(torch.tensor(part.tolist()) for part in own), 0.0) for own in both]
+        assert one.loss == pytest.approx(loss_of(*pair).item(), rel=1e-4)
+        assert one.num_label_tokens == sum(answer.n for answer in pair)
+
+
 OWN = """
 from flatout.objectives.protocol import Objective
 
@@ -89,6 +144,16 @@ class Own(Objective):
     scope = "sample"
     def __call__(self, labels):
         return {"loss": -labels.by_sample(labels.logprobs).sum()}
+
+class Telling(Own):
+    def __call__(self, labels):
+        labels.each = -labels.by_sample(labels.logprobs)
+        return super().__call__(labels)
+
+class Wrong(Own):
+    def __call__(self, labels):
+        labels.each = -labels.logprobs
+        return super().__call__(labels)
 """
 
 
@@ -103,3 +168,14 @@ def test_nothing_is_recorded_where_nobody_asks_or_a_sample_has_no_loss(
     # what is read of a pass changes no bit of it
     assert off.eval_loss == default.eval_loss
     assert own.eval_loss == pytest.approx(default.eval_loss, rel=1e-5)
+
+
+def test_an_own_objective_may_tell_the_loss_of_each(
+    tiny: Any, held_out: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    told = trained(tiny, held_out, tmp_path / "run", f"objective.path={tmp_path / 'own.py'}:Telling").evals[-1]
+    assert len(told.worst) == 8
+    with pytest.raises(AssertionError):
+        trained(tiny, held_out, tmp_path / "wrong", f"objective.path={tmp_path / 'own.py'}:Wrong")
+    assert "objective Wrong set `each` of shape" in " ".join(capfd.readouterr().err.split())
