@@ -27,6 +27,7 @@ _SAME = {
 
 def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     """Translate a YAML of Axolotl."""
+    given = _with_one_template(given)
     defaults: dict[str, Any] = {
         "adapter": "none", "num_epochs": 1, "lr_scheduler": "cosine", "micro_batch_size": 1, "sequence_len": 512,
         "excess_length_strategy": "drop",
@@ -47,6 +48,18 @@ def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translatio
         defaults |= {name: found[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in found}
         table, aliases = {**AXOLOTL, **_judged(method, loss)}, {**_SAME, **RL_NAMES}
     return t.translate(given, table, defaults=defaults, num_gpus=num_gpus, aliases=aliases)
+
+
+def _with_one_template(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the same with the template that all data sets name as that of the file, unless it has another."""
+    entries = given.get("datasets")
+    if not isinstance(entries, list) or not entries or not all(isinstance(each, Mapping) for each in entries):
+        return given
+    own = {str(each.get("chat_template")) for each in entries}
+    if len(own) > 1 or own & {"None", "tokenizer_default"} or given.get("chat_template", *own) not in own:
+        return given
+    rest = [{name: value for name, value in each.items() if name != "chat_template"} for each in entries]
+    return {**given, "chat_template": own.pop(), "datasets": rest}
 
 
 def _judged(method: str, loss: str) -> dict[str, Rule]:

@@ -40,7 +40,8 @@ _DATASET: Mapping[str, Rule] = {
     ),
     "columns": t.nested(
         {name: t.to(f"columns.{ours}") for name, ours in _COLUMNS.items()}
-        | t.each("images videos audios", t.off("only text can be trained on"))
+        | {"images": t.off("pictures are read at the processor's own size, not image_max_pixels; write data.sources")}
+        | t.each("videos audios", t.off("only text and pictures can be trained on"))
     ),
     "tags": t.nested(
         {
@@ -84,7 +85,8 @@ def _sources(given: Given, folder: Path) -> Became:
         known = read_json(root / "dataset_info.json", UsageError)
     except UsageError as error:
         raise RefusedError(str(error)) from None
-    names = [name.strip() for name in str(given.all.get("dataset", "")).split(",")]
+    named = given.all.get("dataset", "")
+    names = [str(name).strip() for name in (named if isinstance(named, list) else str(named).split(","))]
     if missing := [name for name in names if not isinstance(known.get(name), Mapping)]:
         raise RefusedError(f"{missing[0]!r:.60} is not in {root}/dataset_info.json")
     sources = [_source(known[name], name, root) for name in names]

@@ -182,6 +182,27 @@ def test_data_sets_of_axolotl(tmp_path: Path, entry: str, source: dict[str, Any]
     assert values["method"] == "full"
 
 
+@pytest.mark.parametrize("of_file", ["", "chat_template: llama3\n"])
+def test_one_template_of_all_data_sets_is_that_of_the_file(tmp_path: Path, of_file: str) -> None:
+    one, two = ("{path: %s, type: chat_template, chat_template: llama3}" % name for name in "ab")  # noqa: UP031
+    start = f"base_model: m\nlearning_rate: 1e-4\nsequence_len: 64\n{of_file}"
+    values = converted(tmp_path, f"{start}datasets: [{one}, {two}]\n")
+    assert values["data"]["template"] == "llama-3"
+    assert [source["path"] for source in values["data"]["sources"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("of_file", "of_other"),
+    [("chat_template: chatml\n", "llama3"), ("", "chatml"), ("chat_template: llama3\n", "chatml")],
+)
+def test_data_sets_of_several_templates_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_file: str, of_other: str
+) -> None:
+    entries = ", ".join(f"{{path: a, type: chat_template, chat_template: {name}}}" for name in ("llama3", of_other))
+    text = f"base_model: m\nlearning_rate: 1e-4\n{of_file}datasets: [{entries}]\n"
+    assert "chat_template: set data.template for all sets" in problems(tmp_path, text, capsys)
+
+
 @pytest.mark.parametrize(
     "entry", ["{path: a, type: sharegpt.load_role}", "{path: a, type: alpaca, shards: 2}", "a",
               "{path: a, type: {format: x}}",
@@ -226,6 +247,9 @@ def test_llamafactory(tmp_path: Path) -> None:
         "max_tokens": 1024,
         "too_long": "truncate",
     }
+    listed = yaml.safe_load(LLAMA_FACTORY) | {"dataset": ["own", "questions"]}
+    (tmp_path / "out.yaml").unlink()
+    assert converted(tmp_path, yaml.safe_dump(listed)) == values
     assert values["lora"] == {"rank": 8, "alpha": 16.0, "targets": "all-linear"}
     assert values["batch"] == {"samples_per_step": 8, "epochs": 3.0}
     assert values["checkpoint"] == {"every_steps": 500, "resume": "never"}
@@ -240,7 +264,9 @@ def test_llamafactory(tmp_path: Path) -> None:
         ("{stage: dpo, dataset: pairs, ref_model: org/m}", "ref_model: the reference is the model before training"),
         ("finetuning_type: oft", "finetuning_type: 'oft' is not supported"),
         ("dataset: missing", "dataset: 'missing' is not in"),
-        ("dataset: pictures", "dataset: pictures: columns: images: only text can be trained on"),
+        ("dataset: [own, missing]", "dataset: 'missing' is not in"),
+        ("dataset: pictures", "dataset: pictures: columns: images: pictures are read at the processor's own size"),
+        ("dataset: films", "dataset: films: columns: videos: only text and pictures can be trained on"),
         ("dataset: pairs", "dataset: pairs: its rows compare or judge answers, for stage: dpo or rm"),
         ("max_samples: 2", "max_samples: it counts each data set"),
         ("template: qwen3_vl", "template: 'qwen3_vl' is not one of llama3"),
@@ -253,7 +279,8 @@ def test_llamafactory_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
 ) -> None:
     pictures = {"file_name": "own.json", "columns": {"images": "images"}}
-    write_dataset_info(tmp_path, pictures=pictures, pairs={"file_name": "own.json", "ranking": True})
+    films = {"file_name": "own.json", "columns": {"videos": "videos"}}
+    write_dataset_info(tmp_path, pictures=pictures, films=films, pairs={"file_name": "own.json", "ranking": True})
     text = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | yaml.safe_load(change))
     assert message in problems(tmp_path, text, capsys)
 
