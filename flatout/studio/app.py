@@ -71,6 +71,7 @@ class _Settings(_Body):
 class _Build(_Settings):
     source: str
     format: str = "auto"
+    columns: dict[str, str] = {}
     replaces: bool = False
 
 
@@ -92,6 +93,14 @@ class _Samples(_Body):
     name: str
     first: int = Field(default=0, ge=0)
     count: int = Field(default=SAMPLES_PER_PAGE, ge=1, le=100)
+
+
+class _Columns(_Body):
+    source: str
+
+
+class _Rename(_Folder):
+    name: str
 
 
 class _Out(_Folder):
@@ -120,10 +129,10 @@ class _Chat(_Body):
 
 
 JOBS: dict[str, type[_Body]] = {
-    "build": _Build, "samples": _Samples, "plan": _Plan, "chat": _Chat, "out": _Out, "push": _Push,
+    "build": _Build, "columns": _Columns, "samples": _Samples, "plan": _Plan, "chat": _Chat, "out": _Out, "push": _Push,
 }  # fmt: skip
 # jobs that another job's worker does
-_WORKERS = {"samples": "plan", "out": "chat", "push": "chat"}
+_WORKERS = {"columns": "plan", "samples": "plan", "out": "chat", "push": "chat"}
 ACTIONS = ("train", "stop", "resume", "delete")
 # the pages, and the step of the road that each belongs to
 PAGES = {"data": "data", "plan": "plan", "runs": "runs", "run": "runs", "compare": "runs", "chat": "chat"}
@@ -152,6 +161,7 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None], mode
         Route("/api/run", studio.live),
         Route("/api/build", studio.follow_build),
         Route("/api/settings", studio.settings),
+        Route("/api/rename", studio.rename, methods=["POST"]),
         Route("/api/notes", studio.notes, methods=["POST"]),
         Route("/report", studio.report),
         Route("/api/upload", studio.upload, methods=["POST"]),
@@ -242,6 +252,12 @@ class Studio:
     def settings(self, request: Request) -> Response:
         """The settings of a run that differ from their defaults, as text by dotted name: where another one starts."""
         return JSONResponse(self.trainings.settings(self.workspace.inside(request.query_params.get("folder", ""))))
+
+    async def rename(self, request: Request) -> Response:
+        """Give a run another name, and its folder too; return the folder."""
+        body = await _read(request, _Rename)
+        found = await run_in_threadpool(self.trainings.rename, self.workspace.inside(body.folder), body.name)
+        return JSONResponse({"folder": found})
 
     async def notes(self, request: Request) -> Response:
         """Write a run's note and tags, which a space or a comma parts; return them."""

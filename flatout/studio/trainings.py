@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from threading import Lock
 from typing import Any
 
 from flatout.config.names import as_yaml
-from flatout.config.read import flatten, load_config, make_config
-from flatout.config.schema import Config
+from flatout.config.read import dump_config, flatten, load_config, make_config
+from flatout.config.schema import NAME_PATTERN, Config
 from flatout.config.template import render_template
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
@@ -111,6 +112,34 @@ class Trainings:
             if name not in ("name", "run_dir") and usual.get(name) != value
         }
 
+    def rename(self, folder: Path, name: str) -> str:
+        """Give a run that does not train another name and folder; return it.
+
+        Its settings say the new name, so that it resumes there. Raises UsageError for a name that is taken or wrong.
+        """
+        if re.fullmatch(NAME_PATTERN, name) is None:
+            raise UsageError(f"name {name!r:.80}: use up to 64 letters, digits, dots, dashes and underscores")
+        target = folder.with_name(name)
+        with self._lock:
+            self._require_free(folder)
+            self._require_run(folder)
+            if target.exists():
+                raise UsageError(f"{self._workspace.relative(target)} exists already; choose another name")
+            shown = self._workspace.relative(target)
+            # what stands in the files, and nothing else of them, is changed
+            own = {"name": name, "run_dir": None if shown == f"runs/{name}" else shown}
+            files = [folder / file for file in (CONFIG_FILE, "config.yaml") if (folder / file).is_file()]
+            changed = {file: dump_config(load_config(file).model_copy(update=own)) for file in files}
+            start = read_start(folder)
+            with RunLock(folder, "rename"):
+                for file, text in changed.items():
+                    DurableIO().write_bytes(file, text.encode())
+                if start is not None:
+                    DurableIO().write_json(folder / "start.json", asdict(replace(start, name=name, folder=shown)))
+                self._drawings.pop(folder, None)
+                DurableIO().rename(folder, target)
+        return shown
+
     def notes(self, folder: Path) -> RunNotes:
         """Return a run's note and tags. Raises DataError for a file that flatout did not write."""
         start = None
@@ -171,7 +200,8 @@ class Trainings:
         for name in folders:
             folder = self._workspace.root / name
             row: dict[str, Any] = {"folder": name, "state": self.state(folder), "started_at": folder.stat().st_mtime}
-            row["is_finished"] = row["state"] != "running" and (folder / "final").is_dir()
+            is_saved = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step-*"))
+            row["can_chat"] = row["state"] != "running" and is_saved
             try:
                 start = read_start(folder)
                 row["tags"] = read_notes(folder, start).tags

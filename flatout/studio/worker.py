@@ -42,7 +42,7 @@ def main() -> None:
         answers.flush()
 
     functions: dict[str, Callable[..., Any]] = {
-        "build": build, "samples": samples, "plan": plan, "chat": chat, "out": out, "push": push,
+        "build": build, "columns": columns, "samples": samples, "plan": plan, "chat": chat, "out": out, "push": push,
     }  # fmt: skip
     for text in sys.stdin:
         request = json.loads(text)
@@ -60,12 +60,18 @@ def _workspace() -> Workspace:
 
 
 def build(
-    settings: Mapping[str, str], overrides: Sequence[str], source: str, format: str, replaces: bool, emit: Emit
+    settings: Mapping[str, str],
+    overrides: Sequence[str],
+    source: str,
+    format: str,
+    columns: Mapping[str, str],
+    replaces: bool,
+    emit: Emit,
 ) -> str:
     """Tokenize a file of the workspace into a data set; return its name. `settings` are those of `data`."""
     workspace = _workspace()
     path = workspace.relative(workspace.inside(source))
-    sources = json.dumps([{"path": path, "hub": False, "format": format}])
+    sources = json.dumps([{"path": path, "hub": False, "format": format, "columns": columns}])
     config = workspace.config(settings, [f"data.sources={sources}", *overrides])
     emit(log=f"loading the tokenizer of {config.model.name}")
     from flatout.data.build import open_or_build
@@ -78,6 +84,34 @@ def build(
         log=lambda text: emit(log=text),
     )
     return config.data.name
+
+
+def columns(source: str, emit: Emit) -> dict[str, Any]:
+    """Return the columns of a file's first row, each with how its value begins, and what to make of them.
+
+    `problem` is empty if a format has these columns. Else `columns` are the ones that would make it readable, if any.
+    """
+    workspace = _workspace()
+    from flatout.config.schema import SourceConfig
+    from flatout.data.rows.archives import read_file
+    from flatout.data.rows.formats.parser import ColumnsError, make_parser
+    from flatout.data.rows.read import raise_error
+    from flatout.data.rows.sources import Unread
+    from flatout.errors import DataError
+
+    path = workspace.inside(source)
+    row = next(read_file(path, raise_error, Unread("", "skip")), None)
+    if row is None:
+        raise DataError(f"{source} has no rows; choose another file")
+    unknown = "no known format has these columns"
+    shown = {name: f"{value}"[:60] for name, value in row.columns.items() if value is not None}
+    try:
+        make_parser(SourceConfig(path=workspace.relative(path), hub=False), row)
+    except ColumnsError as error:
+        return {"found": shown, "columns": error.columns, "problem": unknown}
+    except DataError as error:
+        return {"found": shown, "columns": {}, "problem": unknown if unknown in str(error) else str(error)}
+    return {"found": shown, "columns": {}, "problem": ""}
 
 
 def samples(name: str, first: int, count: int, emit: Emit) -> dict[str, Any]:
@@ -148,21 +182,30 @@ def plan(
 _MODELS: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
 
 
-def _loaded(folder: Path, device: torch.device) -> tuple[Any, Any, Any]:
+def _loaded(folder: Path, device: torch.device, emit: Emit) -> tuple[Any, Any, Any]:
     """Return a run's model, its tokenizer, and its base: the model itself under its adapter, another, or None."""
     from flatout.config.read import load_config
     from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
+    from flatout.trainer.stopped import load_stopped
 
-    paths = resolve_model_paths(str(folder))
-    key = (str(folder), (folder / "final" if (folder / "final").is_dir() else folder).stat().st_mtime_ns)
+    is_run, is_finished = (folder / "config.yaml").is_file(), (folder / "final").is_dir()
+    results = folder / ("final" if is_finished else "checkpoints")
+    key = (str(folder), (results if results.is_dir() else folder).stat().st_mtime_ns)
     if key in _MODELS:
         return _MODELS[key]
     _MODELS.clear()
-    model, tokenizer = load_trained(paths, device=device)
+    if is_run and not is_finished:
+        model, tokenizer, step = load_stopped(folder, device)
+        emit(note=f"this run is not finished: it answers as it was after step {step:,}")
+        is_adapted = load_config(folder / "config.yaml").method == "lora"
+    else:
+        paths = resolve_model_paths(str(folder))
+        model, tokenizer = load_trained(paths, device=device)
+        is_adapted = paths.adapter is not None
     base = model
-    if paths.adapter is None and not (folder / "final").is_dir():
+    if not is_adapted and not is_run:
         base = None  # a model that no run has trained
-    elif paths.adapter is None:
+    elif not is_adapted:
         began = load_config(folder / "config.yaml").model
         is_random = began.init == "random"
         base = None if is_random else load_for_inference(began.name, revision=began.revision, device=device)
@@ -210,7 +253,7 @@ def chat(
     from flatout.models.lora.layer import without_adapter
     from flatout.rollout.chat import Sampling, answer
 
-    model, tokenizer, base = _loaded(folder, device)
+    model, tokenizer, base = _loaded(folder, device, emit)
     found = {}
     for side, one in (("run", model), ("base", base)):
         if one is None:

@@ -86,9 +86,28 @@
         if (!name.dataset.typed) name.value = stem;
       }
       name.addEventListener("input", () => { name.dataset.typed = "yes"; });
-      form.addEventListener("change", (event) => { if (event.target.name === "source") nameAfter(event.target.value); });
+      // Offers the file's columns if no format has them; an answer that comes after another choice is dropped.
+      let looked = "";
+      async function lookAt(path) {
+        looked = path;
+        nameAfter(path);
+        byId("columns").hidden = true;
+        try {
+          const seen = await follow(await ask("/api/columns", { source: path }), () => {});
+          if (looked !== path || !seen.problem) return;
+          for (const choice of document.querySelectorAll("[data-column]")) {
+            choice.replaceChildren(new Option("none", ""));
+            for (const [own, text] of Object.entries(seen.found)) choice.add(new Option(`${own}: ${text}`, own));
+            choice.value = seen.columns[choice.dataset.column] ?? "";
+          }
+          byId("columns-note").textContent = seen.problem + (Object.keys(seen.columns).length ? ". This is our guess; change it where it is wrong." : ". Say which of them the model reads and answers.");
+          byId("columns").hidden = false;
+        } catch (problem) { if (looked === path) show(error, problem.message); }
+      }
+      const columnsOf = () => byId("columns").hidden ? {} : Object.fromEntries([...document.querySelectorAll("[data-column]")].filter((one) => one.value).map((one) => [one.dataset.column, one.value]));
+      form.addEventListener("change", (event) => { if (event.target.name === "source") lookAt(event.target.value); });
       const chosen = form.querySelector("[name=source]:checked");
-      if (chosen) nameAfter(chosen.value);
+      if (chosen) lookAt(chosen.value);
       const models = byId("models").options;
       if (models.length === 1) form.elements["model.name"].value = models[0].value;
 
@@ -109,7 +128,7 @@
           byId("files").querySelector(".empty")?.remove();
           byId("files").prepend(label);
           status.textContent = `uploaded ${path}` + (files.length > 1 ? `; only the first of ${files.length} files was taken` : "");
-          nameAfter(path);
+          lookAt(path);
         } catch (problem) {
           status.textContent = problem.message;
         }
@@ -154,7 +173,7 @@
         const source = form.elements.source?.value;
         if (!source) return show(error, "Choose a file, or upload one.");
         try {
-          const body = { source, format: form.elements.format.value, replaces: byId("replaces").checked, settings: settingsOf(form), overrides: overridesOf() };
+          const body = { source, format: form.elements.format.value, columns: columnsOf(), replaces: byId("replaces").checked, settings: settingsOf(form), overrides: overridesOf() };
           delete body.settings.format;
           await followBuild(await ask("/api/build", body));
         } catch (problem) { show(error, problem.message); }
@@ -256,7 +275,7 @@
         figure("time", plan.time_s === null ? "not known" : duration(plan.time_s));
         figure("steps", count.format(plan.num_steps));
         figure("tokens", (plan.num_tokens < 1e6 ? count : short).format(plan.num_tokens));
-        figure("padding", (plan.padding_avoided * 100).toFixed(1) + " %");
+        figure("padding", (plan.padding_avoided * 100).toFixed(1) + "%");
         const key = byId("memory-key"), memory = byId("memory-bar");
         key.textContent = memory.textContent = "";
         parts.forEach(([name, bytes], index) => {
@@ -382,8 +401,9 @@
         byId("stop").hidden = state !== "running";
         byId("stop").disabled = asked === "stop";
         byId("resume").hidden = !["stopped", "failed", "interrupted"].includes(state);
-        byId("talk").hidden = byId("take-away").hidden = state !== "complete";
-        byId("delete").hidden = state === "running";
+        byId("take-away").hidden = state !== "complete";
+        byId("talk").hidden = !["complete", "stopped", "interrupted"].includes(state);
+        byId("delete").hidden = byId("rename").hidden = state === "running";
         setTimeout(poll, state === "running" ? 1000 : 3000);
       }
       for (const action of ["stop", "resume"]) {
@@ -395,6 +415,15 @@
       byId("delete").addEventListener("click", async () => {
         if (!confirm(`Delete ${folder} with its checkpoints and results? This cannot be undone.`)) return;
         try { await ask("/api/delete", { folder }); location.href = "/runs"; } catch (problem) { show(error, problem.message); }
+      });
+      byId("rename").addEventListener("click", async () => {
+        const name = prompt(`A new name for ${folder}, and for its folder:`, folder.split("/").pop());
+        if (name === null || name === folder.split("/").pop()) return;
+        show(error, "");
+        try {
+          const renamed = await (await ask("/api/rename", { folder, name: name.trim() })).json();
+          location.href = "/run?folder=" + encodeURIComponent(renamed.folder);
+        } catch (problem) { show(error, problem.message); }
       });
       byId("notes").addEventListener("submit", async (event) => {
         event.preventDefault();

@@ -123,6 +123,7 @@ def test_the_whole_road_runs_in_a_browser(browser: Any, studio: tuple[str, Path]
     take_it_away(page, workspace / "runs" / "first")
     ask_both_models(page)
     compare_two_runs(page, workspace / "runs")
+    name_and_note(page, workspace / "runs" / "first")
     start_from_and_delete(page, workspace / "runs" / "second")
     assert not page.errors
 
@@ -170,6 +171,7 @@ def watch_stop_and_resume(page: Page, folder: Path) -> None:
     assert list((folder / "checkpoints").iterdir())
     assert log.start is not None
     assert log.start.num_ranks == 2
+    ask_a_stopped_run(page)
     page.find("#resume").click()
     page.until(lambda: page.text("#state") == "complete", "the end of the run")
     page.until(lambda: "resumed at step" in page.text("#live"), "the last drawing")
@@ -181,6 +183,19 @@ def watch_stop_and_resume(page: Page, folder: Path) -> None:
     assert start.num_ranks == 2
 
 
+def ask_a_stopped_run(page: Page) -> None:
+    """It answers from its checkpoint, and its page is there again."""
+    address = page.driver.current_url
+    page.find("#talk").click()
+    page.fill("#prompt", "What is your name?")
+    page.fill("#max-tokens", "6")
+    page.find("#chat [type=submit]").click()
+    page.find("#turns .answered")
+    assert "not finished: it answers as it was after step" in page.text("#chat-note")
+    page.driver.get(address)
+    page.until(lambda: page.text("#state") == "stopped", "the run's page")
+
+
 def take_it_away(page: Page, folder: Path) -> None:
     """Merge the run and write it for llama.cpp, from its page."""
     for to, file in (("merged", "merged/model.safetensors"), ("gguf", "gguf")):
@@ -190,9 +205,31 @@ def take_it_away(page: Page, folder: Path) -> None:
         assert (folder / file).exists()
 
 
+def name_and_note(page: Page, folder: Path) -> None:
+    """A note and tags are saved and shown; another name is asked for, and taken only with a yes."""
+    address = page.driver.execute_script("return location.origin")
+    page.driver.get(f"{address}/run?folder=runs/first")
+    page.driver.execute_script("document.getElementById('notes-box').open = true")
+    page.fill("#tags", "baseline v1")
+    page.fill("#note", "with two ranks")
+    page.find("#notes [type=submit]").click()
+    page.until(lambda: page.text("#notes-status") == "saved", "the note")
+    page.until(lambda: "with two ranks" in page.text("#live .own"), "the note on the page")
+    for is_sure in (False, True):
+        page.find("#rename").click()
+        question = page.driver.switch_to.alert
+        assert "runs/first" in question.text
+        question.send_keys("renamed")
+        (question.accept if is_sure else question.dismiss)()
+        page.until(lambda is_sure=is_sure: folder.exists() != is_sure, "the answer")
+    page.until(lambda: page.text(".runbar b") == "runs/renamed", "the page of the new name")
+    page.until(lambda: "baseline" in page.text("#live .tags"), "the tags")
+    page.shoot("renamed")
+
+
 def start_from_and_delete(page: Page, folder: Path) -> None:
     """A run's settings fill the form; the run is gone after a question, and not before."""
-    address = page.driver.current_url.split("/compare")[0]
+    address = page.driver.execute_script("return location.origin")
     page.driver.get(f"{address}/run?folder=runs/second")
     page.find("a[href^='/plan?from']").click()
     page.until(lambda: page.text("#presets-status") == "settings of runs/second", "the settings")
@@ -228,3 +265,31 @@ def compare_two_runs(page: Page, runs: Path) -> None:
     page.find("#runs [type=submit]").click()
     page.until(lambda: page.all(".chart path.line"), "curves")
     page.shoot("compare")
+
+
+@pytest.mark.slow
+def test_columns_that_no_format_has_are_offered(browser: Any, studio: tuple[str, Path], tiny: Tiny) -> None:
+    """The page offers the columns with what stands in them, what was chosen is trained, and other files need none."""
+    address, workspace = studio
+    (workspace / "pairs.csv").write_text(
+        "frage,antwort\n" + "".join(f"Wie heisst du?,Ich bin Test {n}.\n" for n in range(9))
+    )
+    (workspace / "near.csv").write_text("question,answer\nWho?,A test.\n")
+    shutil.copy(tiny.chats, workspace / "chats.jsonl")
+    page = Page(browser)
+    browser.get(address)
+    page.find("#files label:has([value='near.csv'])").click()
+    page.until(lambda: "This is our guess" in page.text("#columns-note"), "the guess")
+    assert page.find("#column-output").get_property("value") == "answer"
+    page.find("#files label:has([value='chats.jsonl'])").click()
+    page.until(lambda: not browser.find_element("id", "columns").is_displayed(), "a file that needs none")
+    page.find("#files label:has([value='pairs.csv'])").click()
+    page.until(lambda: "Say which of them" in page.text("#columns-note"), "the columns")
+    assert "frage: Wie heisst du?" in page.text("#column-instruction")
+    page.fill("#column-instruction", "frage")
+    page.fill("#column-output", "antwort")
+    page.shoot("columns")
+    page.find("#build [type=submit]").click()
+    page.until(lambda: "of 9" in page.text("#samples-status"), "the samples")
+    assert "Ich bin Test 0." in page.text("#samples-body")
+    assert not page.errors

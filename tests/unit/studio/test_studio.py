@@ -524,6 +524,46 @@ def test_a_run_has_a_note_and_tags(client: Any, workspace: Path) -> None:
     shutil.rmtree(folder)
 
 
+def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace: Path) -> None:
+    folder = write_synthetic_run(workspace / "runs" / "before", num_steps=20)
+    (folder / "config.yaml").write_text("{name: before, model: {name: tiny-model}, data: {name: chats}}")
+    write_synthetic_run(workspace / "runs" / "taken", num_steps=20)
+    rename = {"folder": "runs/before", "name": "after"}
+    with RunLock(folder):
+        assert "is locked by" in refusal(client.post("/api/rename", json=rename), 409)
+    assert "exists already" in refusal(client.post("/api/rename", json=rename | {"name": "taken"}), 400)
+    for name in ("../up", "", "a b"):
+        assert "use up to 64 letters" in refusal(client.post("/api/rename", json=rename | {"name": name}), 400)
+    assert "not the folder of a run" in refusal(client.post("/api/rename", json=rename | {"folder": "tiny-model"}), 400)
+    assert (folder / "config.yaml").is_file()
+    assert client.post("/api/rename", json=rename).json() == {"folder": "runs/after"}
+    assert not folder.exists()
+    moved = load_config(workspace / "runs" / "after" / "config.yaml")
+    assert (moved.name, moved.folder, moved.model.name) == ("after", Path("runs/after"), "tiny-model")
+    assert "after" in client.get("/api/run", params={"folder": "runs/after"}).json()["html"]
+    for name in ("after", "taken"):
+        shutil.rmtree(workspace / "runs" / name)
+
+
+def test_columns_that_no_format_has_are_offered_and_read(client: Any, workspace: Path) -> None:
+    (workspace / "pairs.csv").write_text("frage,antwort\n" + "Wie heisst du?,Ich bin ein Test.\n" * 4)
+    (workspace / "known.csv").write_text("question,answer\n" + "Who?,A test.\n" * 4)
+    seen = lines_of(client.post("/api/columns", json={"source": "pairs.csv"}))[-1]["result"]
+    assert seen["found"] == {"frage": "Wie heisst du?", "antwort": "Ich bin ein Test."}
+    assert "no known format" in seen["problem"]
+    near = lines_of(client.post("/api/columns", json={"source": "known.csv"}))[-1]["result"]
+    assert near["columns"] == {"instruction": "question", "output": "answer"}
+    assert lines_of(client.post("/api/columns", json={"source": "chats.jsonl"}))[-1]["result"]["problem"] == ""
+    settings = {"model.name": "tiny-model", "data.name": "pairs"}
+    body = {"source": "pairs.csv", "settings": settings, "columns": {"instruction": "frage", "output": "antwort"}}
+    assert lines_of(client.post("/api/build", json=body))[-1] == {"result": "pairs"}
+    shown = lines_of(client.post("/api/samples", json={"name": "pairs"}))[-1]["result"]["samples"]
+    assert "antwort" not in shown
+    assert "Test" in shown
+    wrong = body | {"settings": settings | {"data.name": "no"}, "columns": {"instruction": "x", "output": "y"}}
+    assert "'x'" in lines_of(client.post("/api/build", json=wrong))[-1]["error"]
+
+
 def test_a_model_without_weights_has_no_plan(client: Any, workspace: Path) -> None:
     shutil.copytree(workspace / "tiny-model", workspace / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
     body = {"settings": {**SETTINGS, "model.name": "empty-model"}}
