@@ -57,7 +57,7 @@ def run_suite(tests: Path, num_processes: int, junit: Path) -> list[Case]:
     Raises:
         SystemExit: pytest ended before it ran the tests, or found none.
     """
-    command = [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-rfE", f"--junitxml={junit}"]
+    command = [sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-rfE", "-vv", f"--junitxml={junit}"]
     # one test at a time, so that a slow one holds up no other
     command += ["-o", "junit_family=xunit1", "-n", str(num_processes), "--dist", "load", "--maxschedchunk", "1"]
     threads = str(max(1, (os.cpu_count() or 1) // num_processes))

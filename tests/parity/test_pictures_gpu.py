@@ -41,7 +41,7 @@ def moved(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> to
     return torch.cat([(after[name].double() - before[name].double()).flatten() for name in sorted(before)])
 
 
-@pytest.mark.parametrize(("device", "family", "layout", "precision"), cases())
+@pytest.mark.parametrize(("device", "family", "layout", "precision"), list(cases()))
 def test_steps_equal_plain_ones(
     world: PictureWorld, tmp_path: Path, metrics_of: Any, device: str, family: str, layout: str, precision: str
 ) -> None:
