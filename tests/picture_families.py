@@ -214,6 +214,42 @@ def _ovis(ids: Ids) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, images
 
 
+def gemma(kind: str) -> Callable[[Ids], tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what makes Gemma 3 or 4, which attend in both directions inside a picture."""
+
+    def make(ids: Ids) -> tuple[dict[str, Any], dict[str, Any]]:
+        text = {
+            **_TEXT, "head_dim": 8, "sliding_window": 32, "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }  # fmt: skip
+        if kind == "3":
+            config = {
+                "text_config": text,
+                "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+                "mm_tokens_per_image": 4, "image_token_index": ids("<image_soft_token>"),
+                "boi_token_index": ids("<start_of_image>"), "eoi_token_index": ids("<end_of_image>"),
+            }  # fmt: skip
+            return config, {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}}
+        text |= {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "global_head_dim": 8}
+        text.pop("query_pre_attn_scalar")
+        vision = {
+            **_TOWER, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2, "position_embedding_size": 64,
+        }  # fmt: skip
+        del vision["image_size"]
+        config = {
+            "text_config": text, "vision_config": vision, "audio_config": None, "image_token_id": ids("<|image|>"),
+            "boi_token_id": ids("<start_of_image>"), "eoi_token_id": ids("<end_of_image>"),
+            "video_token_id": ids("<|video|>"), "audio_token_id": ids("<|audio|>"),
+        }  # fmt: skip
+        images = {
+            "image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70,
+            "pooling_kernel_size": 2,
+        }  # fmt: skip
+        return config, images
+
+    return make
+
+
 def _paddle(ids: Ids) -> tuple[dict[str, Any], dict[str, Any]]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     config = {
@@ -239,6 +275,7 @@ _INTERNVL = {
     "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }  # fmt: skip
+_GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 FAMILIES = {
     "qwen2_5_vl": Family("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", _QWEN, qwen("Qwen2_5_VLConfig")),
     "qwen3_vl": Family("Qwen3VLConfig", "Qwen3VLProcessor", _QWEN, qwen("Qwen3VLConfig")),
@@ -277,6 +314,15 @@ FAMILIES = {
         {"patch_size": 4, "img_size": 16, "downsample_factor": 2},
     ),
     "ovis2": Family("Ovis2Config", "Ovis2Processor", _marked("<image>"), _ovis, {"image_seq_length": 4}),
+    "gemma3": Family(
+        "Gemma3Config", "Gemma3Processor", _marked("<start_of_image>"), gemma("3"), {"image_seq_length": 4},
+        {**_GEMMA, "image_token": "<image_soft_token>"}, ("rows",),
+    ),
+    "gemma4": Family(
+        "Gemma4Config", "Gemma4Processor", _marked("<|image|>"), gemma("4"), {},
+        {**_GEMMA, "image_token": "<|image|>", "audio_token": "<|audio|>", "boa_token": "[IMG_BREAK]",
+         "eoa_token": "[IMG_END]"}, ("rows",), None, 1e-7,
+    ),
     "glm4v": Family(
         "Glm4vConfig", "Glm4vProcessor", _marked("<|begin_of_image|><|image|><|end_of_image|>"), qwen("Glm4vConfig")
     ),
@@ -288,6 +334,7 @@ FAMILIES = {
         {"image_token": "<image>"},
     ),
 }  # fmt: skip
-_BY_DEFAULT = ("qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3")
-SOME_FAMILIES = [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.exhaustive) for name in FAMILIES]
+# the families that most tests read
+BY_DEFAULT = ("qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3")
+SOME_FAMILIES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.exhaustive) for name in FAMILIES]
 """All, of which four run without `-m exhaustive`."""

@@ -46,6 +46,9 @@ _LOGITS_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft
 # vision-language models that do not scale their logits, though the config of their text part says so
 UNSCALED_LOGITS = frozenset({"aya_vision", "cohere2_vision"})
 
+# decoders that attend in both directions inside a picture: the argument that says which tokens are of one
+ATTENDING = {"gemma3_text": "token_type_ids", "gemma4_text": "mm_token_type_ids"}
+
 # fields of a config that limit how far back a token attends
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
 
@@ -60,12 +63,16 @@ class LayoutChoice(NamedTuple):
     reason: str
 
 
-def choose_layout(config: Any, wanted: Literal["auto", "packed", "rows"]) -> LayoutChoice:
+def choose_layout(
+    config: Any, wanted: Literal["auto", "packed", "rows"], *, has_pictures: bool = False
+) -> LayoutChoice:
     """Choose a model's layout from its config; `auto` packs unless packing is known to be inexact.
 
     The self-test at start-up proves the choice. Raises UsageError if `packed` is wanted and known to be inexact.
     """
     problem = packing_problem(config)
+    if has_pictures and picture_kinds(config):
+        problem = "it attends in both directions inside a picture"
     if wanted == "packed" and problem is not None:
         raise UsageError(
             f"batch.layout: model type {config.model_type} cannot be trained on packed documents: {problem}; set "
@@ -95,6 +102,16 @@ def packing_problem(config: Any) -> str | None:
     if stateful:
         return f"its {', '.join(stateful)} layers carry state from one packed document into the next"
     return None
+
+
+def picture_kinds(config: Any) -> str | None:
+    """Return the argument that tells a text model which tokens are of pictures; None if it is causal there too.
+
+    Inside a picture it then attends in both directions.
+    """
+    if config.model_type == "gemma4_text" and config.use_bidirectional_attention != "vision":
+        return None
+    return ATTENDING.get(config.model_type)
 
 
 def is_stateful_kind(kind: str) -> bool:

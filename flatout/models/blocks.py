@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.models.arch_quirks import MAMBA2, packed_hybrid
+from flatout.models.arch_quirks import MAMBA2, packed_hybrid, picture_kinds
 from flatout.models.packed import PackedBatch
 from flatout.models.slot_cache import SlotCache
 
@@ -181,7 +181,14 @@ def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
     if batch.pictures is not None:
         with torch.no_grad():
             given[FEATURES] = {"image": image_features(model, batch.pictures)}
+        if kinds := picture_kinds(model.config.get_text_config()):
+            given[kinds] = batch.token_ids.eq(picture_token(model)).int().view(batch.shape)
     return given
+
+
+def picture_token(model: PreTrainedModel) -> int:
+    """Return the token that a model puts the features of pictures in place of; -1 if its config names none."""
+    return int(getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", -1)))
 
 
 def image_features(model: PreTrainedModel, pictures: Mapping[str, torch.Tensor]) -> Any:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.errors import PackingError, UsageError, first_line
-from flatout.models.blocks import TRANSFORMERS_ATTENTION, attention_of_parts, hidden_states
+from flatout.models.arch_quirks import ATTENDING, picture_kinds
+from flatout.models.blocks import TRANSFORMERS_ATTENTION, attention_of_parts, hidden_states, picture_token
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.probe import MODEL_ERRORS, has_experts, relative_error, widened
@@ -33,17 +34,16 @@ Pack = Callable[[PackedBatch, Sequence[Any], Sequence[int], Sequence[NDArray[Any
 
 def require_picture_model(model: PreTrainedModel, token_id: int) -> None:
     """Raise UsageError unless a model reads pictures where a processor writes the token `token_id`."""
-    config, kind = model.config, model.config.model_type
+    kind, text = model.config.model_type, model.config.get_text_config()
     if not hasattr(model.base_model, "get_image_features"):
         raise UsageError(f"the data has pictures, but model type {kind} reads none; choose a vision-language model")
     reads = {"token_type_ids", "mm_token_type_ids"} & set(inspect.signature(model.base_model.forward).parameters)
-    if reads and not hasattr(model.base_model, "get_rope_index"):
+    if reads and not (hasattr(model.base_model, "get_rope_index") or text.model_type in ATTENDING):
         raise UsageError(
-            f"the data has pictures, and model type {kind} attends in both directions inside one, which is not built "
-            "yet; choose a different model, or train on rows without pictures"
+            f"the data has pictures, and model type {kind} attends in both directions in more than pictures, which is "
+            "not built; choose a different model, or train on rows without pictures"
         )
-    own = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    if own != token_id:
+    if (own := picture_token(model)) != token_id:
         raise UsageError(
             f"the data has pictures at token {token_id}, but this model reads them at {own}; build the set with the "
             "model's own tokenizer"
@@ -135,14 +135,18 @@ def _layout(loaded: LoadedModel) -> str:
     return "padded" if loaded.is_padded else "packed"
 
 
-def read_with_own_attention(model: PreTrainedModel) -> None:
-    """Let every part but the text's decoder use transformers' attention: a picture's patches see each other."""
+def read_with_own_attention(model: PreTrainedModel) -> bool:
+    """Let every part but the text's decoder use transformers' attention: a picture's patches see each other.
+
+    A decoder that attends in both directions inside a picture uses it too; return whether it does.
+    """
     config, text = model.config, model.config.get_text_config()
-    own = attention_of_parts(model)
+    own, with_text = attention_of_parts(model), picture_kinds(text) is not None
     for name in own.keys() - {""}:
-        if getattr(config, name) is not text:
+        if with_text or getattr(config, name) is not text:
             own[name] = "sdpa"
     try:
         model.set_attn_implementation(own)
     except ValueError:  # a tower without it
         model.set_attn_implementation({name: "eager" if held == "sdpa" else held for name, held in own.items()})
+    return with_text

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from flatout.models.arch_quirks import picture_kinds
 from flatout.models.packed import PackedBatch
 from flatout.models.picture_check import require_picture_model
 
@@ -26,7 +27,10 @@ class ImageReader(Protocol):
 
 
 class PicturePacker:
-    """Adds images to batches: what the tower reads, and positions by the model's own rule."""
+    """Adds images to batches: what the tower reads, and positions by the model's own rule.
+
+    `kinds` is the argument that says which tokens are of pictures; None for a model that is causal there too.
+    """
 
     def __init__(self, reader: ImageReader, model: PreTrainedModel) -> None:
         """Raises UsageError for a model that reads no pictures, or other tokens than the processor writes."""
@@ -34,6 +38,7 @@ class PicturePacker:
         self._reader = reader
         self._arguments = set(inspect.signature(model.base_model.get_image_features).parameters)
         self._positions = getattr(model.base_model, "get_rope_index", None)
+        self.kinds = picture_kinds(model.config.get_text_config())
 
     @property
     def token_id(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import NumericError, PackingError, ResourceError, UsageError, first_line
-from flatout.models.arch_quirks import whole_document_problem
+from flatout.models.arch_quirks import picture_kinds, whole_document_problem
 from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
 from flatout.planner.steps.padded import row_length
@@ -116,7 +116,8 @@ class InProcess(Sampler):
         weights, backends = self.weights, list[BackendName]()
         fits = not weights.prefers_own_cache or num_answers > 1
         config = weights.model.config.get_text_config()
-        if weights.packs is not None and fits and whole_document_problem(config) is None:
+        both_ways = weights.pictures is not None and picture_kinds(config) is not None
+        if weights.packs is not None and fits and not both_ways and whole_document_problem(config) is None:
             backends.append("slots")
         return [name for name in (*backends, "own cache", "recomputed") if self.known.get(name, True)]
 

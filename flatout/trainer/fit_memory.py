@@ -61,7 +61,7 @@ def plan_layout(
     reporter.phase("planning")
     unpackable, unsharable = problems
     text_config = read_text_config(config.model.name, config.model.revision)
-    is_padded = pads_samples(config, text_config, reporter, unpackable)
+    is_padded = pads_samples(config, text_config, reporter, unpackable, has_pictures=bool(data.store.num_pictures))
     reporter.phase("looking for shared prefixes")
     prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, inexact=unsharable)
     reporter.phase("planning")
@@ -141,9 +141,14 @@ def fit_plan(
     return plan, parallel_layout, memory
 
 
-def pads_samples(config: Config, text_config: Any, reporter: Reporter, unpackable: str | None) -> bool:
+def pads_samples(
+    config: Config, text_config: Any, reporter: Reporter, unpackable: str | None, *, has_pictures: bool = False
+) -> bool:
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
-    choice = LayoutChoice("rows", unpackable) if unpackable else choose_layout(text_config, config.batch.layout)
+    if unpackable:
+        choice = LayoutChoice("rows", unpackable)
+    else:
+        choice = choose_layout(text_config, config.batch.layout, has_pictures=has_pictures)
     shared = {"experts.parallel": config.experts.parallel, "context.parallel": config.context.parallel}
     for name, num_ranks in shared.items():
         if choice.layout == "rows" and num_ranks > 1:

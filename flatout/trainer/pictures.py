@@ -84,8 +84,9 @@ class PictureMaker(PicturePacker):
         if images:
             values = self._processor.values_of(images)
             given |= {name: torch.from_numpy(held) for name, held in values.items()}
-            if self.has_axes:
-                given["mm_token_type_ids"] = (ids == self._processor.token_id).int()
+            kinds = "mm_token_type_ids" if self.has_axes else self.kinds
+            if kinds is not None:
+                given[kinds] = (ids == self._processor.token_id).int()
         return given
 
     def close(self) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flatout.config.schema import Config
+from flatout.data.token_store import TokenStore
 from flatout.environment import CHECK_AGAIN, checks_again
-from flatout.errors import CheckpointError, ResourceError
+from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
 from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
@@ -84,6 +86,7 @@ class Proofs:
 
     def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
         """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
+        loaded = self._attending(loaded)
         if known := self.find("self-test"):
             self._prove_pictures(loaded)
             return loaded, f"{known.facts['line']}; {known.since}"
@@ -102,16 +105,31 @@ class Proofs:
         self._prove_pictures(proved)
         return proved, line
 
+    @property
+    def _pictures(self) -> TokenStore | None:
+        """The first set of the run that has pictures."""
+        stores = [self._planned.store, *(each.store for each in self._planned.eval_sets)]
+        return next((store for store in stores if store.num_pictures), None)
+
+    def _attending(self, loaded: LoadedModel) -> LoadedModel:
+        """Return the model with the attention that the run's pictures need. Raises UsageError if another is wanted."""
+        if self._pictures is None or not read_with_own_attention(loaded.model):
+            return loaded
+        if (wanted := self._config.model.attention) != "auto":
+            raise UsageError(
+                f"model.attention: {wanted} is causal, but model type {loaded.model.config.model_type} attends in both "
+                "directions inside a picture; set model.attention: auto"
+            )
+        return replace(loaded, attention="transformers")
+
     def _prove_pictures(self, loaded: LoadedModel) -> None:
         """Prove pictures on all ranks as `models/picture_check.py` does, and report it; not for data without any."""
-        stores = [self._planned.store, *(each.store for each in self._planned.eval_sets)]
-        if (store := next((store for store in stores if store.num_pictures), None)) is None:
+        if (store := self._pictures) is None:
             return
         require_trainable(self._config, store, self._planned.parallel_layout)
         found: list[str] = []
 
         def check() -> None:
-            read_with_own_attention(loaded.model)
             maker = PictureMaker(processor_of(store), loaded.model)
             found.append(check_pictures(loaded, maker.probes(0), maker.probes(1), maker.with_images))
             maker.close()

@@ -27,8 +27,9 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("family", "layout"), cases())
 def test_training_equals_a_plain_loop(
-    world: PictureWorld, tmp_path: Path, metrics_of: Any, family: str, layout: str
+    world: PictureWorld, tmp_path: Path, metrics_of: Any, record_property: Any, family: str, layout: str
 ) -> None:
+    """`benchmarks/picture_table.py` makes a table of what it records."""
     from flatout.trainer.run import train
 
     config = world.config(family, tmp_path / "run", batch={"layout": layout})
@@ -45,4 +46,5 @@ def test_training_equals_a_plain_loop(
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name].double(), value.double(), rtol=1e-4, atol=1e-5, msg=name)
-    print(f"{family} {layout}: worst relative difference over {NUM_STEPS} steps {worst:.1e}")
+    for name, value in (("family", family), ("layout", layout), ("difference", worst)):
+        record_property(name, value)

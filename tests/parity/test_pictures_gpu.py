@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from picture_families import BY_DEFAULT
 from picture_world import FAMILIES, NUM_STEPS, PictureWorld
 from plain_pictures import PlainRun, start_adapter
 from safetensors.torch import load_file
@@ -19,15 +20,18 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 # moves the adapter further than its loss (a CPU: 2e-3, 3e-3 and 0.1; in fp32 6e-7, 2e-6 and 8e-5). A GPU's
 # convolutions may round fp32 to TF32
 LIMITS = {"fp32": (1e-4, 1e-3, 5e-2), "bf16": (5e-3, 2e-2, 0.3)}
+# of the other families some amplify rounding (Gemma 3 on a CPU: 3e-2, 1e-1 and 0.4)
+ROUGH = (5e-2, 0.3, 0.6)
 
 
 def cases() -> Iterator[Any]:
-    """Device, family, layout and precision."""
+    """Device, family, layout and precision: on a GPU four families in all forms, and the others in one."""
     for family, own in FAMILIES.items():
         for layout in own.layouts:
             for precision in LIMITS:
-                yield pytest.param("cuda", family, layout, precision, marks=GPU)
-                first = (family, layout) == (next(iter(FAMILIES)), "packed")
+                if family in BY_DEFAULT or (layout, precision) == (own.layouts[0], "bf16"):
+                    yield pytest.param("cuda", family, layout, precision, marks=GPU)
+                first = (family, layout) == (BY_DEFAULT[0], "packed")
                 yield pytest.param("cpu", family, layout, precision, marks=() if first else pytest.mark.exhaustive)
 
 
@@ -76,8 +80,10 @@ def test_steps_equal_plain_ones(
     compiled = "layers as one graph" in log
     print(f"{device} {family} {layout} {precision}: loss {error:.1e}, norm {of_norm:.1e}, adapter {off:.1e}; "
           f"black pictures {seen:.1e}; {compiled=}")  # fmt: skip
-    limits = LIMITS[precision]
-    assert error < limits[0] < seen, "pictures that are black must change the loss by more than rounding"
+    is_rough = precision == "bf16" and family not in BY_DEFAULT
+    limits = ROUGH if is_rough else LIMITS[precision]
+    assert error < min(limits[0], seen), "pictures that are black must change the loss by more than rounding"
+    assert is_rough or limits[0] < seen
     assert of_norm < limits[1]
     assert off < limits[2]
     if device == "cuda" and (layout, precision) == ("packed", "bf16"):

@@ -220,6 +220,24 @@ def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, fa
         assert list(made["input_ids"][0]).count(processor.token_id) == expected.num_tokens
 
 
+@pytest.mark.parametrize(
+    ("processor", "images", "says"),
+    [
+        ("Idefics2Processor", "Idefics2ImageProcessor", "does not say what it writes for one picture"),
+        ("Llama4Processor", "Llama4ImageProcessor", "transformers cannot make this processor"),
+        ("NoSuchProcessor", "Idefics2ImageProcessor", "which the installed transformers does not have"),
+    ],
+)
+def test_processors_that_cannot_be_used_are_refused(tmp_path: Path, processor: str, images: str, says: str) -> None:
+    from flatout.data.pictures.processor import PictureProcessor
+
+    make_reader(tmp_path, "idefics3")
+    written = {"processor_class": processor, "image_processor": {"image_processor_type": images}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(written))
+    with pytest.raises(DataError, match=says):
+        PictureProcessor(str(tmp_path), load_tokenizer(str(tmp_path))).standing(20, 30)
+
+
 def test_a_picture_on_its_side_is_read_upright(build: Build) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees

@@ -15,7 +15,7 @@ from PIL import ImageOps
 from safetensors.torch import load_file
 
 from flatout.cli.main import main
-from flatout.errors import PackingError
+from flatout.errors import PackingError, UsageError
 from flatout.trainer.pictures import PictureMaker
 
 
@@ -128,6 +128,41 @@ def test_verify_compares_a_step_with_pictures(
     monkeypatch.setattr("flatout.trainer.proofs.check_pictures", lambda *_: "not checked")
     assert main(config) == 5
     assert "FAIL" in capfd.readouterr().out
+
+
+def test_pictures_that_are_read_in_both_directions_are_padded(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    model = make_picture_model(tmp_path / "gemma3", "gemma3")
+    path = write_config(world, tmp_path)
+    path.write_text(path.read_text().replace(str(world / "model"), str(model)))
+    config = [str(path), "data.name=gemma3"]
+    for setting, says in {
+        "batch.layout=packed": "it attends in both directions inside a picture",
+        "model.attention=sdpa": "attends in both directions inside a picture; set model.attention=auto",
+    }.items():
+        assert main(["train", *config, setting]) == 2
+        assert says in " ".join(capfd.readouterr().err.split())
+    assert main(["verify", *config, "--fp64"]) == 0
+    assert main(["train", *config]) == 0
+    assert "pictures: padded = alone" in capfd.readouterr().out
+    monkeypatch.setattr("flatout.models.blocks.picture_kinds", lambda config: None)
+    assert main(["train", *config, f"run_dir={tmp_path / 'causal'}"]) == 2
+    assert "padded documents with pictures differ from those of single documents" in " ".join(
+        capfd.readouterr().err.split()
+    )
+
+
+def test_a_prompt_that_is_read_in_both_directions_is_refused() -> None:
+    from transformers import AutoModelForImageTextToText, PaliGemmaConfig
+
+    from flatout.models.picture_check import require_picture_model
+
+    text = {"model_type": "gemma", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(PaliGemmaConfig(text_config=text))
+    with pytest.raises(UsageError, match="model type paligemma attends in both directions in more than pictures"):
+        require_picture_model(model, model.config.image_token_id)
 
 
 BUGS = ["order of pictures", "neighbour's positions", "another picture's features", "one axis", "a picture more"]
