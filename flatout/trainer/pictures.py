@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.pictures.read import decoded
@@ -125,11 +126,11 @@ def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout)
     refused = {
         f"context.parallel: {config.context.parallel}": config.context.parallel > 1,
         f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,
-        f"strategy {layout.strategy}": layout.strategy not in ("single", "ddp"),
+        f"strategy {layout.strategy}": STRATEGIES[layout.strategy].package is not None,
     }
     for what, is_wanted in refused.items():
         if is_wanted:
             raise UsageError(
                 f"data set {store.meta.name!r} has pictures, which cannot be trained with {what} yet; use one GPU, or "
-                "strategy: ddp"
+                "strategy: ddp or fsdp"
             )

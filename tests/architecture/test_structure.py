@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1356,
     "studio": 1392,
     "track": 2588,
-    "trainer": 6094,
+    "trainer": 6095,
     "verifier": 1154,
     "view": 1483,
 }

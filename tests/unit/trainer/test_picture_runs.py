@@ -90,8 +90,38 @@ def test_a_run_does_not_go_on_with_other_pictures(world: Path, tmp_path: Path, c
     assert "data" in "".join(capfd.readouterr())
 
 
+# settings of both runs, and those of the one over ranks
+SHARDED = {
+    "fsdp": ([], ["strategy=fsdp"]),
+    "zero1": ([], ["strategy=zero1"]),
+    "zero2": ([], ["strategy=zero2"]),
+    "full zero3": (["method=full"], ["strategy=zero3"]),
+    "full offload": (["method=full"], ["strategy=zero3", "sharding.offload=true"]),
+    "nf4": (["base.storage=nf4", "model.precision=fp32"], ["strategy=fsdp"]),
+    "fp8": (["base.storage=fp8", "model.precision=fp32"], ["strategy=fsdp"]),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.exhaustive) for name in SHARDED]
+)
+def test_sharded_ranks_take_the_steps_of_one_process(world: Path, tmp_path: Path, metrics_of: Any, case: str) -> None:
+    both, sharded = SHARDED[case]
+    path = write_config(world, tmp_path)
+    if "method=full" in both:
+        path.write_text(path.read_text().replace("lora: {rank: 4, alpha: 8}\n", ""))
+    assert main(["train", str(path), *both]) == 0
+    assert main(["train", str(path), *both, f"run_dir={tmp_path / 'two'}", "gpus=[0,1]", *sharded]) == 0
+    for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "eval_loss")):
+        one, two = ([record[name] for record in metrics_of(tmp_path / run, kind)] for run in ("one", "two"))
+        assert two == pytest.approx(one, rel=1e-5 if "base" in "".join(both) else 1e-12)
+
+
 REFUSED = {
-    "zero1": (["train", "gpus=[0,1]", "strategy=zero1"], "cannot be trained with strategy zero1 yet"),
+    "deepspeed": (
+        ["train", "gpus=[0,1]", "strategy=deepspeed", "model.precision=fp32"],
+        "cannot be trained with strategy deepspeed yet",
+    ),
     "context": (["train", "gpus=[0,1]", "context.parallel=2"], "cannot be trained with context.parallel: 2 yet"),
     "prefixes": (["train", "batch.share_prefix=on"], "samples hold pictures"),
 }
@@ -99,6 +129,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_built_is_refused_by_name(world: Path, tmp_path: Path, capfd: Any, what: str) -> None:
+    if what == "deepspeed":
+        pytest.importorskip("deepspeed")
     (verb, *options), says = REFUSED[what]
     assert main([verb, str(write_config(world, tmp_path)), *options]) == 2
     assert says in " ".join("".join(capfd.readouterr()).split())
