@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tmux is not None:
         if nodes is not None:
             words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
-        words += ["--restart"] if args.restart else []
+        words += [*(["--restart"] if args.restart else []), *(["-v"] if args.verbose else [])]
         _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
         return 0
     if args.restart and (nodes is None or nodes.index == 0):

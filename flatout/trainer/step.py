@@ -1,4 +1,4 @@
-"""One optimizer step, exactly: sums over micro-batches and ranks, divided once by the step's global label count."""
+"""One optimizer step, exactly: sums over micro-batches and ranks, over the step's normalizer, known from the plan."""
 
 from __future__ import annotations
 

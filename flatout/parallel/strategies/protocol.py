@@ -61,7 +61,7 @@ class EngineState(Protocol):
 
 
 class Strategy:
-    """Gradients are always summed over ranks, never averaged: the loss is already divided by the global label count.
+    """Gradients are always summed over ranks, never averaged: the loss is already divided by the step's normalizer.
 
     The default methods are for whole parameters on every rank, with gradients that need no sum over ranks.
 

@@ -111,6 +111,10 @@ def test_a_folder_that_looks_like_a_format_trains(
     (folder / "run.yaml").write_text(dump_config(tiny.config(run_dir, batch={"max_steps": 1})))
     assert main(["train", "run.yaml", "--tmux", "here", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == f"cd {shlex.quote(str(folder))}"
+    # every option of the command comes along, but those that say how to start it
+    for words in (["-v"], ["--yes"], ["--restart"], ["--profile=2"], ["optim.lr=1e-3"]):
+        assert main(["train", "run.yaml", "--tmux", "here", "--dry-run", *words]) == 0
+        assert words[0] in capsys.readouterr().out
     assert main(["train", "run.yaml", "--tmux", "here"]) == 0
     assert until((run_dir / "end.json").exists, "here")
     assert json.loads((run_dir / "end.json").read_text())["outcome"] == "complete"
