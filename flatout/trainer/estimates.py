@@ -65,7 +65,7 @@ def _estimate(run: Run, plan: PlannedSamples, step: StepPlan, loader: BatchLoade
     objective = run.planned.objective
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
-        reader = _Sums(objective, HEAD_TILE_ROWS[run.memory.recompute], run.device)
+        reader = _Sums(objective, HEAD_TILE_ROWS[run.planned.memory.recompute], run.device)
         # in lockstep every rank must run every pass of a step, or the others would hang
         wanted = takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)
         num_tokens = sum(one.num_padded_tokens for one in passes)

@@ -86,8 +86,9 @@ class Proofs:
 
     def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
         """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
-        loaded = self._attending(loaded)
-        if known := self.find("self-test"):
+        causal, loaded = loaded, self._attending(loaded)
+        name = "self-test" if loaded is causal else "self-test in both directions"
+        if known := self.find(name):
             self._prove_pictures(loaded)
             return loaded, f"{known.facts['line']}; {known.since}"
         found: list[tuple[LoadedModel, str]] = []
@@ -101,7 +102,7 @@ class Proofs:
         proved, line = found[0]
         # a model that had to change is proved every time
         if proved is loaded:
-            self.keep("self-test", {"line": line})
+            self.keep(name, {"line": line})
         self._prove_pictures(proved)
         return proved, line
 

@@ -177,7 +177,7 @@ def _take(run: Run, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan, 
     places = {sample_id: place for place, sample_id in enumerate(ids)}
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
-        reader = _SampleLogprobs(HEAD_TILE_ROWS[run.memory.recompute])
+        reader = _SampleLogprobs(HEAD_TILE_ROWS[run.planned.memory.recompute])
         found = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
         with run.terms.observed_by(reader):
             for planned, batch in zip(passes, batches, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -217,6 +217,8 @@ def assemble(
 ) -> Iterator[StepPlan]:
     """Yield steps of `units_per_step` ordered units (the last may have fewer), distributed over the ranks."""
     items, starts = samples.items(layout.cost), samples.unit_starts[::units_per_step].tolist()
+    flops = () if samples.tower_flops is None else samples.tower_flops.tolist()
+    tower = {item.sample_id: own for item, own in zip(items, flops, strict=bool(flops))}
     for offset, (start, stop) in enumerate(pairwise([*starts, len(items)])):
         group = items[start:stop]
         if layout.pass_tokens is None:
@@ -225,7 +227,7 @@ def assemble(
             saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in ranks]
             loads = [sum([item.cost for item in share]) - less for share, less in zip(shares, saved, strict=True)]
         else:
-            ranks, loads = _deal_rows(group, layout)
+            ranks, loads = _deal_rows(group, layout, tower)
         if layout.lockstep:
             # equalize the ranks' counts by smaller micro-batches, which cost less than fillers
             most, by_id = max(map(len, ranks)), {item.sample_id: item for item in group}
@@ -234,11 +236,20 @@ def assemble(
         yield _step(first_index + offset, epoch, group, ranks, loads, layout)
 
 
-def _deal_rows(group: Sequence[Item], layout: BatchLayout) -> tuple[list[list[MicroBatch]], list[float]]:
-    """Cut a step into micro-batches of similar lengths, and deal these to the ranks; also return the ranks' loads."""
+def _deal_rows(
+    group: Sequence[Item], layout: BatchLayout, tower: Mapping[int, float]
+) -> tuple[list[list[MicroBatch]], list[float]]:
+    """Cut a step into micro-batches of similar lengths, and deal these to the ranks; also return the ranks' loads.
+
+    `tower` has the FLOPs of each sample's pictures, if any sample has some.
+    """
+
+    def load(batch: MicroBatch) -> float:
+        return layout.load(batch) + (sum(tower[each] for each in batch.sample_ids) if tower else 0.0)
+
     if layout.num_ranks == 1:
         whole = layout.micro_batches(group)
-        return [whole], [sum(map(layout.load, whole))]
+        return [whole], [sum(map(load, whole))]
     units = [[group[index].length for index in bundle.members] for bundle in make_bundles(group)]
     longest = max([len(own) * row_length(max(own)) for own in units])
     total = sum(item.length for item in group)
@@ -246,7 +257,7 @@ def _deal_rows(group: Sequence[Item], layout: BatchLayout) -> tuple[list[list[Mi
     for cuts in ROW_CUTS:
         even = max(longest, int(ROW_SLACK * total / (cuts * layout.num_ranks)))
         batches = layout.micro_batches(group, max_tokens=min(layout.micro_batch_tokens, even))
-        found.append(_deal(batches, [layout.load(batch) for batch in batches], layout.num_ranks))
+        found.append(_deal(batches, [load(batch) for batch in batches], layout.num_ranks))
     return min(found, key=lambda dealt: max(dealt[1]))
 
 

@@ -54,9 +54,11 @@ def test_flops_are_those_that_torch_counts(world: PictureWorld, family: str) -> 
     assert planned == pytest.approx(counted.get_total_flops(), rel=0.15)
 
 
-def test_ranks_are_balanced_by_tower_and_decoder(world: PictureWorld, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["packed", "rows"])
+def test_ranks_are_balanced_by_tower_and_decoder(world: PictureWorld, tmp_path: Path, layout: str) -> None:
     """Samples of one length, of which a few have a picture: one for each rank, not two for one."""
-    config = world.config("qwen2_5_vl", tmp_path / "run", batch={"samples_per_step": 8, "micro_batch_tokens": 1000})
+    batch = {"samples_per_step": 8, "micro_batch_tokens": 1000 if layout == "packed" else 100, "layout": layout}
+    config = world.config("qwen2_5_vl", tmp_path / "run", batch=batch)
     planned = plan_run(config, Reporter(), Rank(0, 2))
     samples = planned.plan.samples
     assert samples.tower_flops is not None
