@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flatout.trainer.preview import PlanSummary
 
 MAX_RANKS = 100_000
+MIN_TOKENS_PER_S = 0.001
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,8 +102,10 @@ def run(args: argparse.Namespace) -> int:
 def _check_numbers(args: argparse.Namespace) -> None:
     if args.ranks is not None and not 1 <= args.ranks <= MAX_RANKS:
         raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
-    if args.tokens_per_s is not None and not 0 < args.tokens_per_s < math.inf:
-        raise UsageError(f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number above 0")
+    if args.tokens_per_s is not None and not MIN_TOKENS_PER_S <= args.tokens_per_s < math.inf:
+        raise UsageError(
+            f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number of at least {MIN_TOKENS_PER_S}"
+        )
 
 
 def _device(config: Config, name: str, measured: Path | None) -> Device | None:

@@ -77,7 +77,7 @@ class _Build(_Settings):
 
 class _Plan(_Settings):
     device: str = ""
-    tokens_per_s: Annotated[float, Field(gt=0)] | None = None
+    tokens_per_s: Annotated[float, Field(ge=0.001)] | None = None
 
 
 class _Folder(_Body):
