@@ -12,7 +12,7 @@ from flatout.data.pictures.read import read_picture
 from flatout.data.rows.formats.conversations import TurnReader
 from flatout.data.rows.formats.fields import FieldError, Reading
 from flatout.data.rows.formats.keys import holds_something
-from flatout.data.rows.formats.pictures import MARK, PICTURE_COLUMNS, PICTURE_PARTS, with_pictures
+from flatout.data.rows.formats.pictures import MARK, PICTURE_COLUMNS, with_pictures
 from flatout.data.rows.read import RawRow, read_rows
 from flatout.errors import DataError, reason_of
 
@@ -49,7 +49,8 @@ def user_prompt(text: str) -> Prompt:
 def read_prompts(path: Path, *, max_bytes: int) -> list[Prompt]:
     """Read JSON or JSONL rows with `prompt` or `messages` and optional `answer` (text or list), or .txt lines.
 
-    Pictures are given as in rows of data: as parts, or in a column `images`, with paths below the file's folder.
+    A `prompt` is a text, its parts, or turns, as `messages` are. Pictures are given as in rows of data: as parts, or in
+    a column `images`, with paths below the file's folder.
 
     Raises DataError with file and row for a missing, empty, too large or unreadable file, and for a row without prompt.
     """
@@ -87,23 +88,23 @@ def _prompt_of(row: RawRow) -> Prompt:
         raise DataError(f"{row.origin}: answer must be a text or a list of texts")
     if ("prompt" in columns) == ("messages" in columns):
         raise DataError(f"{row.origin}: expected one of the columns prompt and messages; found {', '.join(columns)}")
-    if "prompt" in columns:
-        messages: Any = [{"role": "user", "content": columns["prompt"]}]
-    else:
-        messages = columns["messages"]
+    asked: Any = columns["prompt" if "prompt" in columns else "messages"]
+    is_turns = isinstance(asked, list) and any(isinstance(turn, dict) and "role" in turn for turn in asked)
+    messages = [{"role": "user", "content": asked}] if "prompt" in columns and not is_turns else asked
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{row.origin}: messages must be a list of turns with role and content")
-    for place, message in enumerate(messages, start=1):
-        turn = message if isinstance(message, dict) else {}
-        said = turn.get("content")
-        if turn.get("role") not in ROLES or not (isinstance(said, list) or (isinstance(said, str) and said.strip())):
+    turns = [turn if isinstance(turn, dict) else {} for turn in messages]
+    kept = [{"role": turn.get("role"), "content": turn.get("content")} for turn in turns]
+    shown = shown_prompt(kept, columns, row.origin)
+    for place, turn in enumerate(shown.messages, start=1):
+        said = turn["content"]
+        if turn["role"] not in ROLES or not (isinstance(said, str) and said.strip()):
             raise DataError(
                 f"{row.origin}: turn {place} needs a role ({', '.join(ROLES)}) and a text, or parts, as its content"
             )
-    if messages[-1]["role"] == "assistant":
+    if shown.messages[-1]["role"] == "assistant":
         raise DataError(f"{row.origin}: the last turn is the assistant's; leave it out, and give it as `answer`")
-    kept = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return replace(shown_prompt(kept, columns, row.origin), accepted=tuple(accepted), origin=str(row.origin))
+    return replace(shown, accepted=tuple(accepted), origin=str(row.origin))
 
 
 def shown_prompt(
@@ -111,20 +112,19 @@ def shown_prompt(
 ) -> Prompt:
     """Return the prompt of turns and of the pictures in them, or in a column `images` of the row; see `read_picture`.
 
-    Turns without any pictures are kept as they are. Raises DataError.
+    Parts of text are joined, as in rows of data; other turns without pictures are kept. Raises DataError.
     """
-    parts = [part for message in messages if isinstance(own := message.get("content"), list) for part in own]
-    has_parts = any(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in parts)
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
     if not has_parts and not any(holds_something(row.get(column)) for column in PICTURE_COLUMNS):
         return Prompt(tuple(dict(message) for message in messages))
     turns = TurnReader(Reading())
     try:
-        turns.read(messages, "messages")
+        turns.read(messages, "messages" if "messages" in row else "prompt")
         placed = with_pictures(turns.messages, row, Reading())
     except FieldError as error:
         raise DataError(f"{origin}: {error}") from None
     if any(message.tool_calls or message.reasoning for message in placed):
-        raise DataError(f"{origin}: has pictures, and tool calls or reasoning, which are not read beside them")
+        raise DataError(f"{origin}: has tool calls or reasoning, which are not read beside pictures or lists of parts")
     sources = [picture for message in placed for picture in message.pictures]
     files = tuple(read_picture(source, origin, root).content for source in sources)
     return Prompt(tuple({"role": message.role, "content": message.content} for message in placed), pictures=files)

@@ -234,6 +234,27 @@ BAD: dict[str, tuple[str | None, type[FlatoutError], str]] = {
     "damaged.jsonl": ('{"prompt": "a"}\n{"prompt": \n', DataError, "damaged.jsonl:2:"),
     "columns.jsonl": ('{"question": "a"}\n', DataError, "columns.jsonl:1: expected one of the columns prompt and mess"),
     "number.jsonl": ('{"prompt": "a"}\n{"prompt": 7}\n', DataError, "number.jsonl:2: turn 1 needs a role"),
+    "parts.jsonl": (
+        '{"prompt": "a"}\n{"prompt": [3, {"x": 1}]}',
+        DataError,
+        "parts.jsonl:2: prompt[0].content[0] is a num",
+    ),
+    "empty.jsonl": ('{"prompt": []}', DataError, "empty.jsonl:1: prompt[0].content is an empty list"),
+    "blank.json": (
+        '[{"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}]',
+        DataError,
+        "blank.json:1: turn 1 needs a role",
+    ),
+    "called.json": (
+        '[{"messages": [{"role": "user", "content": [{"type": "sound"}]}]}]',
+        DataError,
+        "called.json:1: messages[0].content[0].type 'sound'",
+    ),
+    "turns.jsonl": (
+        '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        DataError,
+        "turns.jsonl:1: the last turn is the assistant's",
+    ),
     "ends.json": (
         '[{"messages": [{"role": "assistant", "content": "a"}]}]',
         DataError,
@@ -242,6 +263,27 @@ BAD: dict[str, tuple[str | None, type[FlatoutError], str]] = {
     "many.txt": ("a\n" * 33, UsageError, "33 prompts; at most 32 are answered"),
     "large.txt": ("a" * 140_000, DataError, "large.txt: 140,000 bytes of prompts exceed the limit of 131,072"),
 }
+
+
+def test_a_prompt_is_a_text_its_parts_or_turns(tiny: Any, tmp_path: Path) -> None:
+    """As TRL and OpenAI write them, they are the same tokens."""
+    file, parts = tmp_path / "forms.jsonl", [{"type": "text", "text": "What is "}, {"type": "text", "text": "my name?"}]
+    asked = {"role": "user", "content": "What is my name?"}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "What is my name?"},
+        {"prompt": [asked], "answer": "Ada"},
+        {"prompt": parts},
+        {"prompt": [{"role": "user", "content": parts}]},
+        {"messages": [asked]},
+        {"messages": [{"role": "user", "content": parts}]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = planned(tiny, tmp_path, eval={**EVAL, "prompts": str(file)})
+    assert plan.prompts is not None
+    assert len(plan.prompts.prompts) == len(rows)
+    assert {(one.text, one.token_ids) for one in plan.prompts.prompts} == {
+        ("What is my name?", plan.prompts.prompts[0].token_ids)
+    }
 
 
 @pytest.mark.parametrize("name", BAD)
