@@ -7,7 +7,7 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,13 +108,51 @@ def _data_uri(value: Any) -> str:
     return _data_uri(file.getvalue())
 
 
-def prompt_in_memory(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None) -> Prompt:
-    """Return the prompt of turns, and of pictures at its marks or before its first question. Raises UsageError."""
-    try:
-        row = json.loads(json.dumps({"messages": list(messages), "images": list(images or [])}, default=_data_uri))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"prompts: {error}; give texts, and pictures as paths, bytes or Pillow's images") from error
-    return shown_prompt(row["messages"], row, Origin("prompts", 1), Path())
+def prompts_in_memory(prompts: Any, images: Any, system: str | None) -> list[Prompt]:
+    """Return prompts of texts or messages, and of pictures at their marks or before the first question of each.
+
+    `prompts` is one text, one conversation, or a list of these; `images` are the pictures of one prompt, or for each of
+    several a picture, a list of them or None. Raises DataError and UsageError.
+    """
+    listed = _listed(prompts)
+    if listed and all(isinstance(one, Mapping) for one in listed):
+        listed = [listed]
+    before = [{"role": "system", "content": system}] if system else []
+    shown = []
+    for number, (one, own) in enumerate(zip(listed, _images_of_each(images, len(listed)), strict=True), start=1):
+        turns = [{"role": "user", "content": one}] if isinstance(one, str) else _listed(one)
+        if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+            raise UsageError(f"prompts: prompt {number} is neither a text nor a list of turns with role and content")
+        try:
+            row = json.loads(json.dumps({"messages": before + turns, "images": own}, default=_path_or_data_uri))
+        except (TypeError, ValueError) as error:
+            why = f"{error}; give texts, and pictures as paths, bytes or Pillow's images"
+            raise UsageError(f"prompts: prompt {number}: {why}") from error
+        shown.append(shown_prompt(row["messages"], row, Origin("prompts", number), Path()))
+    return shown
+
+
+def _images_of_each(images: Any, num_prompts: int) -> list[list[Any]]:
+    given = [None] * num_prompts if images is None else _listed(images)
+    if num_prompts == 1 and not any(one is None or _is_listed(one) for one in given):
+        given = [given]
+    if len(given) != num_prompts:
+        raise UsageError(
+            f"images: {len(given)} given for {num_prompts} prompts; give each prompt a picture, a list of them or None"
+        )
+    return [[] if one is None else _listed(one) for one in given]
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if _is_listed(value) else [value]
+
+
+def _path_or_data_uri(value: Any) -> str:
+    return os.fsdecode(value) if isinstance(value, os.PathLike) else _data_uri(value)
 
 
 def _write_rows(data: Any, kind: str, path: Path) -> None:

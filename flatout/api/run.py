@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.api.inputs import prompt_in_memory
+from flatout.api.inputs import prompts_in_memory
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.config.spelling import Caller, spelled_for
@@ -71,9 +71,9 @@ class Run:
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+        prompts: str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]],
         *,
-        images: Sequence[Any] | None = None,
+        images: Any = None,
         system: str | None = None,
         max_new_tokens: int = 512,
         temperature: float | None = None,
@@ -84,24 +84,16 @@ class Run:
     ) -> list[str]:
         """Return an answer to each prompt: text, or messages of a conversation. The model is loaded once.
 
-        `images` are the pictures of a single prompt, or a list of them for each of several: paths, data URIs, files'
-        bytes or Pillow's images. They stand where a prompt has `<image>`, else before it. Messages may have picture
-        parts instead.
+        `images` is the picture of a single prompt or a list of its pictures; for several prompts, such an item (or
+        None) for each. Pictures are paths, data URIs, files' bytes or Pillow's images. They stand where a prompt has
+        `<image>`, else before it. Messages may have picture parts instead. `system` precedes every prompt.
         Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given. `stream`
         prints each answer as it is generated.
         """
         from flatout.rollout.chat import Sampling, answer_all
         from flatout.rollout.prompts import prompt_ids
 
-        before = [{"role": "system", "content": system}] if system else []
-        turns = [
-            [*before, {"role": "user", "content": one}] if isinstance(one, str) else list(one)
-            for one in ([prompts] if isinstance(prompts, str) else prompts)
-        ]
-        given = [images] if isinstance(prompts, str) else images or [None] * len(turns)
-        if len(given) != len(turns):
-            raise UsageError(f"images: {len(given)} lists of pictures for {len(turns)} prompts; give one for each")
-        shown = [prompt_in_memory(*both) for both in zip(turns, given, strict=True)]
+        shown = prompts_in_memory(prompts, images, system)
         model, tokenizer = self._model()
         return answer_all(
             model,

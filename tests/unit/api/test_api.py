@@ -77,6 +77,25 @@ def test_ten_minutes_of_a_notebook_user(
     assert repr(flatout.load(run.folder)) == repr(run)
 
 
+def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
+    asked, told = {"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief"}
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}
+    said = by_path.generate("Hello", **options)
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    for prompts in (["Hello"], asked, [asked], [[asked]], (one for one in ["Hello"]), [{**asked, "content": parts}]):
+        assert by_path.generate(prompts, **options) == said
+    assert by_path.generate(["Hello", [asked]], **options) == said * 2
+    assert by_path.generate([asked], system="Be brief", **options) == by_path.generate([told, asked], **options)
+    bad: list[tuple[Any, str]] = [
+        ([["Hello"]], "prompt 1 is neither a text nor a list of turns"),
+        (["Hello", 3], "prompt 2 is neither a text nor a list of turns"),
+        (["Hello", []], "prompt 2 is neither a text nor a list of turns"),
+    ]
+    for prompts, text in bad:
+        with pytest.raises(UsageError, match=text):
+            by_path.generate(prompts, **options)
+
+
 @pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "pyarrow"])
 def test_data_in_memory_gives_the_losses_of_the_file(
     tiny: Any, by_path: flatout.Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
