@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -17,16 +17,9 @@ from flatout.rollout.sampler import PicturePrompt
 
 _NOT_RENDERED = "the tokenizer or its chat template cannot render the messages"
 
-
-class _Reader(NamedTuple):
-    """How a vision-language model reads conversations."""
-
-    template: ChatTemplate
-    processor: PictureProcessor | None
-
-
-# read once for each model, for as long as it is there
-_READERS: WeakKeyDictionary[PreTrainedModel, _Reader] = WeakKeyDictionary()
+# of vision-language models, each read once, for as long as the model is there
+_TEMPLATES: WeakKeyDictionary[PreTrainedModel, ChatTemplate] = WeakKeyDictionary()
+_PROCESSORS: WeakKeyDictionary[PreTrainedModel, PictureProcessor] = WeakKeyDictionary()
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
@@ -67,26 +60,26 @@ def prompt_ids(
 
 
 def processor_of_model(model: PreTrainedModel, tokenizer: Any) -> PictureProcessor:
-    """Return the image processor that comes with a model's tokenizer, or with the model. Raises UsageError."""
-    processor = _reader(model, tokenizer).processor
-    if processor is None:
-        raise UsageError(f"{tokenizer.name_or_path} has no image processor; copy preprocessor_config.json of the model")
-    return processor
+    """Return the image processor that comes with a model's tokenizer, or with the model. Raises UsageError.
 
-
-def _reader(model: PreTrainedModel, tokenizer: Any) -> _Reader:
-    if model not in _READERS:
+    Only pictures need it, and Pillow: do not ask for it to render texts.
+    """
+    if model not in _PROCESSORS:
         names = [name for name in (tokenizer.name_or_path, model.name_or_path) if name and processor_files(name)]
-        processor = PictureProcessor(names[0], tokenizer) if names else None
-        _READERS[model] = _Reader(choose_template(tokenizer, None, tokenizer.name_or_path), processor)
-    return _READERS[model]
+        if not names:
+            where = tokenizer.name_or_path
+            raise UsageError(f"{where} has no image processor; copy preprocessor_config.json of the model")
+        _PROCESSORS[model] = PictureProcessor(names[0], tokenizer)
+    return _PROCESSORS[model]
 
 
 def _with_pictures(
     model: PreTrainedModel, tokenizer: Any, messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes]
 ) -> list[int]:
     given = [dict(message) for message in messages]
-    template = _reader(model, tokenizer).template
+    if model not in _TEMPLATES:
+        _TEMPLATES[model] = choose_template(tokenizer, None, tokenizer.name_or_path)
+    template = _TEMPLATES[model]
     if not pictures:
         text = template.render(given, generation_prompt=True)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,9 @@ def choose_rows(
     A prompt with pictures is a `PicturePrompt`. Answers to avoid are no references. Samples whose prompt has over
     `room` tokens are passed over and counted.
     """
+    token_id = cache(
+        lambda place: processor_of(evaluated[place][0]).token_id if evaluated[place][0].num_pictures else 0
+    )
     chosen: dict[tuple[int, int], tuple[tuple[int, ...], NDArray[np.int32]]] = {}
     too_long = set()
     for number in range(NUM_ROWS):
@@ -175,23 +179,25 @@ def choose_rows(
         ids = np.unique(ids[(lengths <= limit) & (lengths > 1)])
         for sample_id in np.roll(ids, -((2 * number + 1) * len(ids) // (2 * NUM_ROWS))).tolist():
             split, reference = _split(*store.sample(sample_id).pair)
-            if (context := _with_pictures(store, sample_id, split)) is None:
-                continue
-            if len(context) > room:
+            if len(split) > room:
                 too_long.add((place, sample_id))
-            elif (place, sample_id) not in chosen:
+            elif (place, sample_id) in chosen:
+                continue
+            elif context := _with_pictures(store, sample_id, split, token_id(place)):
                 chosen[place, sample_id] = context, reference
                 break
     return list(chosen.values()), len(too_long)
 
 
-def _with_pictures(store: TokenStore, sample_id: int, context: NDArray[np.int32]) -> tuple[int, ...] | None:
+def _with_pictures(
+    store: TokenStore, sample_id: int, context: NDArray[np.int32], token_id: int
+) -> tuple[int, ...] | None:
     """Return a prompt with those of the sample's pictures that are in it; None if it ends inside one."""
     own = slice(*store.picture_offsets[sample_id : sample_id + 2])
     if own.start == own.stop:
         return tuple(context.tolist())
     ends = np.cumsum(store.extra["picture_tokens"][own])
-    count = int((context == processor_of(store).token_id).sum())
+    count = int((context == token_id).sum())
     num_pictures = int(np.searchsorted(ends, count, side="right"))
     if count and count != ends[num_pictures - 1]:
         return None

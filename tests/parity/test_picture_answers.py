@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,14 @@ from PIL import Image
 from plain_pictures import plain_processor
 
 from flatout.cli.main import main
+from flatout.config.schema import DataConfig
+from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
 from flatout.data.prompt_file import Prompt, shown_prompt
+from flatout.errors import UsageError
+from flatout.rollout.sampler import pictures_of
+from flatout.trainer.eval_prompts import choose_rows
+from flatout.trainer.pictures import processor_of
 
 PICTURES = [draw(*size, seed) for seed, size in enumerate(SIZES)]
 TEXTS = {"what is shown?": PICTURES[:1], "two <image> and <image>": PICTURES[1:3], "is it red?": []}
@@ -132,6 +140,15 @@ def test_chat_eval_and_python_answer_about_pictures(
     assert run.generate([[{"role": "user", "content": parts}]], **options) == [said]
     both = run.generate(["what is shown?", "is it red?"], images=[[PICTURES[0]], None], **options)
     assert both[0] == said
+    path, image = Path("pictures/0.png"), Image.open("pictures/0.png")
+    for images in (str(path), path, path.read_bytes(), image, [path], (image,)):
+        assert run.generate("what is shown?", images=images, **options) == [said]
+        assert run.generate(["what is shown?"], images=images, **options) == [said]
+    for of_each in ([path, None], [[path], []]):
+        assert run.generate(["what is shown?", "is it red?"], images=of_each, **options) == both
+    for images, count in ((path, 1), ([path], 1), ([path, path, path], 3)):
+        with pytest.raises(UsageError, match=f"images: {count} given for 2 prompts; give each prompt a picture"):
+            run.generate(["what is shown?", "is it red?"], images=images, **options)
     given = ["--prompt", "what is shown?", "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"]
     assert main(["chat", "one", "--image", "pictures/0.png", *given]) == 0
     assert capfd.readouterr().out.strip() == said
@@ -151,6 +168,61 @@ def test_chat_eval_and_python_answer_about_pictures(
     ):
         assert main(options_of) == code
         assert says in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "says"),
+    [
+        ("Pillow", 2, "need Pillow; install it"),
+        ("processor", 2, "has no image processor; copy preprocessor_config.json"),
+        ("class", 3, "processor_class is 'NoSuchProcessor', which the installed transformers does not have"),
+    ],
+)
+def test_texts_need_neither_pillow_nor_processor(
+    model_of: Any, tmp_path: Path, capfd: Any, monkeypatch: Any, missing: str, code: int, says: str
+) -> None:
+    folder = Path(shutil.copytree(model_of("qwen2_5_vl"), tmp_path / "model"))
+    options = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--prompt", "is it red?"]
+    picture = tmp_path / "a.png"
+    picture.write_bytes(PICTURES[0])
+    assert main(["chat", str(folder), *options]) == 0
+    said = capfd.readouterr().out
+    if missing == "Pillow":
+        monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    elif missing == "processor":
+        (folder / "processor_config.json").unlink()
+    else:
+        (folder / "processor_config.json").write_text('{"processor_class": "NoSuchProcessor"}')
+    assert main(["chat", str(folder), *options]) == 0
+    assert capfd.readouterr().out == said
+    monkeypatch.chdir(tmp_path)
+    assert main(["chat", str(folder), "--image", "a.png", *options]) == code
+    assert says in capfd.readouterr().err
+
+
+def test_rows_with_pictures_are_chosen_with_one_processor(model_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Rows that are too long are passed over before one is made."""
+    made = []
+
+    def counted(store: Any) -> Any:
+        made.append(store)
+        return processor_of(store)
+
+    monkeypatch.setattr("flatout.trainer.eval_prompts.processor_of", counted)
+    values = {
+        "name": "set",
+        "root": tmp_path / "data",
+        "sources": [{"path": str(write_rows(tmp_path))}],
+        "num_procs": 1,
+    }
+    store = open_or_build(DataConfig(**values), str(model_of("qwen2_5_vl")))
+    all_rows = range(len(store.lengths))
+    rows, num_too_long = choose_rows([(store, all_rows)], 1000)
+    assert any(pictures_of(context) for context, _ in rows)
+    assert (num_too_long, len(made)) == (0, 1)
+    rows, num_too_long = choose_rows([(store, all_rows)], 1)
+    assert (rows, len(made)) == ([], 1)
+    assert num_too_long > 10
 
 
 def parts_of(path: str) -> list[dict[str, str]]:
