@@ -30,7 +30,9 @@ def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     kind = str(given.get("rlhf_type", "dpo"))
     method, loss = METHODS.get(kind, ("dpo", ""))
     is_lora = all(given.get(name, "lora") == "lora" for name in _TYPES)
-    size = int(given.get("per_device_train_batch_size") or 1) * num_gpus
+    # what is no number is refused with the option's name, by the rule of all options
+    own_size = str(given.get("per_device_train_batch_size") or 1)
+    size = (int(own_size) if own_size.isdigit() else 1) * num_gpus
     defaults = {name: value for name, value in defaults_of(method, given).items() if name != "loss_type" or not loss}
     defaults |= {
         "rlhf_type": kind, "learning_rate": 1e-4 if is_lora else 1e-5, "per_device_train_batch_size": 1,

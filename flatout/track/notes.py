@@ -31,7 +31,9 @@ def write_notes(
     Raises UsageError for a note or tag that cannot be one, or a tag to remove that the run has not; ResourceError.
     """
     tags = [tag.strip() for tag in add]
-    if (wrong := next((tag for tag in tags if re.fullmatch(_TAG, tag) is None), None)) is not None:
+    # `track.tags` may hold longer ones, and more
+    new = [tag for tag in tags if tag not in old.tags]
+    if (wrong := next((tag for tag in new if re.fullmatch(_TAG, tag) is None), None)) is not None:
         raise UsageError(f"tag {wrong!r:.80}: use up to 40 letters, digits, dots, dashes, underscores and plus signs")
     if unknown := sorted(set(remove) - set(old.tags)):
         has = f"it has {', '.join(old.tags)}" if old.tags else "it has none"
@@ -39,7 +41,7 @@ def write_notes(
     found = RunNotes(old.note if note is None else note.strip(), tuple(sorted({*old.tags, *tags} - set(remove))))
     if len(found.note) > MAX_NOTE:
         raise UsageError(f"the note has {len(found.note):,} characters; {MAX_NOTE:,} are allowed: put more into a file")
-    if len(found.tags) > MAX_TAGS:
+    if len(found.tags) > max(MAX_TAGS, len(old.tags)):
         raise UsageError(f"{folder} would have {len(found.tags)} tags; {MAX_TAGS} are allowed: remove some")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; name that of a run")

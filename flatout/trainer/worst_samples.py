@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from flatout.config.objective import UNDESIRABLE
 from flatout.data.rows.formats.classify import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
+from flatout.errors import FlatoutError
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import WorstSample
@@ -77,10 +78,20 @@ class WorstSamples:
             return ()
         return tuple(self._sample(*one) for one in ranked[: self._count])
 
+    @cached_property
+    def _text_of(self) -> Callable[[Sequence[int]], str]:
+        """What turns token ids into text: nothing where the tokenizer is gone, which ends no run."""
+        run = self._run
+        prompts = run.planned.prompts
+        try:
+            tokenizer = prompts.tokenizer if prompts else tokenizer_of(run.config.data, run.config.model.name)
+        except FlatoutError as error:
+            run.reporter.stage("evaluation", f"the greatest losses are recorded without their text: {error}")
+            return lambda _: ""
+        return lambda ids: str(tokenizer.decode(list(ids)))
+
     def _sample(self, loss: float, place: int, first: int) -> WorstSample:
         run, each = self._run, self._run.eval_sets[place]
-        prompts = run.planned.prompts
-        tokenizer = prompts.tokenizer if prompts else tokenizer_of(run.config.data, run.config.model.name)
         store, members = each.store, [first]
         if self._scope == "unit" and store.unit_offsets is not None:
             unit = int(store.units_of(np.array([first]))[0])
@@ -90,7 +101,7 @@ class WorstSamples:
             ids, mask = store.sample(sample_id).pair
             # a text with a label has no answer
             start = 0 if run.planned.objective.reads == "scores" and len(members) == 1 else int(np.argmax(mask))
-            context, text = (str(tokenizer.decode(part.tolist())) for part in (ids[:start], ids[start:]))
+            context, text = (self._text_of(part.tolist()) for part in (ids[:start], ids[start:]))
             contexts.append(context if len(context) <= MAX_CONTEXT else f"… {context[-MAX_CONTEXT:]}")
             texts.append(name + (text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"))
         origin = store.origin(first)

@@ -19,8 +19,9 @@ import yaml
 import flatout
 from flatout.cli.main import main
 from flatout.config.read import dump_config
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, UsageError
 from flatout.io.file_lock import RunLock
+from flatout.track.notes import RunNotes, write_notes
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +379,11 @@ def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pyte
             assert main(["report", *runs, "--format", form, "--out", str(out)]) == 0
             assert "baseline" in out.read_text()
             assert ("<b>first</b>" in out.read_text()) == (form != "html")
+    # a run's settings may hold more and longer tags than are added here
+    many = RunNotes("", (*map(str, range(30)), "x" * 60))
+    assert write_notes(here, many, note="kept", add=many.tags) == RunNotes("kept", tuple(sorted(many.tags)))
+    with pytest.raises(UsageError, match="32 tags"):
+        write_notes(here, many, add=["one-more"])
     after = contents(here / "runs" / "run")
     assert after.pop("notes.json")
     assert after | {".lock": b""} == before | {".lock": b""}

@@ -121,6 +121,8 @@ def test_its_own_defaults(tmp_path: Path) -> None:
         ("val_dataset: other", "val_dataset: build it with `flatout data build`, and name it in eval.data"),
         ("dataset: ['a#5', 'b']", "dataset: a#5: data.num_samples counts the rows of all data sets"),
         ("ld_alpha: 0.5", "ld_alpha: not supported"),
+        ("per_device_train_batch_size: auto", "per_device_train_batch_size is 'auto'; expected a number"),
+        ("per_device_train_batch_size: [1, 2]", "per_device_train_batch_size is [1, 2]; expected a number"),
         ("external_plugins: own.py", "external_plugins: custom code is never run"),
         ("loss_scale: all", "loss_scale: only answers carry loss"),
     ],

@@ -16,6 +16,7 @@ from flatout.cli.main import main
 from flatout.config.read import make_config
 from flatout.data import registry
 from flatout.data.token_store import TokenStore
+from flatout.errors import DataError
 from flatout.track.run_log import read_run
 from flatout.trainer.run import train
 
@@ -179,3 +180,20 @@ def test_an_own_objective_may_tell_the_loss_of_each(
     with pytest.raises(AssertionError):
         trained(tiny, held_out, tmp_path / "wrong", f"objective.path={tmp_path / 'own.py'}:Wrong")
     assert "objective Wrong set `each` of shape" in " ".join(capfd.readouterr().err.split())
+
+
+def test_one_tokenizer_serves_an_evaluation_and_one_that_is_gone_ends_no_run(
+    tiny: Any, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[int]()
+
+    def gone(*_: Any) -> Any:
+        calls.append(1)
+        raise DataError("its tokenizer is gone")
+
+    monkeypatch.setattr("flatout.trainer.worst_samples.tokenizer_of", gone)
+    evals = trained(tiny, held_out, tmp_path / "run", "eval.prompts=[]", "batch.max_steps=2").evals
+    assert len(calls) == len(evals)
+    assert [len(record.worst) for record in evals] == [8] * len(evals)
+    assert not any(one.text or one.context for record in evals for one in record.worst)
+    assert "without their text: its tokenizer is gone" in " ".join((tmp_path / "run" / "train.log").read_text().split())
