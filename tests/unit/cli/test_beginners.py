@@ -194,7 +194,7 @@ COMMANDS: list[Row] = [
     ("data build chats.jsonl --tokenizer model --name chats --loss-type answers", 2, "--loss-type: input should be 'response_only' or 'all', got 'answers'"),
     ("data build chats.jsonl --tokenizer model --name chats --template chatlm", 3, "data.template 'chatlm' is neither one of chatml, llama-3, qwen3, gemma, mistral, phi, zeph"),
     ("data build chats.jsonl --tokenizer model --name chats --format json", 2, "--format: input should be 'auto', 'alpaca', 'sharegpt', 'messages', 'prompt_completion', '"),
-    ("data show nope", 3, "no data set 'nope' in da"),
+    ("data show nope", 3, "no data set 'nope'"),
     ("data list now", 2, "data list: 'now' is one word too many"),
     ("data show", 2, "data show: name is missing"),
     ("runs nope", 2, "there is no folder nope; name the folder that holds runs"),
