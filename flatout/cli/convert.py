@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
     """
-    given, told = _read(args.file)
+    given, told, beside = _read(args.file)
     left_out = [name for name in args.without.split(",") if name]
     for name in left_out:
         _remove(given, name, args.file)
@@ -75,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
     # what needs a decision stands first
     outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
+    table += [(name, "left out") for name in left_out]
+    table += [(name, f"not converted: trains nothing{ours and f'; see {ours}'}") for name, ours in beside.items()]
     print(
-        rows([*table, *((name, "left out") for name in left_out)], 32),
+        rows(table, 32),
         file=sys.stdout if args.to else sys.stderr,
     )
     settings = translation.checked(str(args.file), _without(translation, given, args.without))
@@ -99,14 +101,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """Return the names and values of a file, and the system if the file is a command that names it."""
+def _read(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Return the names and values of a file; of a command, the system, and the other commands beside it."""
     if file.suffix == ".json":
         values = read_json(file, UsageError)
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
-        return values, ""
-    return read_command(file) if file.suffix == ".sh" else (load_values(file), "")
+        return values, "", {}
+    return read_command(file) if file.suffix == ".sh" else (load_values(file), "", {})
 
 
 def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> str:

@@ -15,6 +15,12 @@ from flatout.errors import UsageError
 # a trainer's command -> the system that `flatout convert` translates; TRL has a script of each name too
 _KNOWN = {"trl sft": "trl"} | {name.replace("-", " "): name for name in SYSTEMS} | {"swift rlhf": "ms-swift"}
 _PROGRAMS = {command.split()[0] for command in _KNOWN}
+# commands of these programs that train nothing -> what does the same here
+_BESIDE = {
+    **dict.fromkeys(("swift infer", "swift app", "swift deploy", "trl chat"), "flatout chat"),
+    **{"swift export": "flatout export", "swift merge-lora": "flatout merge", "swift eval": "flatout eval"},
+    **dict.fromkeys(("swift sample", "swift rollout", "swift web-ui", "trl vllm-serve", "trl env"), ""),
+}
 _PIECE = re.compile(
     r"""(?:[ \t]|\\\n)+ | \#[^\n]*
     | (?P<redirection> (?:\d*|&)[<>]+[&|]? )
@@ -27,12 +33,15 @@ _IN_DOUBLE_QUOTES = re.compile(r'\\(?:\n|([$`"\\]))')
 _REPLACED = re.compile(r"\$(?:\w+|\{.*?\}|\(.*?\)|[@*#?!$'-])|`.*?`", re.DOTALL)
 
 
-def read_command(file: Path) -> tuple[dict[str, Any], str]:
+def read_command(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
     """Return the options of the one trainer that a script starts, with those of its `--config`, and the system.
 
-    Raises UsageError for no trainer or several, and for a value that only the shell knows.
+    Also the commands of its programs that train nothing, and what does the same here. Raises UsageError for no trainer
+    or several, and for a value that only the shell knows.
     """
-    found = [started for words in _commands(file) if (started := _trainer(words))]
+    started = [one for words in _commands(file) if (one := _trainer(words))]
+    beside = {name: _BESIDE[name] for name, _ in started if name in _BESIDE}
+    found = [one for one in started if one[0] not in beside] or started[:1]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise UsageError(f"{file}: starts {names}; a configuration is of one run: leave one of them in the file")
@@ -57,11 +66,11 @@ def read_command(file: Path) -> tuple[dict[str, Any], str]:
             raise UsageError(f"{file}: {option}: the shell replaces {replaced}; write what it stands for")
     values = {option[2:]: _value(file, option, texts) for option, texts in given.items()}
     if "config" not in values:
-        return values, _KNOWN[name]
+        return values, _KNOWN[name], beside
     config = values.pop("config")
     if not isinstance(config, str):
         raise UsageError(f"{file}: --config: expected one file, found {config!r:.60}")
-    return {**load_values(file.parent / config), **values}, _KNOWN[name]
+    return {**load_values(file.parent / config), **values}, _KNOWN[name], beside
 
 
 def _commands(file: Path) -> list[list[str]]:

@@ -20,7 +20,9 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "kto": ("kto", "kto"), "rm": ("reward", "reward"),
 }  # fmt: skip
 _TYPES = ("train_type", "tuner_type", "sft_type")
-_DATA_SET = re.compile(r"(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
+_DATA_SET = re.compile(r"(?:(?P<hub>(?i:hf|ms))::)?(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
+_FILES = (".jsonl", ".json", ".csv", ".txt")
+_OF_MODELSCOPE = "an id of ModelScope there, of the Hugging Face hub here"
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _WITHOUT_REFERENCE = ("cpo", "orpo", "reward")
 
@@ -65,26 +67,32 @@ TRAINED: Mapping[str, Rule] = {
 
 def _model(given: Given) -> Became:
     from_hub = given.all.get("use_hf") or Path(str(given.value)).exists()
-    note = "" if from_hub else "an id of ModelScope there, of the Hugging Face hub here"
+    note = "" if from_hub else _OF_MODELSCOPE
     return Became({"model.name": given.value}, note, check=bool(note))
 
 
 def _sources(given: Given) -> Became:
-    """Translate `path:subset#rows`, once or several times."""
+    """Translate `HF::path:subset#rows`, once or several times; without HF:: or MS::, `use_hf` says which hub."""
     method, _ = METHODS.get(str(given.all.get("rlhf_type")), ("dpo", ""))
     values = given.value if isinstance(given.value, list) else [given.value]
-    sources, settings, note = [], dict[str, Any](), ""
+    sources, settings, notes = [], dict[str, Any](), set[str]()
     for text in map(str, values):
         found = _DATA_SET.fullmatch(text)
-        path, subset, count = found.group("path", "subset", "count") if found else (text, None, None)
+        hub, path, subset, count = found.groups() if found else (None, text, None, None)
         if subset and "/" in subset:
             raise RefusedError(f"{text}: name each subset in an entry of its own")
         if count and len(values) > 1:
             raise RefusedError(f"{text}: data.num_samples counts the rows of all data sets; cut the files instead")
         settings |= {"data.num_samples": int(count)} if count else {}
-        note = "which rows are drawn differs" if count else note
+        notes |= {"which rows are drawn differs"} if count else set()
+        from_hub = (
+            hub.lower() == "hf"
+            if hub
+            else given.all.get("use_hf") or Path(path).suffix in _FILES or Path(path).exists()
+        )
+        notes |= set() if from_hub else {_OF_MODELSCOPE}
         sources.append({"path": path, **({"subset": subset} if subset else {}), "format": row_format(method)})
-    return Became({"data.sources": sources, **settings}, note, check=bool(note))
+    return Became({"data.sources": sources, **settings}, "; ".join(sorted(notes)), check=bool(notes))
 
 
 def _adapters(given: Given) -> Became:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from flatout.cli.main import main
+from flatout.config.read import load_config
 
 START = "trl dpo --model_name_or_path org/model --dataset_name org/pairs --use_peft"
 LAST = "--lora_target_modules q_proj v_proj"
@@ -46,6 +47,32 @@ def test_only_the_trainers_own_words_are_read(tmp_path: Path, script: str, setti
     for name in setting.split("."):
         found = found[name]
     assert found == value
+
+
+@pytest.mark.parametrize(
+    ("beside", "here"),
+    [
+        ("swift export --adapters output/last --merge_lora true", "see flatout export"),
+        ("CUDA_VISIBLE_DEVICES=0 swift infer --adapters $OUT --stream true", "see flatout chat"),
+        ("swift eval --model output", "see flatout eval"),
+        ("trl vllm-serve --model org/model", "trains nothing"),
+    ],
+)
+def test_a_command_that_trains_nothing_is_named_and_the_trainer_is_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: str, here: str
+) -> None:
+    name = " ".join(beside.removeprefix("CUDA_VISIBLE_DEVICES=0 ").split()[:2])
+    assert convert(tmp_path, f"swift rlhf --model org/model --dataset a.jsonl\n{beside}\n") == 0
+    assert load_config(tmp_path / "out.yaml").objective.kind == "dpo"
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{name} not converted: trains nothing" in said
+    assert here in said
+    (tmp_path / "out.yaml").unlink()
+    assert convert(tmp_path, beside) == 2
+    assert f"{name} is not supported; expected a command such as" in capsys.readouterr().err
+    # two that train stay two runs
+    assert convert(tmp_path, f"swift rlhf --model org/model\n{beside}\nswift sft --model org/model") == 2
+    assert "starts swift rlhf and swift sft; a configuration is of one run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,31 @@ def test_its_own_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "path", "subset", "is_checked"),
+    [
+        ("HF::org/pairs:en", "org/pairs", "en", False),
+        ("hf::org/pairs", "org/pairs", None, False),
+        ("MS::org/pairs:en", "org/pairs", "en", True),
+        ("org/pairs", "org/pairs", None, True),
+        ("pairs.jsonl", "pairs.jsonl", None, False),
+    ],
+)
+def test_a_data_set_names_its_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, path: str, subset: str | None, is_checked: bool
+) -> None:
+    text = yaml.safe_dump({"rlhf_type": "dpo", "model": "org/model", "use_hf": False, "dataset": name})
+    (source,) = converted(tmp_path, text, name="dpo.yaml")["data"]["sources"]
+    assert source == {"path": path, **({"subset": subset} if subset else {}), "format": "preference"}
+    said = " ".join((tmp_path / "out.yaml").read_text().replace("#", "").split())
+    assert ("CHECK dataset: an id of ModelScope there, of the Hugging Face hub here" in said) == is_checked
+    (tmp_path / "out.yaml").unlink()
+    with_hub = converted(tmp_path, text.replace("use_hf: false", "use_hf: true"), name="dpo.yaml")
+    assert with_hub["data"]["sources"] == [source]
+    said = (tmp_path / "out.yaml").read_text()
+    assert ("CHECK dataset" in said) == name.startswith("MS::")
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ("rlhf_type: grpo", "rlhf_type: 'grpo' is not supported; flatout has dpo, cpo, simpo, orpo, kto, rm"),
