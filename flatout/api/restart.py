@@ -63,7 +63,7 @@ def move_aside(
     if is_own:
         durable_io.rename(aside / model.relative_to(folder), model)
     for file in (path.resolve() for path in settings):
-        if file.is_relative_to(folder):
+        if file.is_relative_to(folder) and (aside / file.relative_to(folder)).is_file():
             durable_io.make_dir(file.parent)
             shutil.copyfile(aside / file.relative_to(folder), file)
     shown = aside if config.folder.is_symlink() else config.folder.with_name(aside.name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
-from flatout.config.read import files_of, load_config
+from flatout.config.read import load_with_files
 from flatout.config.schema import Config, DataConfig
 from flatout.environment import (
     LAUNCHED,
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
         raise UsageError("--rdzv and --node-rank need --nnodes (the number of nodes)")
-    config = load_config(args.config, args.overrides)
+    config, files = load_with_files(args.config, args.overrides)
     nodes = parse_nodes(args.nnodes, args.node_rank, args.rdzv) if args.nnodes else None
     if args.dry_run and args.tmux is None:
         raise UsageError("--dry-run needs --tmux; use `flatout plan` to see what a run will do")
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
         return 0
     if args.restart and (nodes is None or nodes.index == 0):
-        config = _moved_aside(config, place, args, words)
+        config = _moved_aside(config, place, files, words, takes=args.yes)
     started_at = time.time()
     try:
         if isinstance(place, SpawnRanks):
@@ -117,18 +117,23 @@ def run(args: argparse.Namespace) -> int:
             _print_summary(config.folder, started_at)
 
 
-def _moved_aside(config: Config, place: RunHere | SpawnRanks, args: argparse.Namespace, words: list[str]) -> Config:
-    """Move the earlier run aside; return the settings with columns that were agreed to, which `words` tell ranks."""
+def _moved_aside(
+    config: Config, place: RunHere | SpawnRanks, files: list[Path], words: list[str], *, takes: bool
+) -> Config:
+    """Move the earlier run aside, but the `files` of the settings, which ranks read again.
+
+    Return the settings with columns that were agreed to, which `words` tell ranks.
+    """
     if isinstance(place, RunHere):
         prepare_torch(place.environment)  # the checks import torch
 
     def move(data: DataConfig) -> Config:
         with_data = config.model_copy(update={"data": data})
-        move_aside(with_data, environment(), place, files_of(args.config, args.overrides))
+        move_aside(with_data, environment(), place, files)
         return with_data
 
-    found = with_columns(move, config.data, takes=args.yes)
-    words += ["--yes"] if found.data is not config.data and not args.yes else []
+    found = with_columns(move, config.data, takes=takes)
+    words += ["--yes"] if found.data is not config.data and not takes else []
     return found
 
 

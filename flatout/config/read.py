@@ -9,8 +9,10 @@ import logging
 import re
 import runpy
 import shlex
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +32,8 @@ _log = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str, list, dict, type(None))
 # in the place of a file: all settings are overrides
 NO_FILE = Path("-")
+# names of the files that are opened, while they are asked for
+_opened: list[list[str]] = []
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 20
 MAX_VALUES = 50_000
@@ -118,11 +122,24 @@ def load_values(path: Path) -> dict[str, Any]:
     return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else _read_yaml(path)
 
 
-def files_of(path: Path, overrides: Sequence[str] = ()) -> list[Path]:
-    """Return the files that `load_config` reads: the settings' own, and one that `deepspeed` names."""
-    values = {} if path == NO_FILE or path.suffix == ".py" else _read_yaml(path)
-    name = merge_overrides(values, overrides)[0].get("deepspeed")
-    return [path, *([_deepspeed_file(name, path.parent)] if isinstance(name, str) else [])]
+def load_with_files(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Path]]:
+    """Return what `load_config` does, and the files it opened: those of a .py file's own code too."""
+    _watch_opened()
+    _opened.append([])
+    try:
+        return load_config(path, overrides), [Path(name) for name in _opened[-1]]
+    finally:
+        _opened.pop()
+
+
+@cache
+def _watch_opened() -> None:
+    sys.addaudithook(_note_opened)
+
+
+def _note_opened(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and _opened and isinstance(args[0], str):
+        _opened[-1].append(args[0])
 
 
 def make_config(
@@ -246,15 +263,11 @@ def _kind(value: object) -> str:
     return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
-def _deepspeed_file(name: str, folder: Path) -> Path:
-    with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
-        return next((file for file in (Path(name), folder / name) if file.is_file()), Path(name))
-    return Path(name)
-
-
 def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
-    path = _deepspeed_file(name, folder)
+    path = Path(name)
+    with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
+        path = next((file for file in (path, folder / name) if file.is_file()), path)
     try:
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
