@@ -28,6 +28,26 @@ FIRST_SETTINGS = (
 )  # fmt: skip
 
 
+def with_values(content: str, values: Mapping[str, Any]) -> str:
+    """Return YAML with other values of settings outside sections; its comments and all else stay as they were written.
+
+    A value of None replaces one that is given, and adds none.
+    """
+    root: Any = yaml.compose(content, Loader=yaml.SafeLoader)
+    changes: list[tuple[int, int, str]] = []
+    given, first = {key.value: node for key, node in root.value}, root.value[0][0].start_mark
+    for name, value in values.items():
+        if (node := given.get(name)) is not None:
+            start, end = node.start_mark.index, node.end_mark.index
+            changes.append((start, end, f"{'' if end > start else ' '}{as_yaml(value)}"))
+        elif value is not None:
+            after = ", " if root.flow_style else "\n" + " " * first.column
+            changes.append((first.index, first.index, f"{name}: {as_yaml(value)}{after}"))
+    for start, end, new in sorted(changes, reverse=True):
+        content = content[:start] + new + content[end:]
+    return content
+
+
 def render_template(config: Config, intro: Sequence[str] = (), *, which: Which = "advanced") -> str:
     """Return `config` as commented YAML that `load_config` reads back to an equal Config.
 

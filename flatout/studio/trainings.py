@@ -16,9 +16,9 @@ from threading import Lock
 from typing import Any
 
 from flatout.config.names import as_yaml
-from flatout.config.read import dump_config, flatten, load_config, make_config
+from flatout.config.read import flatten, load_config, make_config, read_text
 from flatout.config.schema import NAME_PATTERN, Config
-from flatout.config.template import render_template
+from flatout.config.template import render_template, with_values
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
@@ -27,7 +27,7 @@ from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
 from flatout.track.notes import RunNotes, write_notes
 from flatout.track.record import StepRecord
-from flatout.track.run_log import LineFollower, RunFollower, read_end, read_notes, read_start, record_of
+from flatout.track.run_log import LineFollower, RunFollower, notes_to_change, read_end, read_side_files, record_of
 from flatout.view.report import run_fragment
 
 CONFIG_FILE, OUTPUT_FILE = "studio.yaml", "logs/studio.log"
@@ -125,12 +125,17 @@ class Trainings:
             self._require_run(folder)
             if target.exists():
                 raise UsageError(f"{self._workspace.relative(target)} exists already; choose another name")
-            shown = self._workspace.relative(target)
-            # what stands in the files, and nothing else of them, is changed
+            before, shown = self._workspace.relative(folder), self._workspace.relative(target)
             own = {"name": name, "run_dir": None if shown == f"runs/{name}" else shown}
             files = [folder / file for file in (CONFIG_FILE, "config.yaml") if (folder / file).is_file()]
-            changed = {file: dump_config(load_config(file).model_copy(update=own)) for file in files}
-            start = read_start(folder)
+            changed = {
+                file: with_values(read_text(file), own).replace(
+                    f"train {before}/{file.name}", f"train {shown}/{file.name}"
+                )
+                for file in files
+                if load_config(file)
+            }
+            start = read_side_files(folder).start
             with RunLock(folder, "rename"):
                 for file, text in changed.items():
                     DurableIO().write_bytes(file, text.encode())
@@ -141,16 +146,13 @@ class Trainings:
         return shown
 
     def notes(self, folder: Path) -> RunNotes:
-        """Return a run's note and tags. Raises DataError for a file that flatout did not write."""
-        start = None
-        with suppress(DataError):  # the page says that the run is damaged
-            start = read_start(folder)
-        return read_notes(folder, start)
+        """Return a run's note and tags; none for a damaged notes.json, as the list of runs says."""
+        return read_side_files(folder).notes
 
     def write_notes(self, folder: Path, note: str, tags: Sequence[str]) -> RunNotes:
         """Write a run's note and all its tags; return them. Raises UsageError for a folder that is no run's."""
         self._require_run(folder)
-        old = self.notes(folder)
+        old = notes_to_change(folder)
         return write_notes(folder, old, note=note, add=tags, remove=sorted(set(old.tags) - set(tags)))
 
     def _require_run(self, folder: Path) -> None:
@@ -202,14 +204,11 @@ class Trainings:
             row: dict[str, Any] = {"folder": name, "state": self.state(folder), "started_at": folder.stat().st_mtime}
             is_saved = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step-*"))
             row["can_chat"] = row["state"] != "running" and is_saved
-            try:
-                start = read_start(folder)
-                row["tags"] = read_notes(folder, start).tags
-                if start:
-                    row |= {"model": start.model, "method": start.method, "data": start.data}
-                    row["started_at"] = start.first_started_at
-            except FlatoutError as error:
-                row["problem"] = str(error)
+            start, _, notes, problems = read_side_files(folder)
+            row |= {"tags": notes.tags, "problem": "; ".join(problems.values())}
+            if start:
+                row |= {"model": start.model, "method": start.method, "data": start.data}
+                row["started_at"] = start.first_started_at
             found.append(row)
         return sorted(found, key=lambda row: -row["started_at"])
 
@@ -256,7 +255,9 @@ class Trainings:
         found = {}
         for folder in {self._workspace.root / name for name in self._workspace.survey().runs} | self._processes.keys():
             if self.state(folder) == "running":
-                config = load_config(file) if (file := _settings_file(folder)) else None
+                config = None
+                with suppress(FlatoutError):  # damaged since it started
+                    config = load_config(file) if (file := _settings_file(folder)) else None
                 on_cpu = config is not None and config.wanted_device == "cpu"
                 found[self._workspace.relative(folder)] = [] if on_cpu else (config and config.gpus) or [0]
         return found

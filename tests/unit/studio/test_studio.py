@@ -520,14 +520,26 @@ def test_a_run_has_a_note_and_tags(client: Any, workspace: Path) -> None:
     assert client.post("/api/notes", json=body | {"tags": "", "note": ""}).json() == {"note": "", "tags": []}
     assert "tag 'a/b'" in refusal(client.post("/api/notes", json=body | {"tags": "a/b"}), 400)
     assert "not the folder of a run" in refusal(client.post("/api/notes", json=body | {"folder": "tiny-model"}), 400)
-    (folder / "notes.json").write_text("[1]")
-    assert "notes.json" in refusal(client.get("/run", params={"folder": "runs/noted"}), 400)
-    shutil.rmtree(folder)
+    for name in ("notes.json", "end.json", "start.json"):
+        (folder / name).write_text("[1]")
+        assert f"runs/noted/{name}: " in client.get("/runs").text
+        assert client.get("/run", params={"folder": "runs/noted"}).status_code == 200
+        drawn = client.get("/api/run", params={"folder": "runs/noted"}).json()
+        assert f"runs/noted/{name}: " in drawn["html"]
+        assert drawn["state"] == ("complete" if name == "notes.json" else "damaged")
+        # a note may be a person's: it is not written over
+        answer = client.post("/api/notes", json=body)
+        assert "notes.json" in refusal(answer, 400) if name == "notes.json" else answer.status_code == 200
+        (folder / "notes.json").unlink()
+    assert client.post("/api/rename", json={"folder": "runs/noted", "name": "moved"}).json() == {"folder": "runs/moved"}
+    shutil.rmtree(workspace / "runs" / "moved")
 
 
 def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace: Path) -> None:
     folder = write_synthetic_run(workspace / "runs" / "before", num_steps=20)
     (folder / "config.yaml").write_text("{name: before, model: {name: tiny-model}, data: {name: chats}}")
+    own = "# flatout train runs/before/studio.yaml\n\nmodel: tiny-model  # {}\n{}\nlora:\n  rank: 4  # few\n"
+    (folder / "studio.yaml").write_text(own.format("name: before", "data: chats\nrun_dir: runs/before # here"))
     write_synthetic_run(workspace / "runs" / "taken", num_steps=20)
     rename = {"folder": "runs/before", "name": "after"}
     with RunLock(folder):
@@ -541,8 +553,16 @@ def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace:
     assert not folder.exists()
     moved = load_config(workspace / "runs" / "after" / "config.yaml")
     assert (moved.name, moved.folder, moved.model.name) == ("after", Path("runs/after"), "tiny-model")
-    assert "after" in client.get("/api/run", params={"folder": "runs/after"}).json()["html"]
-    for name in ("after", "taken"):
+    # nothing else of the files is changed
+    text = (workspace / "runs" / "after" / "studio.yaml").read_text()
+    same = own.format("name: before", "data: chats\nrun_dir: null # here").replace("runs/before", "runs/after")
+    assert text == same.replace("model: tiny", "name: after\nmodel: tiny")
+    assert "epochs" not in (workspace / "runs" / "after" / "config.yaml").read_text()
+    assert client.post("/api/rename", json={"folder": "runs/after", "name": "on"}).json() == {"folder": "runs/on"}
+    moved = load_config(workspace / "runs" / "on" / "studio.yaml")
+    assert (moved.name, moved.folder, moved.lora.rank) == ("on", Path("runs/on"), 4)
+    assert "<h1>on<" in client.get("/api/run", params={"folder": "runs/on"}).json()["html"]
+    for name in ("on", "taken"):
         shutil.rmtree(workspace / "runs" / name)
 
 
