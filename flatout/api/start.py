@@ -35,7 +35,7 @@ from flatout.launch.supervise import Supervisor
 from flatout.track.callback import Callback, deliver
 from flatout.track.console import RankOutput
 from flatout.track.notebook import open_console
-from flatout.track.run_log import LineFollower, read_end, read_start, record_of
+from flatout.track.run_log import LineFollower, read_side_files, record_of
 from flatout.track.trackers import require_installed
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
@@ -129,7 +129,7 @@ def train(
     if following.error is not None:
         raise following.error
     if exit_code != 0:
-        end = read_end(resolved.folder)
+        end = read_side_files(resolved.folder).end
         raise _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}")
     return Run(resolved.folder)
 
@@ -236,7 +236,7 @@ class _Following(Thread):
             while not self._is_over.wait(POLL_S):
                 self._deliver()
             self._deliver()
-            if (end := read_end(self._folder)) is not None and end.ended_at >= self._started_at:
+            if (end := read_side_files(self._folder).end) is not None and end.ended_at >= self._started_at:
                 self._call(lambda callback: callback.on_end(end))
         except Exception as error:  # noqa: BLE001  (a user's callback may raise anything; train() raises it)
             self.error = error
@@ -245,7 +245,7 @@ class _Following(Thread):
                 signal.raise_signal(signal.SIGTERM)
 
     def _deliver(self) -> None:
-        start = read_start(self._folder)
+        start = read_side_files(self._folder).start
         if start is not None and start.started_at > self._started_at:
             self._started_at = start.started_at
             self._call(lambda callback: callback.on_start(start))

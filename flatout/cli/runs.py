@@ -59,14 +59,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"no runs in {args.folder}; train one: flatout train run.yaml")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print("\n".join(_table([_HEAD, *map(_cells, rows)], width)))
+        problems = [printable(problem) for row in rows for problem in row.problems]
+        print("\n".join([*_table([_HEAD, *map(_cells, rows)], width), *problems]))
     return 0
 
 
 def _write_notes(args: argparse.Namespace) -> None:
     """Write what --note, --tag and --untag say. Raises UsageError for a run or a text that is missing."""
     from flatout.track.notes import write_notes
-    from flatout.track.run_log import read_notes, read_start
+    from flatout.track.run_log import notes_to_change
     from flatout.view.open_runs import find_run, run_folders
 
     for option in ("note", "tag", "untag"):
@@ -78,11 +79,8 @@ def _write_notes(args: argparse.Namespace) -> None:
         folder = find_run(target, args.folder)
         if folder not in run_folders(folder):
             raise UsageError(f"{folder} is not the folder of a run, so it has no {option}; name a run of the list")
-        old = read_notes(folder, read_start(folder))
-        if option == "note":
-            write_notes(folder, old, note=given[0])
-        else:
-            write_notes(folder, old, **{"tag": {"add": given}, "untag": {"remove": given}}[option])
+        changes: dict[str, Any] = {"note": {"note": given[0]}, "tag": {"add": given}, "untag": {"remove": given}}
+        write_notes(folder, notes_to_change(folder), **changes[option])
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:

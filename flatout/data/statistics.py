@@ -48,7 +48,7 @@ ROW_FATES = {
 def statistics_lines(store: TokenStore) -> list[str]:
     """Return statistics of a store with at least one sample: sizes, lengths, what was lost, sources, and row outcomes.
 
-    Lines have at most 80 columns. Raises DataError for a damaged report.json.
+    Lines have at most 80 columns, but one for a damaged report.json.
     """
     lengths, counts = store.lengths, store.meta.counts
     num_tokens, num_labels = int(lengths.sum()), int(store.num_labels.sum())
@@ -91,13 +91,13 @@ def _about_turns(store: TokenStore, num_prompt: int, num_labels: int) -> Iterato
 def _lost(store: TokenStore) -> Iterator[str]:
     """Tell what the length policy lost, and the rows' lengths before it."""
     counts, limit = store.meta.counts, store.meta.settings.get("max_tokens")
-    path = store.folder / "report.json"
-    if path.exists():
-        report = read_json(path, DataError)
-        found = report.get("length_percentiles") if isinstance(report, dict) else None
-        if not isinstance(found, dict):
-            raise DataError(f"{path}: length_percentiles are missing; rebuild the data set")
-        yield "rows before the cut: " + "  ".join(f"{share} {tokens}" for share, tokens in found.items())
+    if (path := store.folder / "report.json").exists():
+        try:
+            found = read_json(path, DataError)["length_percentiles"]
+            yield "rows before the cut: " + "  ".join(f"{share} {tokens}" for share, tokens in found.items())
+        except (DataError, LookupError, TypeError, AttributeError) as error:
+            why = error if isinstance(error, DataError) else f"{path}: length_percentiles are missing"
+            yield f"rows before the cut: not known, {why}; build the data set again"
     for what, total in (("tokens", "tokens"), ("labels", "label_tokens")):
         lost, read = sum(counts.get(f"{fate}_{what}", 0) for fate in LOSING), counts.get(total, 0)
         if read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from flatout.errors import CheckpointError
 from flatout.io.json_file import read_json
 from flatout.io.redact import printable
 from flatout.models.load.inference import ModelPaths
@@ -21,6 +23,7 @@ from flatout.view.facts import NONE, changed_settings, headline, plan_rows, sett
 from flatout.view.plain import table
 from flatout.view.scales import x_scale, y_scale
 
+_log = logging.getLogger(__name__)
 _WIDTH, _HEIGHT, _LEFT = 720, 240, 52
 _OWN_NAMES = ("name", "run_dir", "data.root", "data.name")
 _LOAD = """
@@ -125,11 +128,13 @@ def _public(value: Any) -> Any:
 def _scores(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield task, metric and value of what `flatout eval` has written."""
     for file in sorted(folder.glob("*.json")):
-        content = read_json(file)
-        for row in content.get("tasks", []):
-            yield str(row["task"]), str(row["metric"]), NONE if row["value"] is None else f"{row['value']:.4f}"
-        if "exact_match" in content:
-            yield file.stem, "exact match", f"{content['exact_match']:.4f}"
+        try:
+            found = read_json(file)
+            rows = [(str(row["task"]), str(row["metric"]), row["value"]) for row in found.get("tasks", [])]
+            rows += [(file.stem, "exact match", found["exact_match"])] if "exact_match" in found else []
+            yield from [(task, name, NONE if value is None else f"{value:.4f}") for task, name, value in rows]
+        except (CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+            _log.warning(f"{file} is no result of `flatout eval`; the card is written without it")
 
 
 def loss_svg(log: RunLog) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import SEEK_END
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -27,6 +27,7 @@ _START, _END, _NOTES = TypeAdapter(RunStart), TypeAdapter(RunEnd), TypeAdapter(R
 
 RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
 """Any of them makes a folder a run's."""
+_REPAIR = "repair the file, or move it away"
 # no figure of a run is so great: a line with a greater one is damaged
 MAX_NUMBER = 1e24
 # bytes read at once while catching up with a long file
@@ -74,7 +75,8 @@ class RunLog:
 
     `start` is None before the run's first step, `end` while it runs or after it was killed; a run that was started
     again has the older end until its first step. `holder` holds the folder now, `last_holder` held it last. `events`
-    are the lines of events.jsonl: `time`, `kind` and facts. `num_bad_lines` counts lines that could not be read.
+    are the lines of events.jsonl: `time`, `kind` and facts. `num_bad_lines` counts lines that could not be read, and
+    `problems` says what is wrong with each of start.json, end.json and notes.json that could not.
     """
 
     folder: Path
@@ -88,12 +90,16 @@ class RunLog:
     holder: Holder | None = None
     last_holder: Holder | None = None
     notes: RunNotes = field(default_factory=RunNotes)
+    problems: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
-        """running, complete, stopped, failed, killed, or not ended: on another host, whose lock may be unseen here."""
+        """running, complete, stopped, failed, killed, damaged: its start.json or end.json cannot be read, or not ended:
+        on another host, whose lock may be unseen here."""
         if self.holder is not None and self.holder.trains:
             return "running"
+        if self.problems.keys() & {"start.json", "end.json"}:
+            return "damaged"
         if self.end is not None:
             return self.end.outcome
         return "killed" if self.last_holder is not None and self.last_holder.is_local else "not ended"
@@ -111,12 +117,11 @@ class RunFollower:
         self._num_unknown = 0
 
     def poll(self) -> bool:
-        """Read what is new. Raises DataError for start.json or end.json that was not written by flatout."""
+        """Read what is new."""
         log, found = self.log, False
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
-        start, end = read_start(log.folder), read_end(log.folder)
-        notes = read_notes(log.folder, start)
+        side = read_side_files(log.folder)
         for line in self._files["metrics"].new_lines():
             found = self._add(line) or found
         for line in self._files["answers"].new_lines():
@@ -124,8 +129,8 @@ class RunFollower:
         for line in self._files["events"].new_lines():
             log.events.append(line)
             found = True
-        found = found or (start, end, notes) != (log.start, log.end, log.notes)
-        log.start, log.end, log.notes = start, end, notes
+        found = found or side != (log.start, log.end, log.notes, log.problems)
+        log.start, log.end, log.notes, log.problems = side
         log.num_bad_lines = sum(file.num_bad for file in self._files.values()) + self._num_unknown
         return found
 
@@ -179,25 +184,48 @@ def read_end(folder: Path) -> RunEnd | None:
     return found
 
 
-def read_notes(folder: Path, start: RunStart | None = None) -> RunNotes:
-    """Return a run's note and tags; before any were written, the tags of `track.tags` in `start`.
+class SideFiles(NamedTuple):
+    """What a run folder holds in one file each; `problems` by the name of a file that cannot be read."""
 
-    Raises DataError for a notes.json that flatout did not write.
-    """
-    given = start.settings.get("track.tags") if start else None
-    found: RunNotes | None = _read(folder / NOTES_FILE, _NOTES)
-    return found or RunNotes(tags=tuple(sorted(map(str, given))) if isinstance(given, list) else ())
+    start: RunStart | None
+    end: RunEnd | None
+    notes: RunNotes
+    problems: Mapping[str, str]
+
+
+def read_side_files(folder: Path) -> SideFiles:
+    """Read start.json, end.json and notes.json; before a note or tag is written, the tags are those of `track.tags`."""
+    found, problems = dict[str, Any](), dict[str, str]()
+    for name, adapter in (("start.json", _START), ("end.json", _END), (NOTES_FILE, _NOTES)):
+        try:
+            found[name] = _read(folder / name, adapter)
+        except DataError as error:
+            problems[name] = str(error)
+    start = found.get("start.json")
+    tags = start.settings.get("track.tags") if start else None
+    given = RunNotes(tags=tuple(sorted(map(str, tags))) if isinstance(tags, list) else ())
+    return SideFiles(start, found.get("end.json"), found.get(NOTES_FILE) or given, problems)
+
+
+def notes_to_change(folder: Path) -> RunNotes:
+    """Return a run's note and tags. Raises DataError for a notes.json that cannot be read: it may hold a person's."""
+    side = read_side_files(folder)
+    if NOTES_FILE in side.problems:
+        raise DataError(side.problems[NOTES_FILE])
+    return side.notes
 
 
 def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:
     try:
         return adapter.validate_python(cleaned(read_json(path, DataError)))
-    except DataError:
+    except DataError as error:
         # a run that starts again removes its end.json
         if path.exists():
-            raise
+            raise DataError(f"{error}; {_REPAIR}") from error
         return None
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"])) or "the file"
-        raise DataError(f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it") from error
+        raise DataError(
+            f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it; {_REPAIR}"
+        ) from error

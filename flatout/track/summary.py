@@ -272,4 +272,4 @@ def _warnings(log: RunLog) -> list[str]:
         found.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")
     if log.num_bad_lines:
         found.append(f"{log.num_bad_lines} lines of this run's files could not be read")
-    return found
+    return [*found, *log.problems.values()]

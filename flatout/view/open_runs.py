@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.errors import DataError, UsageError, next_steps
@@ -111,6 +111,7 @@ def _open_run(folder: Path) -> RunLog:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     if not (log.steps or log.evals or log.start or (has_settings and not log.num_bad_lines)):
         found = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "its files are empty"
+        found = "; ".join(log.problems.values()) or found
         raise DataError(f"{folder} holds no record of a run: {found}; name the folder of a run")
     return log
 
@@ -138,16 +139,18 @@ class RunRow:
     started_at: float | None
     tags: tuple[str, ...] = ()
     note: str = ""
+    problems: tuple[str, ...] = ()
 
 
 def list_runs(folder: Path) -> Iterator[RunRow]:
-    """Yield a row for each run below a folder; one whose files cannot be read has the state `damaged`."""
+    """Yield a row for each run below a folder, with what is wrong with its files; `damaged` is a state."""
     for path in run_folders(folder):
         name, size = str(path.relative_to(folder)) if path != folder else path.name, _size_bytes(path)
         try:
             log = read_run(path)
-        except (DataError, OSError):
-            yield RunRow(name, str(path), "damaged", None, None, 0, 0, None, None, None, None, 0.0, size, None)
+        except (DataError, OSError) as error:
+            row = RunRow(name, str(path), "damaged", None, None, 0, 0, None, None, None, None, 0.0, size, None)
+            yield replace(row, problems=(str(error),))
             continue
         found, start = summarize(log), log.start
         losses = found.evaluation
@@ -168,6 +171,7 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             started_at=start.first_started_at if start else None,
             tags=log.notes.tags,
             note=log.notes.note,
+            problems=tuple(log.problems.values()),
         )
 
 

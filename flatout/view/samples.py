@@ -43,7 +43,7 @@ _REPORT = TypeAdapter(_Report)
 
 
 def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
-    """Return the page of a store with its first `count` samples. Raises DataError for a damaged report.json."""
+    """Return the page of a store with its first `count` samples."""
     count = min(count, store.num_samples)
     title = f"<h1>{text(store.meta.name)}</h1>"
     samples = (
@@ -54,7 +54,7 @@ def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
 
 
 def overview(store: TokenStore) -> str:
-    """Return how a store was built, its headline figures and warnings. Raises DataError for a damaged report.json."""
+    """Return how a store was built, its headline figures and warnings."""
     meta, lengths, num_labels = store.meta, store.lengths, int(store.num_labels.sum())
     template = f"template {meta.template or 'none'}, end of turn {meta.end_of_turn or 'none'!r}"
     limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
@@ -94,7 +94,7 @@ def statistics(store: TokenStore) -> str:
 
 
 def sample_list(store: TokenStore, decode: Decode, first: int, count: int) -> str:
-    """Return up to `count` samples from number `first` on, turn by turn. Raises DataError for a damaged report.json."""
+    """Return up to `count` samples from number `first` on, turn by turn."""
     report = _read_report(store)
     numbers = range(first, min(first + count, store.num_samples))
     return render("samples.html", samples=[_sample(store, index, decode, report) for index in numbers])
@@ -102,7 +102,10 @@ def sample_list(store: TokenStore, decode: Decode, first: int, count: int) -> st
 
 def _read_report(store: TokenStore) -> _Report:
     path = store.folder / "report.json"
-    return validated(_REPORT, read_json(path, DataError), str(path), DataError)
+    try:
+        return validated(_REPORT, read_json(path, DataError), str(path), DataError)
+    except DataError as error:
+        return _Report((f"{error}; which rows were cut is not shown: build the data set again to see it",), {})
 
 
 def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> tuple[Any, ...]:

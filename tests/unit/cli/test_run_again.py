@@ -148,21 +148,30 @@ def _words(words: str, path: str) -> list[str]:
     return re.split(r" (?=[a-z_.]+=)", words.format(path))
 
 
-@pytest.mark.parametrize("named", ["the file of settings", "an override"])
+@pytest.mark.parametrize("named", ["the file of settings", "an override", "a .py file", "a .py file's own code"])
 def test_a_restart_keeps_the_files_of_settings_where_they_are(
     here: Path, capsys: pytest.CaptureFixture[str], named: str
 ) -> None:
     folder, overrides = here / "runs" / "run", ["strategy=deepspeed"]  # which one process needs no package for
-    values = yaml.safe_load((here / "run.yaml").read_text())
-    if named == "an override":
+    values, file = yaml.safe_load((here / "run.yaml").read_text()), "again.yaml"
+    if ".py" in named:
+        file, code = "again.py", "json.load(open('runs/run/stages/ds.json'))"
+        given = "'runs/run/stages/ds.json'" if named == "a .py file" else code
+        (folder / file).write_text(
+            "import json\nimport yaml\nfrom flatout.config.read import make_config\n"
+            f"values = yaml.safe_load(open('run.yaml')) | {{'strategy': 'deepspeed', 'deepspeed': {given}}}\n"
+            "config = make_config(values)\n"
+        )
+    elif named == "an override":
         overrides += ["deepspeed=runs/run/stages/ds.json"]
     else:
         values |= {"deepspeed": "stages/ds.json"}
     (folder / "stages").mkdir()
     (folder / "stages" / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
-    (folder / "again.yaml").write_text(yaml.safe_dump(values))
-    before = {name: text for name, text in contents(folder).items() if name in ("again.yaml", "stages/ds.json")}
-    command = ["train", "runs/run/again.yaml", *overrides]
+    if ".py" not in named:
+        (folder / file).write_text(yaml.safe_dump(values))
+    before = {name: text for name, text in contents(folder).items() if name in (file, "stages/ds.json")}
+    command = ["train", f"runs/run/{file}", *overrides]
     assert main([*command, "--restart"]) == 0
     assert (here / "runs" / "run.old-1" / "final").is_dir()
     assert {name: contents(folder).get(name) for name in before} == before
@@ -306,7 +315,9 @@ def test_a_damaged_run_does_not_hide_the_others(
     monkeypatch.setattr(Path, "iterdir", lambda path, list_of=Path.iterdir: _listed(path, list_of))
     (here / "runs" / "lost").mkdir()
     assert main(["runs"]) == 0
-    states = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]}
+    _, *lines, problem = capsys.readouterr().out.splitlines()
+    assert problem.startswith("runs/broken/start.json: ")
+    states = {line.split()[0]: line.split()[1] for line in lines}
     assert states == {"run": "complete", "broken": "damaged"}
 
 
@@ -410,3 +421,34 @@ def test_what_cannot_be_a_note_or_tag_is_said(
     assert main(["runs", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (here / "runs" / "run" / "notes.json").exists()
+
+
+@pytest.mark.parametrize("name", ["start.json", "end.json", "notes.json"])
+def test_a_damaged_side_file_is_said_in_one_line_and_hides_nothing_else(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = here / "runs" / "run"
+    write_notes(folder, RunNotes(), note="first try", add=["baseline"])
+    assert not flatout.load("run").log.problems
+    kept = (folder / name).read_bytes()
+    for damaged in (kept[:-9], b"[]", b'{"note": 3, "tags": 4}', b"\xff\xfe\x00"):
+        (folder / name).write_bytes(damaged)
+        assert main(["runs", "--sort", "loss"]) == 0
+        _, row, problem = capsys.readouterr().out.splitlines()
+        assert row.split()[:2] == ["run", "complete" if name == "notes.json" else "damaged"]
+        assert problem.startswith(f"runs/run/{name}: ")
+        assert problem.endswith("repair the file, or move it away")
+        assert main(["runs", "--json"]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert (listed["steps"], listed["problems"]) == (2, [problem])
+        assert listed["tags"] == ([] if name == "notes.json" else ["baseline"])
+        for words in (["report", "run", "--format", "md"], ["watch", "run"]):
+            assert main(words) == 0
+            assert f"runs/run/{name}: " in capsys.readouterr().out
+        # a note may be a person's: it is not written over
+        assert main(["runs", "--tag", "run", "v2", "--untag", "run", "v2"]) == (3 if name == "notes.json" else 0)
+        assert (f"runs/run/{name}: " in capsys.readouterr().err) == (name == "notes.json")
+        assert (folder / name).read_bytes() == damaged
+    (folder / name).write_bytes(kept)
+    assert not flatout.load("run").log.problems
+    assert main(["runs", "--tag", "run", "v2"]) == 0

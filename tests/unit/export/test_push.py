@@ -26,17 +26,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_adapter_and_merged_model_load_from_the_hub(
-    tiny: Any, run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny: Any, run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     (run_dir / "eval").mkdir(exist_ok=True)
     row = {"task": "arc_easy", "metric": "acc", "value": 0.25, "stderr": None, "num_samples": 8}
     (run_dir / "eval" / "arc_easy.json").write_text(json.dumps({"tasks": [row]}))
+    # as a person may leave them there
+    for name, text in {"cut": "{", "list": "[1]", "rows": '{"tasks": [{"task": 1}]}'}.items():
+        (run_dir / "eval" / f"{name}.json").write_text(text)
     hub.add("someone/base", tiny.model_dir)
     assert main(["push", str(run_dir), "adapter", "--base", "someone/base"]) == 0
     assert main(["push", str(run_dir), "someone/merged", "--merged", "--private"]) == 0
     captured = capsys.readouterr()
     assert f"{hub.address}/someone/adapter" in captured.out
     assert TOKEN not in captured.out + captured.err
+    for name in ("cut", "list", "rows"):
+        assert f"eval/{name}.json is no result of `flatout eval`" in caplog.text
     adapter, merged = hub.repos["someone/adapter"], hub.repos["someone/merged"]
     assert (adapter.private, merged.private) == (False, True)
     assert set(adapter.files) == {

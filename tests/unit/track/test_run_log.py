@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_a_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
     assert list(LineFollower(path, follower.offset).new_lines()) == []
 
 
-def test_what_flatout_did_not_write_is_counted_or_refused(tmp_path: Path) -> None:
+def test_what_flatout_did_not_write_is_counted_or_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run folder: it has no metrics"):
         read_run(tmp_path)
     lines = [{"kind": "step", "loss": 1}, {"kind": "other"}, {"loss": 2}, {"kind": "eval", "step": "x"}]
@@ -67,5 +68,6 @@ def test_what_flatout_did_not_write_is_counted_or_refused(tmp_path: Path) -> Non
     assert read_run(tmp_path).num_bad_lines == 4
     for text, why in (("[]", "should be a dictionary"), ("{", "JSON"), ("{}", "name: Field required")):
         (tmp_path / "start.json").write_text(text)
-        with pytest.raises(DataError, match=f"start.json.*{why}"):
-            read_run(tmp_path)
+        log = read_run(tmp_path)
+        assert re.search(f"start.json.*{why}.*; repair the file", log.problems["start.json"])
+        assert (log.start, log.state, log.num_bad_lines) == (None, "damaged", 4)

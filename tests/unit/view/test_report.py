@@ -229,6 +229,8 @@ def truncated(folder: Path) -> None:
     write_synthetic_run(folder, num_steps=3)
     start = (folder / "start.json").read_bytes()
     (folder / "start.json").write_bytes(start[: len(start) // 2])
+    # with its records, it is read without its start
+    (folder / "metrics.jsonl").write_text("")
 
 
 def nothing_recorded(folder: Path) -> None:

@@ -60,7 +60,7 @@ def test_turns_are_cut_after_their_end_also_inside_a_piece() -> None:
     assert list(split_turns([], "</e>")) == []
 
 
-def test_a_damaged_report_or_a_wrong_option_is_one_sentence(
+def test_a_damaged_report_is_said_and_a_wrong_option_is_one_sentence(
     data_set,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],  # type: ignore[no-untyped-def]
@@ -72,9 +72,14 @@ def test_a_damaged_report_or_a_wrong_option_is_one_sentence(
     kept = path.read_bytes()
     for damaged in (b"[]", b'{"notes": 3, "rows": {}}', kept[:50]):
         path.write_bytes(damaged)
-        assert main([*words, "--html", "--out", str(tmp_path / "x.html")]) == 3
-        captured = capsys.readouterr()
-        assert captured.err.splitlines()[-1].startswith(f"error: {path}")
+        assert main([*words, "--html", "--out", str(tmp_path / "x.html")]) == 0
+        shown = (tmp_path / "x.html").read_text()
+        assert f"{path}: " in shown
+        assert "The first" in shown
+        capsys.readouterr()
+        assert main(words) == 0
+        assert f"not known, {path}: ".replace(" ", "") in "".join(capsys.readouterr().out.split())
     path.write_bytes(kept)
+    assert main([*words, "--html", "--out", str(tmp_path / "x.html")]) == 0
+    assert f"{path}: " not in (tmp_path / "x.html").read_text()
     assert json.loads(kept)["notes"]
-    assert not (tmp_path / "x.html").exists()
