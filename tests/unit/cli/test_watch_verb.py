@@ -205,6 +205,24 @@ def test_of_a_run_on_another_host_is_said_what_is_known(
     assert "summary    not ended, 20 of 40" in out
 
 
+def test_a_run_whose_start_is_damaged_is_watched(
+    writer: RunFolderWriter,
+    lock: RunLock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    for text in ("", '{"name": 1}', "[]", '{"name"'):
+        (run / "start.json").write_text(text)
+        assert "running, last news" in shown(run)
+    at_each_pause(monkeypatch, lambda: lock.__exit__())
+    assert main(["watch", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "summary    damaged, 20 of 40 steps" in said
+    assert f"{run / 'start.json'}:" in "".join(said.split())
+
+
 def test_folders_that_are_no_runs(
     writer: RunFolderWriter,
     lock: RunLock,
@@ -218,12 +236,6 @@ def test_folders_that_are_no_runs(
     assert f"error: {empty} is not a run folder" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "absent")]) == 2
     assert f"error: {tmp_path / 'absent'}: no such folder" in capsys.readouterr().err
-    for text in ("", '{"name": 1}', "[]", '{"name"'):
-        (run / "start.json").write_text(text)
-        assert main(["watch", str(run)]) == 3
-        (line,) = capsys.readouterr().err.splitlines()
-        assert str(run / "start.json") in line
-    (run / "start.json").unlink()
     (run / "events.jsonl").unlink()
     (run / "events.jsonl").mkdir()
     assert main(["watch", str(run)]) == 3
