@@ -80,9 +80,11 @@ def widened(values: dict[str, Any]) -> dict[str, Any]:
     text, vision = {**values["text_config"], **_WIDE}, dict(values["vision_config"])
     if rope := text.get("rope_parameters"):
         text["rope_parameters"] = {**rope, "mrope_section": [16, 8, 8]}
-    if "out_hidden_size" in vision:
-        vision["out_hidden_size"] = _WIDE["hidden_size"]
-    return {**values, "text_config": text, "vision_config": vision}
+    width = _WIDE["hidden_size"]
+    if "out_hidden_size" in vision or "embed_dim" in vision:
+        vision["out_hidden_size" if "out_hidden_size" in vision else "hidden_size"] = width
+    own = {"hidden_size": width} if "hidden_size" in values else {}
+    return {**values, **own, "text_config": text, "vision_config": vision}
 
 
 def draw(height: int, width: int, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:

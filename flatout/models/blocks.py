@@ -92,16 +92,18 @@ def towers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """Return a batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
     inputs, rows = model_inputs(model, batch)
-    states = last_states(model, inputs).flatten(0, 1)
+    states = last_states(model, inputs, whole=batch.pictures is not None).flatten(0, 1)
     return states if rows is None else states.index_select(0, rows)
 
 
-def last_states(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return what a model's head reads, (B, S, D), for these keyword arguments."""
+def last_states(model: PreTrainedModel, inputs: dict[str, Any], *, whole: bool = False) -> torch.Tensor:
+    """Return what a model's head reads, (B, S, D), for these keyword arguments.
+
+    With `whole`, by all that is around the decoder of texts, which puts the features of pictures in their places.
+    """
     head = model.get_output_embeddings()
     if head is None or not _transforms_states(model):
-        # what puts the features of pictures in their places is around the decoder
-        reader = model.base_model if FEATURES in inputs else text_decoder(model)
+        reader = model.base_model if whole else text_decoder(model)
         with _own_features(reader, inputs) as given:
             states: torch.Tensor = reader(**{"use_cache": False, **given}).last_hidden_state
         return states
@@ -170,7 +172,7 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
 
 
 def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
-    """Return a batch's pictures as the keyword arguments of a transformers model; empty for one without any.
+    """Return a batch's pictures as the keyword arguments of a transformers model.
 
     One call of the frozen tower computes the features of all pictures.
     """
@@ -178,11 +180,11 @@ def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
     if batch.axes is not None:  # positions in the text come first, and tell documents apart
         positions = torch.cat([batch.position_ids[None], batch.axes])
         given["position_ids"] = positions.view(4, *batch.token_ids.view(batch.shape).shape)
-    if batch.pictures is not None:
+    if batch.pictures:
         with torch.no_grad():
             given[FEATURES] = {"image": image_features(model, batch.pictures)}
-        if kinds := picture_kinds(model.config.get_text_config()):
-            given[kinds] = batch.token_ids.eq(picture_token(model)).int().view(batch.shape)
+    if batch.pictures is not None and (kinds := picture_kinds(model.config.get_text_config())):
+        given[kinds] = batch.token_ids.eq(picture_token(model)).int().view(batch.shape)
     return given
 
 

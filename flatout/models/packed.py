@@ -134,8 +134,8 @@ class PackedBatch:
     the batch is one rank's share of the tokens, and D counts pieces of documents. `asked` is what the objective asked
     for; its own names are read as properties of the batch. With a `cache` of transformers', documents go on after the
     tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
-    names of `get_image_features`'s arguments; None without any. `axes` int64 (3, T) are positions in time, height and
-    width, for models that count these.
+    names of `get_image_features`'s arguments; empty without any, None in a run whose data has none. `axes` int64 (3, T)
+    are positions in time, height and width, for models that count these.
     """
 
     token_ids: torch.Tensor

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.errors import PackingError, UsageError, first_line
+from flatout.kernels.attention.flash import varlen_problem
+from flatout.kernels.attention.tower import TOWER, register_tower
 from flatout.models.arch_quirks import ATTENDING, picture_kinds
 from flatout.models.blocks import TRANSFORMERS_ATTENTION, attention_of_parts, hidden_states, picture_token
 from flatout.models.load.model import LoadedModel
@@ -136,17 +138,30 @@ def _layout(loaded: LoadedModel) -> str:
 
 
 def read_with_own_attention(model: PreTrainedModel) -> bool:
-    """Let every part but the text's decoder use transformers' attention: a picture's patches see each other.
+    """Let a tower's patches see all of their picture, by `TOWER` where it can; what is neither it nor text, by sdpa.
 
-    A decoder that attends in both directions inside a picture uses it too; return whether it does.
+    A decoder that attends in both directions inside a picture uses transformers' attention; return whether it does.
     """
     config, text = model.config, model.config.get_text_config()
     own, with_text = attention_of_parts(model), picture_kinds(text) is not None
     for name in own.keys() - {""}:
         if with_text or getattr(config, name) is not text:
-            own[name] = "sdpa"
+            own[name] = TOWER if _takes_boundaries(model, getattr(config, name)) else "sdpa"
+    register_tower()
     try:
         model.set_attn_implementation(own)
     except ValueError:  # a tower without it
         model.set_attn_implementation({name: "eager" if held == "sdpa" else held for name, held in own.items()})
     return with_text
+
+
+def _takes_boundaries(model: PreTrainedModel, config: Any) -> bool:
+    """Whether the layers of a part get all pictures of a batch at once, and a GPU has a kernel for them."""
+    layers = [
+        module for module in model.modules()
+        if getattr(module, "config", None) is config and "cu_seqlens" in inspect.signature(module.forward).parameters
+    ]  # fmt: skip
+    if not layers:
+        return False
+    weight = next(layers[0].parameters())
+    return varlen_problem(weight.device, weight.dtype, getattr(layers[0], "head_dim", None)) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -54,7 +54,16 @@ class PicturePacker:
         self, batch: PackedBatch, images: Sequence[Any], counts: Sequence[int], token_ids: Sequence[NDArray[Any]]
     ) -> PackedBatch:
         """Return a batch with images, of which each sample has `counts`; `token_ids` are the samples' own."""
-        values = self._reader.values_of(images)
+        return self.with_values(batch, self._reader.values_of(images), counts, token_ids)
+
+    def with_values(
+        self,
+        batch: PackedBatch,
+        values: Mapping[str, NDArray[Any]],
+        counts: Sequence[int],
+        token_ids: Sequence[NDArray[Any]],
+    ) -> PackedBatch:
+        """Return what `with_images` does, of what the processor made of the images."""
         given = {name: torch.from_numpy(held) for name, held in values.items() if name in self._arguments}
         axes = None
         if self.has_axes:

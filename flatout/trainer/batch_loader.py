@@ -26,10 +26,12 @@ from flatout.models.packed import (
 )
 from flatout.models.scoring import last_position
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.pictures import PictureMaker
+from flatout.trainer.pictures import Made, PictureMaker
 
 # how many micro-batches are prefetched, and how many steps ahead they may lie
 NUM_PREFETCHED = 2
+# whose pictures are made ahead of time: they stay in host memory, and take longer than tokens
+_NUM_PICTURED = 6
 
 Staged = tuple[PackedBatch, torch.cuda.Event | None]
 
@@ -77,6 +79,7 @@ class BatchLoader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="flatout-loader")
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staged: dict[MicroBatch, Future[Staged]] = {}
+        self._pictured: dict[MicroBatch, Made] = {}
         self._following: Sequence[MicroBatch] = ()
 
     def prefetching(self, steps: Iterable[StepPlan], rank: int) -> Iterator[StepPlan]:
@@ -86,7 +89,7 @@ class BatchLoader:
             window.append(step)
             if len(window) > NUM_PREFETCHED and (now := window.popleft()) is not None:
                 later = chain.from_iterable(other.ranks[rank] for other in window if other is not None)
-                self._following = list(islice(later, NUM_PREFETCHED))
+                self._following = list(islice(later, _NUM_PICTURED))
                 yield now
 
     def batches(self, micro_batches: Sequence[MicroBatch]) -> Iterator[PackedBatch]:
@@ -96,9 +99,8 @@ class BatchLoader:
         """
         for place, micro_batch in enumerate(micro_batches):
             started = time.perf_counter()
-            future = self._staged.pop(micro_batch, None) or self._thread.submit(self._stage, micro_batch)
-            later = chain(micro_batches[place + 1 :], self._following)
-            self._prefetch(list(islice(later, NUM_PREFETCHED)))
+            future = self._staged.pop(micro_batch, None) or self._submit(micro_batch)
+            self._prefetch(list(islice(chain(micro_batches[place + 1 :], self._following), _NUM_PICTURED)))
             batch, copied = future.result()
             self.wait_s += time.perf_counter() - started
             if copied is not None:
@@ -114,14 +116,24 @@ class BatchLoader:
             self.pictures.close()
         self._staged.clear()
 
-    def _prefetch(self, expected: Sequence[MicroBatch]) -> None:
+    def _prefetch(self, later: Sequence[MicroBatch]) -> None:
+        expected = later[:NUM_PREFETCHED]
+        if self.pictures is not None:
+            for stale in self._pictured.keys() - set(later):
+                self._pictured.pop(stale).cancel()
+            for micro_batch in later:
+                if not (micro_batch in self._pictured or micro_batch in self._staged or micro_batch.is_filler):
+                    self._pictured[micro_batch] = self.pictures.begin(self.store, micro_batch.sample_ids)
         for stale in self._staged.keys() - set(expected):
             self._staged.pop(stale).cancel()
         for micro_batch in expected:
             if micro_batch not in self._staged:
-                self._staged[micro_batch] = self._thread.submit(self._stage, micro_batch)
+                self._staged[micro_batch] = self._submit(micro_batch)
 
-    def _stage(self, micro_batch: MicroBatch) -> Staged:
+    def _submit(self, micro_batch: MicroBatch) -> Future[Staged]:
+        return self._thread.submit(self._stage, micro_batch, self._pictured.pop(micro_batch, None))
+
+    def _stage(self, micro_batch: MicroBatch, made: Made | None) -> Staged:
         read = [self.store.sample(sample_id, self._token_columns) for sample_id in micro_batch.sample_ids]
         samples = [sample.pair for sample in read]
         if micro_batch.is_filler:
@@ -144,8 +156,9 @@ class BatchLoader:
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
                 f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
             )
-        if self.pictures is not None and not micro_batch.is_filler:
-            batch = self.pictures.add(batch, self.store, micro_batch.sample_ids, [ids for ids, _ in samples])
+        if self.pictures is not None:
+            shown = () if micro_batch.is_filler else micro_batch.sample_ids
+            batch = self.pictures.add(batch, self.store, shown, [ids for ids, _ in samples[: len(shown)]], made)
         if self._columns is not None:
             batch = replace(batch, asked=self._gather(micro_batch, read, batch))
         if self.share is not None:

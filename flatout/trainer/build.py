@@ -348,6 +348,7 @@ def compile_model(
             share=loader.share,
             largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
+            has_pictures=loader.pictures is not None,
             proved=known is not None,
             gather=proofs.gather,
         )

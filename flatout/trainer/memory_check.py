@@ -42,8 +42,9 @@ from flatout.trainer.step import accumulate_gradients
 RECORD = "memory.json"
 KIND = "memory"
 # shares of the plan's largest micro-batch that are measured: they fit even if it needs twice its estimate. The first
-# allocates gradients and workspaces, and does not count
-SHARES = (0.25, 0.25, 0.5)
+# allocates gradients and workspaces, and does not count; the other two lie far apart, as a line through them is read
+# at the whole
+SHARES = (0.15, 0.15, 0.5)
 # a longer sample, as a share of the largest micro-batch, makes every measured pass nearly as long as the largest
 MAX_SAMPLE_SHARE = 0.9
 NUM_STEPS_SEEN = 500

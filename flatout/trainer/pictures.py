@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -27,32 +27,52 @@ from flatout.planner.layout import ParallelLayout
 from flatout.planner.shape import ModelShape
 from flatout.track.callback import Reporter
 
-_NUM_DECODERS = 4
+# micro-batches whose pictures are made at once; resizing and numpy let other threads run
+_NUM_THREADS = 4
 # sizes of the pictures of the self-test: their features lie in different grids
 _PROBED = ((56, 84), (70, 42), (48, 48))
 
 
+Made = Future[dict[str, NDArray[Any]]]
+
+
 class PictureMaker(PicturePacker):
-    """Makes what a model's tower reads of the pictures of micro-batches, in the loader's thread and its own."""
+    """Makes what a model's tower reads of the pictures of micro-batches, ahead of time by threads of its own."""
 
     def __init__(self, processor: PictureProcessor, model: PreTrainedModel) -> None:
         """Raises UsageError for a model that reads no pictures, or other tokens than the processor writes."""
         super().__init__(processor, model)
         self._processor = processor
-        self._threads = ThreadPoolExecutor(_NUM_DECODERS, thread_name_prefix="flatout-pictures")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="flatout-pictures")
 
     @classmethod
     def of(cls, store: TokenStore, model: PreTrainedModel) -> PictureMaker | None:
         """Return the maker of a store's pictures; None for one without. Raises DataError and UsageError."""
         return cls(processor_of(store), model) if store.num_pictures else None
 
+    def begin(self, store: TokenStore, sample_ids: Sequence[int]) -> Made:
+        """Start to make the pictures of a micro-batch's samples, for `add`."""
+        return self._threads.submit(self._make, store, sample_ids)
+
+    def _make(self, store: TokenStore, sample_ids: Sequence[int]) -> dict[str, NDArray[Any]]:
+        files = [content for sample_id in sample_ids for content in store.pictures(sample_id)]
+        return self._processor.values_of([decoded(content) for content in files]) if files else {}
+
     def add(
-        self, batch: PackedBatch, store: TokenStore, sample_ids: Sequence[int], token_ids: Sequence[NDArray[Any]]
+        self,
+        batch: PackedBatch,
+        store: TokenStore,
+        sample_ids: Sequence[int],
+        token_ids: Sequence[NDArray[Any]],
+        made: Made | None = None,
     ) -> PackedBatch:
-        """Return a batch of these samples, which share no prefix, with their pictures. Raises DataError."""
+        """Return a batch of these samples, which share no prefix, with their pictures; `made` is from `begin`.
+
+        Raises DataError.
+        """
         files = [store.pictures(sample_id) for sample_id in sample_ids]
         if not any(files):
-            return batch
+            return replace(batch, pictures={})
         for sample_id, ids in zip(sample_ids, token_ids, strict=True):
             own = slice(*store.picture_offsets[sample_id : sample_id + 2])
             expected, found = (
@@ -62,8 +82,8 @@ class PictureMaker(PicturePacker):
             if expected != found:
                 where = store.origin(sample_id)
                 raise DataError(f"{where}: its pictures need {expected} tokens, but it has {found}; rebuild the set")
-        images = list(self._threads.map(decoded, [content for own in files for content in own]))
-        return self.with_images(batch, images, [len(own) for own in files], token_ids)
+        values = self._make(store, sample_ids) if made is None else made.result()
+        return self.with_values(batch, values, [len(own) for own in files], token_ids)
 
     def probes(self, seed: int) -> list[PictureDocument]:
         """Return documents for the self-test: texts only, with one picture, and with two; the same for each seed."""

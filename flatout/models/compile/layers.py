@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from threading import Thread
 from typing import Any, TypeAlias
@@ -136,8 +136,9 @@ class CompileOptions:
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
     `num_shared_boundaries`, in a run that shares prefixes. With `share`, batches are shares of micro-batches. `fp8`
-    means that products are in float8. `proved` says that an equal process has compared all layers: then only the first
-    and last of each kind are compared, and all if one of these differs. `gather` returns a value of every rank.
+    means that products are in float8, and `has_pictures` that the run's data has pictures. `proved` says that an equal
+    process has compared all layers: then only the first and last of each kind are compared, and all if one of these
+    differs. `gather` returns a value of every rank.
     """
 
     num_boundaries: int | None
@@ -145,12 +146,13 @@ class CompileOptions:
     share: ContextShare | None = None
     largest_pass_tokens: int = 0
     fp8: bool = False
+    has_pictures: bool = False
     proved: bool = False
     gather: _Gather = _alone
 
     def batch(self, loaded: LoadedModel, lengths: Sequence[int]) -> PackedBatch:
         """Return random documents of these lengths, as the run's batches are."""
-        return random_batch(
+        batch = random_batch(
             loaded.model,
             lengths,
             num_boundaries=self.num_boundaries,
@@ -158,6 +160,7 @@ class CompileOptions:
             share=self.share,
             row_length=_row_length(lengths) if loaded.is_padded else None,
         )
+        return replace(batch, pictures={}) if self.has_pictures else batch
 
 
 def compile_layers(

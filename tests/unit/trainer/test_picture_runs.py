@@ -151,12 +151,12 @@ def test_verify_compares_a_step_with_pictures(
     rows = json.loads((tmp_path / "one" / "verify.json").read_text())["rows"]
     assert max(row["worst_difference"] for row in rows if row["case"].startswith("packed")) < 1e-6
     # the reference does not read what training does
-    own = PictureMaker.with_images
+    own = PictureMaker.with_values
 
-    def darker(self: Any, batch: Any, images: Any, *rest: Any) -> Any:
-        return own(self, batch, [image.point(lambda value: value // 2) for image in images], *rest)
+    def darker(self: Any, batch: Any, values: Any, *rest: Any) -> Any:
+        return own(self, batch, {**values, "pixel_values": values["pixel_values"] / 2}, *rest)
 
-    monkeypatch.setattr(PictureMaker, "with_images", darker)
+    monkeypatch.setattr(PictureMaker, "with_values", darker)
     monkeypatch.setattr("flatout.trainer.proofs.check_pictures", lambda *_: "not checked")
     assert main(config) == 5
     assert "FAIL" in capfd.readouterr().out
