@@ -12,10 +12,10 @@ from typing import Any
 from flatout.cli.init import write_new
 from flatout.cli.screen import rows
 from flatout.compat.axolotl import translate_axolotl
-from flatout.compat.command import read_command
+from flatout.compat.command import Command, read_command
 from flatout.compat.llamafactory import translate_llamafactory
 from flatout.compat.preference import SYSTEMS, method_of
-from flatout.compat.swift import translate_swift
+from flatout.compat.swift import translate_swift, translate_swift_sft
 from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
@@ -26,36 +26,31 @@ from flatout.io.json_file import read_json
 # system -> names that its files have, and other systems' files do not
 _MARKS = {
     "ms-swift": {"rlhf_type"},
+    "ms-swift-sft": {"train_type", "tuner_type", "sft_type"},
     "axolotl": {"base_model"},
     "llama-factory": {"stage", "finetuning_type", "template", "cutoff_len"},
     "trl": {"model_name_or_path", "dataset_name", "dataset_mixture"},
     "arguments": {"per_device_train_batch_size", "learning_rate", "num_train_epochs", "output_dir"},
 }
 
+_SYSTEMS = (*_MARKS, "ms-swift-pt", *SYSTEMS)
 
 # names without which a file says nothing that can be trained
-_NEEDED = {
-    "base_model",
-    "model_name_or_path",
-    "datasets",
-    "dataset",
-    "dataset_name",
-    "stage",
-    "rl",
-    "adapter",
-    "rlhf_type",
-}
+_NEEDED = frozenset(
+    """base_model model_name_or_path model datasets dataset dataset_name dataset_mixture dataset_mixer dataset_splits
+    pretraining_dataset stage rl adapter rlhf_type processor_type do_predict predict_with_generate""".split()  # noqa: SIM905
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument(
-        "file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` or `swift rlhf` command"
+        "file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` or `swift` command"
     )
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
-    parser.add_argument("--from", dest="system", choices=(*_MARKS, *SYSTEMS), help="system of FILE, if not recognized")
-    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that FILE is for (1)")
+    parser.add_argument("--from", dest="system", choices=_SYSTEMS, help="system of FILE, if not recognized")
+    parser.add_argument("--gpus", type=int, help="number of GPUs that FILE is for (what a script says, else 1)")
     parser.add_argument("--without", default="", metavar="NAME,...", help="names of FILE to leave out")
 
 
@@ -64,19 +59,29 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
     """
-    given, told, beside = _read(args.file)
+    command = _read(args.file)
+    given = command.values
     left_out = [name for name in args.without.split(",") if name]
     for name in left_out:
         _remove(given, name, args.file)
-    system = args.system or told or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
+    system = (
+        args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
+    )
     if system is None:
-        raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join((*_MARKS, *SYSTEMS))}")
-    translation = _translate(system, given, args.gpus, args.file.parent)
+        raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join(_SYSTEMS)}")
+    _find_deepspeed(given, args.file.parent)
+    if args.gpus is None and not command.num_ranks.isdigit():
+        raise UsageError(
+            f"{args.file}: only the shell knows the ranks, {command.num_ranks}; give --gpus N, of all nodes"
+        )
+    translation = _translate(system, given, args.gpus or int(command.num_ranks), args.file.parent)
     # what needs a decision stands first
     outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
     table += [(name, "left out") for name in left_out]
-    table += [(name, f"not converted: trains nothing{ours and f'; see {ours}'}") for name, ours in beside.items()]
+    table += [
+        (name, f"not converted: trains nothing{ours and f'; see {ours}'}") for name, ours in command.beside.items()
+    ]
     print(
         rows(table, 32),
         file=sys.stdout if args.to else sys.stderr,
@@ -101,14 +106,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Return the names and values of a file; of a command, the system, and the other commands beside it."""
+def _read(file: Path) -> Command:
+    """Return the names and values of a file, and the system and ranks if the file is a command that names them."""
     if file.suffix == ".json":
         values = read_json(file, UsageError)
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
-        return values, "", {}
-    return read_command(file) if file.suffix == ".sh" else (load_values(file), "", {})
+        return Command(values)
+    return read_command(file) if file.suffix == ".sh" else Command(load_values(file))
+
+
+def _find_deepspeed(given: dict[str, Any], folder: Path) -> None:
+    """Name the DeepSpeed file by a path from here, if it is beside the file that names it."""
+    name = given.get("deepspeed")
+    if isinstance(name, str) and not Path(name).exists() and (folder / name).is_file():
+        given["deepspeed"] = str(folder / name)
 
 
 def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> str:
@@ -138,6 +150,8 @@ def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Pat
         return translate_llamafactory(given, num_gpus, folder)
     if system == "ms-swift":
         return translate_swift(given, num_gpus)
+    if system.startswith("ms-swift"):
+        return translate_swift_sft(given, num_gpus, is_pretraining=system == "ms-swift-pt")
     if system.startswith("trl"):
         return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
     return translate_training_arguments(given, num_gpus=num_gpus)

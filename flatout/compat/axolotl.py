@@ -7,15 +7,24 @@ from typing import Any
 
 from flatout.compat import translation as t
 from flatout.compat.preference import RL, RL_NAMES, RL_ROWS, RL_TEMPLATES, defaults_of, row_format, rules_of_method
-from flatout.compat.training_arguments import MODEL_ARGUMENTS, PACKED, TRAINING_ARGUMENTS, interval
+from flatout.compat.training_arguments import (
+    MODEL_ARGUMENTS,
+    PACKED,
+    TRAINING_ARGUMENTS,
+    evaluated_apart,
+    evaluation,
+    interval,
+    warmup,
+)
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
-from flatout.compat.trl import held_out, lora_rules, template
+from flatout.compat.trl import SHARED, held_out, lora_rules, template
 from flatout.config.data import KeyMeaning
 from flatout.data.rows.formats.keys import TRAIN_KEYS
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
-_PLUGINS = ("cut_cross_entropy", "liger")
+_PLUGINS = ("cut_cross_entropy", "liger", "kernels")
 _NEW_ROWS = "the rows of new tokens are always trained here; other special tokens are the tokenizer's own"
+_WARMUP = "3 % of the run as here, but there at most 100 steps"
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
 # names of an equal meaning in transformers
 _SAME = {
@@ -37,6 +46,8 @@ def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translatio
             given.get(name) for name in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch")
         ):
             defaults[f"{what}_strategy"] = "epoch"
+    if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
+        defaults["warmup_ratio"] = None
     if _is_lora(given):
         defaults |= {"lora_r": 8, "lora_alpha": 8}
     if given.get("fsdp_config") and not given.get("fsdp"):
@@ -75,11 +86,8 @@ def _judged(method: str, loss: str) -> dict[str, Rule]:
         settings: dict[str, Any] = {"data.sources": []}
         for each in given.value:
             template, _, rows = str(each.get("type")).partition(".")
-            if (
-                template not in RL_TEMPLATES
-                or rows not in RL_ROWS | {"default"}
-                or (rows == "default") != (template == "chat_template")
-            ):
+            own = {"default"} | ({"argilla"} if given.all["rl"] == "orpo" else set())
+            if template not in RL_TEMPLATES or rows not in (RL_ROWS if RL_TEMPLATES[template] else own):
                 raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
             source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
             settings["data.sources"].append({**source, "format": row_format(method)})
@@ -163,10 +171,6 @@ def _per_epoch(setting: str) -> Rule:
     return rule
 
 
-def _evaluation(given: Given) -> Became:
-    return TRAINING_ARGUMENTS["eval_steps"](given) if given.all.get("val_set_size") else Became(note="no rows held out")
-
-
 def _adapter(given: Given) -> Became:
     if given.value not in ("lora", "qlora", "none", ""):
         raise RefusedError(f"{given.value!r:.40} is not supported; write lora or qlora, or none for full fine-tuning")
@@ -201,20 +205,25 @@ def _modules(given: Given) -> Became:
 
 
 def _class_name(given: Given) -> Became:
-    if not str(given.value).endswith(("ForCausalLM", "Tokenizer")):
-        raise RefusedError(f"{given.value} is not supported; only text models (ForCausalLM) are")
+    if not str(given.value).endswith(("ForCausalLM", "ForConditionalGeneration", "Tokenizer", "TokenizerFast")):
+        raise RefusedError(f"{given.value} is not supported; only models of text (and pictures) are")
     return Became(note="read from the model's folder")
 
 
 _LORA = lora_rules(_is_lora)
 AXOLOTL: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
+    **SHARED,
     **_LORA,
     **t.rules_of("axolotl"),
+    "test_datasets": evaluated_apart,
+    **t.each("model_config overrides_of_model_config", t.nested(
+        {"output_router_logits": t.switch({"experts.balance_loss": "model"})})),
     "lora_target_modules": _modules,
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
     **t.each("loss_watchdog_threshold loss_watchdog_patience",
              t.switch({}, "a high loss does not stop the run; one that is not finite does", check=True)),
+    "warmup_ratio": lambda given: warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
     "revision_of_model": MODEL_ARGUMENTS["revision"],
     **t.each("model_type tokenizer_type", _class_name),
     "adapter": _adapter,
@@ -229,7 +238,7 @@ AXOLOTL: Mapping[str, Rule] = {
     "val_set_size": held_out,
     "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
     "evals_per_epoch": _per_epoch("eval.every_steps"),
-    **t.each("eval_steps eval_strategy evaluation_strategy", _evaluation),
+    **evaluation(lambda values: values.get("val_set_size")),
     **t.each("save_steps save_strategy", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "plugins": _plugins,
     "special_tokens": _special_tokens,

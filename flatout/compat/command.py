@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flatout.compat.preference import SYSTEMS
-from flatout.config.read import load_values, read_text
+from flatout.compat.shell import assignments, commands_of, plain, replaced
+from flatout.config.read import load_values
 from flatout.errors import UsageError
 
 # a trainer's command -> the system that `flatout convert` translates; TRL has a script of each name too
-_KNOWN = {"trl sft": "trl"} | {name.replace("-", " "): name for name in SYSTEMS} | {"swift rlhf": "ms-swift"}
-_PROGRAMS = {command.split()[0] for command in _KNOWN}
+_KNOWN = (
+    {"trl sft": "trl"}
+    | {name.replace("-", " "): name for name in SYSTEMS}
+    | {"swift rlhf": "ms-swift", "swift sft": "ms-swift-sft", "swift pt": "ms-swift-pt"}
+)
 # commands of these programs that train nothing -> what does the same here
 _BESIDE = {
     **dict.fromkeys(("swift infer", "swift app", "swift deploy", "trl chat"), "flatout chat"),
     **{"swift export": "flatout export", "swift merge-lora": "flatout merge", "swift eval": "flatout eval"},
     **dict.fromkeys(("swift sample", "swift rollout", "swift web-ui", "trl vllm-serve", "trl env"), ""),
 }
-_PIECE = re.compile(
-    r"""(?:[ \t]|\\\n)+ | \#[^\n]*
-    | (?P<redirection> (?:\d*|&)[<>]+[&|]? )
-    | (?P<word> (?: \\. | '[^']*' | "(?:\\.|[^"\\])*" | \$\(.*?\) | `[^`]*` | [^\s\\'"`;&|<>()] )+ )
-    | (?P<end> [\n;&|()]+ )""",
-    re.VERBOSE | re.DOTALL,
-)
-_QUOTED = re.compile(r"""\\(.)|(?<!\$)'([^']*)'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
-_IN_DOUBLE_QUOTES = re.compile(r'\\(?:\n|([$`"\\]))')
-_REPLACED = re.compile(r"\$(?:\w+|\{.*?\}|\(.*?\)|[@*#?!$'-])|`.*?`", re.DOTALL)
+_PROGRAMS = {command.split()[0] for command in _KNOWN}
+# how many ranks a launcher starts, and the sizes of pictures that ms-swift reads from its environment
+_RANKS = re.compile(r"(?:NPROC_PER_NODE=|--(?:nproc[_-]per[_-]node|num_processes|num_gpus)[= ])(\S+)")
+_NODES = re.compile(r"(?:NNODES=|--nnodes[= ])(?!1\b)(\S+)")
+_PICTURES = {"MAX_PIXELS", "VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"}
 
 
-def read_command(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Return the options of the one trainer that a script starts, with those of its `--config`, and the system.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A trainer's command: its options and their values, its system, and its ranks in the script's own words.
 
-    Also the commands of its programs that train nothing, and what does the same here. Raises UsageError for no trainer
-    or several, and for a value that only the shell knows.
+    `beside` names commands of the same programs that train nothing, and what does the same here.
     """
-    started = [one for words in _commands(file) if (one := _trainer(words))]
+
+    values: dict[str, Any]
+    system: str = ""
+    num_ranks: str = "1"
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_command(file: Path) -> Command:
+    """Return the options of the one trainer that a script starts, with those of its `--config`.
+
+    Raises UsageError for no trainer or several, and for a value that only the shell knows.
+    """
+    started, environment, launch = list[tuple[str, list[str]]](), dict[str, str](), ""
+    for words in commands_of(file):
+        environment |= dict(assignments(words))
+        one = _trainer(words)
+        if one is None:
+            continue
+        started.append(one)
+        if one[0] not in _BESIDE:
+            before = words[: len(words) - len(one[1])]
+            environment |= {name: value for word in before for name, value in assignments([word])}
+            exported = [f"{name}={plain(value)}" for name, value in environment.items()]
+            launch = " ".join([*map(plain, before), *exported])
     beside = {name: _BESIDE[name] for name, _ in started if name in _BESIDE}
     found = [one for one in started if one[0] not in beside] or started[:1]
     if len(found) > 1:
@@ -49,12 +73,26 @@ def read_command(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
     if name not in _KNOWN:
         what = f"{name} is not supported" if found else "starts no trainer"
         raise UsageError(
-            f"{file}: {what}; expected a command such as `trl dpo --model_name_or_path ...` or `swift rlhf --model ...`"
+            f"{file}: {what}; expected a command such as `trl dpo --model_name_or_path ...` or `swift sft --model ...`"
         )
+    values = {name.lower(): plain(environment[name]) for name in _PICTURES & environment.keys()}
+    values |= _options(file, name, words)
+    if "config" in values:
+        config = values.pop("config")
+        if not isinstance(config, str):
+            raise UsageError(f"{file}: --config: expected one file, found {config!r:.60}")
+        values = {**load_values(file.parent / config), **values}
+    nodes, ranks = _NODES.search(launch), _RANKS.search(launch)
+    unknown = "in the --config_file of accelerate" if "--config_file" in launch else "1"
+    return Command(values, _KNOWN[name], nodes[0] if nodes else ranks[1] if ranks else unknown, beside)
+
+
+def _options(file: Path, command: str, words: list[str]) -> dict[str, Any]:
+    """Return the options after a command and their values. Raises UsageError for what only the shell knows."""
     given: dict[str, list[str]] = {}
-    option = name
+    option = command
     for quoted in words:
-        word = _plain(quoted)
+        word = plain(quoted)
         if word.startswith("--"):
             option, equals, word = word.partition("=")
             given[option] = [word] if equals else []
@@ -62,62 +100,24 @@ def read_command(file: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
             given[option].append(word)
         else:
             raise UsageError(f"{file}: {option} {word}: expected an option such as --learning_rate")
-        if replaced := _replaced(quoted):
-            raise UsageError(f"{file}: {option}: the shell replaces {replaced}; write what it stands for")
-    values = {option[2:]: _value(file, option, texts) for option, texts in given.items()}
-    if "config" not in values:
-        return values, _KNOWN[name], beside
-    config = values.pop("config")
-    if not isinstance(config, str):
-        raise UsageError(f"{file}: --config: expected one file, found {config!r:.60}")
-    return {**load_values(file.parent / config), **values}, _KNOWN[name], beside
-
-
-def _commands(file: Path) -> list[list[str]]:
-    """Return the words of each command, quoted as in the file, without comments and redirections."""
-    text, at, is_target = read_text(file).replace("\r\n", "\n"), 0, False
-    commands: list[list[str]] = [[]]
-    while at < len(text):
-        piece = _PIECE.match(text, at)
-        wrong = "" if piece else f"{text[at]} is opened and not closed"
-        word = piece["word"] if piece else ""
-        if word and word.startswith("--") and not commands[-1]:
-            wrong = f"{word:.60} starts a command; end the line before it by a \\ alone"
-        if wrong or not piece:
-            raise UsageError(f"{file}:{text.count(chr(10), 0, at) + 1}: {wrong}")
-        at = piece.end()
-        if word:
-            commands[-1] += [] if is_target else [word]
-        elif piece["end"]:
-            commands.append([])
-        if piece.lastgroup:
-            is_target = piece.lastgroup == "redirection"
-    return commands
+        if unknown := replaced(quoted):
+            raise UsageError(f"{file}: {option}: the shell replaces {unknown}; write what it stands for")
+    return {option[2:]: _value(file, option, texts) for option, texts in given.items()}
 
 
 def _trainer(words: list[str]) -> tuple[str, list[str]] | None:
     """Return the name of the trainer that a command starts, and the words after it; None if it starts none."""
-    plain = [Path(_plain(word)) for word in words]
-    for at, path in enumerate(plain):
+    paths = [Path(plain(word)) for word in words]
+    for at, path in enumerate(paths):
+        if path.suffix == ".py" and path.parent.name == "cli" and f"swift {path.stem}" in _KNOWN:
+            return f"swift {path.stem}", words[at + 1 :]
         if path.suffix == ".py" and f"trl {path.stem}" in _KNOWN:
             return f"trl {path.stem}", words[at + 1 :]
-        if at and plain[at - 1].name in _PROGRAMS:
-            return f"{plain[at - 1].name} {path.name}", words[at + 1 :]
+        if at and paths[at - 1].name == "-m" and path.name.startswith("swift.cli."):
+            return f"swift {path.suffix[1:]}", words[at + 1 :]
+        if at and paths[at - 1].name in _PROGRAMS:
+            return f"{paths[at - 1].name} {path.name}", words[at + 1 :]
     return None
-
-
-def _plain(word: str) -> str:
-    """Return a word without its quotes."""
-    return _QUOTED.sub(
-        lambda part: (part[1] or "").strip("\n") or part[2] or _IN_DOUBLE_QUOTES.sub(r"\1", part[3] or ""), word
-    )
-
-
-def _replaced(word: str) -> str:
-    """Return what the shell would replace in a word; "" if it passes the word as it is."""
-    bare = _QUOTED.sub(lambda part: re.sub(r"\\.", "", part[3] or "", flags=re.DOTALL), word)
-    found = _REPLACED.search(bare)
-    return found[0] if found else word if word.startswith("~") else ""
 
 
 def _value(file: Path, option: str, texts: list[str]) -> Any:

@@ -8,9 +8,16 @@ from typing import Any
 
 from flatout.compat import translation as t
 from flatout.compat.preference import require_kind
-from flatout.compat.training_arguments import NULLABLE, PACKED, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
+from flatout.compat.training_arguments import (
+    NULLABLE,
+    PACKED,
+    TRAINING_ARGUMENTS,
+    TRANSFORMERS_DEFAULTS,
+    evaluated_apart,
+    evaluation,
+)
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
-from flatout.compat.trl import held_out, lora_rules, names_of, saved_modules, template
+from flatout.compat.trl import SHARED, held_out, lora_rules, names_of, saved_modules, template
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 
@@ -151,7 +158,18 @@ def _stage(given: Given) -> Became:
         )
     if given.value != "sft":
         raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft, pt, {', '.join(_JUDGED)}")
-    return Became({"data.too_long": "truncate"})
+    return Became(
+        {"data.too_long": "truncate"},
+        "of a row over cutoff_len, its prompt is cut too there; here it loses its end",
+        check=True,
+    )
+
+
+def _adapter(given: Given) -> Became:
+    loss = given.all.get("pref_loss") if given.all.get("stage") == "dpo" else given.all.get("stage")
+    has_reference = loss in ("sigmoid", "ipo", "kto")
+    note = "the reference is the model without this adapter there, with it here" if has_reference else ""
+    return Became({"lora.continue_from": given.value}, note, check=has_reference)
 
 
 def _preference(given: Given) -> Became:
@@ -207,8 +225,12 @@ def _bits(given: Given) -> Became:
 
 LLAMA_FACTORY: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
+    **SHARED,
     **t.rules_of("llamafactory"),
+    "eval_dataset": evaluated_apart,
+    **evaluation(lambda values: values.get("val_size")),
     **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
+    "adapter_name_or_path": _adapter,
     "stage": _stage,
     **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
     **t.each("ref_model ref_model_adapters ref_model_quantization_bit",

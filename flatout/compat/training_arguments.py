@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flatout.compat import translation as t
@@ -183,6 +184,38 @@ def fsdp(given: Given) -> Became:
     if "offload" in words or config.get("offload_params") is True:
         settings["sharding.offload"] = True
     return Became(settings)
+
+
+def evaluation(is_held_out: Callable[[Mapping[str, Any]], object]) -> dict[str, Rule]:
+    """Return the rules of when to evaluate, which count only if `is_held_out` says so of all values."""
+
+    def rule(given: Given) -> Became:
+        return TRAINING_ARGUMENTS[given.name](given) if is_held_out(given.all) else Became(note="no rows are held out")
+
+    return t.each("eval_steps eval_strategy evaluation_strategy", rule)
+
+
+def deepspeed_file(given: Given) -> Became:
+    """Translate the path of a DeepSpeed file; of one that is not here, the stage of ZeRO that its name tells."""
+    value = given.value
+    stage = re.search(r"z(?:ero)?[_-]?([0-3])", Path(str(value)).stem.lower())
+    if not isinstance(value, str) or not value or stage is None or Path(value).exists():
+        return TRAINING_ARGUMENTS["deepspeed"](given)
+    offload = {"sharding.offload": True} if "offload" in value else {}
+    note = f"{value} is not here, its name says ZeRO stage {stage[1]}"
+    return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
+
+
+def evaluated_apart(given: Given) -> Became:
+    """Say how to evaluate on a data set of its own. Raises RefusedError where that decides when training ends."""
+    if not given.value:
+        return Became(note="off, as here")
+    if given.all.get("early_stopping_patience") or given.all.get("early_stop_interval"):
+        raise RefusedError("it decides when training ends: " + _APART)
+    return Became({}, "not evaluated yet: " + _APART, check=True)
+
+
+_APART = "build it with `flatout data build`, and name it in eval.data"
 
 
 def _data_seed(given: Given) -> Became:

@@ -8,7 +8,15 @@ from typing import Any
 
 from flatout.compat import translation as t
 from flatout.compat.preference import defaults_of, row_format, rules_of_method
-from flatout.compat.training_arguments import MODEL_ARGUMENTS, NULLABLE, SFT_DEFAULTS, TRAINING_ARGUMENTS
+from flatout.compat.training_arguments import (
+    MODEL_ARGUMENTS,
+    NULLABLE,
+    SFT_DEFAULTS,
+    TRAINING_ARGUMENTS,
+    deepspeed_file,
+    evaluated_apart,
+    evaluation,
+)
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 
 _SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora lora_target_modules"
@@ -61,7 +69,19 @@ def held_out(given: Given) -> Became:
 
 
 # a peer's copy of what the models of a family have
-_OWN_TEMPLATE = "the tokenizer's own template stands in for it; `flatout data template MODEL` shows that"
+OWN_TEMPLATE = "the tokenizer's own template stands in for it; `flatout data template MODEL` shows that"
+
+
+_FAMILIES = (
+    *("qwen", "llama", "mistral", "gemma", "phi", "deepseek", "glm", "yi", "intern", "baichuan", "granite", "cohere"),
+    "falcon",
+)
+
+
+def _is_folder(model: str) -> bool:
+    """Return whether a model is a folder whose path names no family."""
+    is_path = model.count("/") != 1 or model.startswith((".", "~")) or "\\" in model
+    return is_path and not any(family in model.lower() for family in _FAMILIES)
 
 
 def template(names: Mapping[str, str | None]) -> Rule:
@@ -70,10 +90,14 @@ def template(names: Mapping[str, str | None]) -> Rule:
     def rule(given: Given) -> Became:
         text = str(given.value)
         if text not in names and "{%" not in text and not text.endswith(".jinja"):
-            model = str(given.all.get("model_name_or_path") or given.all.get("base_model") or "")
+            model = str(
+                given.all.get("model_name_or_path") or given.all.get("base_model") or given.all.get("model") or ""
+            )
             family = re.match("[a-z]{3,}", text)
-            if family and family[0] in model.lower() and not re.search("vl|vision|omni|audio", text):
-                return Became({}, _OWN_TEMPLATE, check=True)
+            # a checkpoint's folder tells no family
+            is_its_own = family and (family[0] in model.lower() or (_is_folder(model) and family[0] in _FAMILIES))
+            if is_its_own and not re.search("vl|vision|omni|audio", text):
+                return Became({}, OWN_TEMPLATE, check=True)
             known = ", ".join(names)
             raise RefusedError(f"{text!r:.40} is not one of {known}; leave it out to use the tokenizer's own")
         ours = names.get(text, text)
@@ -82,6 +106,7 @@ def template(names: Mapping[str, str | None]) -> Rule:
     return rule
 
 
+_OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
 # an entry of `datasets` or of `dataset_mixture` -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
     **t.each("path id", t.to("path")),
@@ -93,30 +118,84 @@ _DATASET: Mapping[str, Rule] = {
 
 def _sources(given: Given) -> Became:
     values = given.all
-    one = {"path": values.get("dataset_name"), "name": values.get("dataset_config")}
-    entries = values.get("datasets") or [one | {"split": values.get("dataset_train_split", "train")}]
+    one = {"path": values.get("dataset_name"), "name": values.get("dataset_config") or _only_config(values)}
+    entries = values.get("datasets") or _mixer(values) or [one | {"split": values.get("dataset_train_split", "train")}]
     text = values.get("dataset_text_field", "text")
     columns = {"columns": {"text": text}} if text != "text" else {}
     return Became({"data.sources": [t.inner(entry, _DATASET).settings | columns for entry in entries]})
 
 
+def _only_config(values: Mapping[str, Any]) -> str | None:
+    configs = values.get("dataset_configs") or [None]
+    if len(configs) > 1 and not values.get("dataset_mixer"):
+        raise RefusedError("dataset_configs: name one of one data set")
+    name: str | None = configs[0]
+    return name
+
+
+def _mixer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of the alignment handbook's `dataset_mixer`: a share of each set, of its splits for training.
+
+    Raises RefusedError for a share below 1: it is the first rows there, and drawn ones here.
+    """
+    mixer: Mapping[str, float] = values.get("dataset_mixer") or {}
+    if not mixer:
+        return []
+    configs = values.get("dataset_configs") or [None] * len(mixer)
+    if part := [name for name, share in mixer.items() if float(share) != 1]:
+        raise RefusedError(f"{part[0]}: the first rows of a data set are not taken; name the split, as train[:10%]")
+    splits = [name for name in values.get("dataset_splits") or ["train", "test"] if "train" in name]
+    entries = zip(mixer, configs, strict=True)
+    return [{"path": path, "name": name, "split": split} for path, name in entries for split in splits]
+
+
 _MIXTURE: Mapping[str, Rule] = {"datasets": _sources, "seed": t.to("data.seed"), "test_split_size": held_out}
 
 
+def _evaluates_there(values: Mapping[str, Any]) -> bool:
+    return str(values.get("eval_strategy") or values.get("evaluation_strategy") or "no") not in ("no", "False")
+
+
 def _evaluates(given: Given) -> Became:
-    if given.all.get("eval_strategy", "no") == "no" or given.all.get("dataset_mixture"):
+    if not _evaluates_there(given.all) or given.all.get("dataset_mixture"):
         return Became(note="not evaluated there")
-    raise RefusedError("build the split first: `flatout data build --split`, and set eval.data to its name")
+    return evaluated_apart(given)
+
+
+def _callbacks(given: Given) -> Became:
+    if other := [name for name in names_of(given.value) if name != "push_to_hub_revision"]:
+        raise RefusedError(f"{other[0]!r:.40} is not known; pass callbacks to flatout.train in Python")
+    return Became(note="push the finished run with `flatout push`")
+
+
+def _tokenizer(given: Given) -> Became:
+    same = given.value == given.all.get("model_name_or_path")
+    return Became({} if same else {"data.tokenizer": given.value}, "the model's" if same else "")
+
+
+# names that TRL, LLaMA-Factory and Axolotl share, and that are no mistake in a file as they are in a call
+SHARED: Mapping[str, Rule] = {
+    "push_to_hub": t.switch({}, "not uploaded: push the finished run with `flatout push`", check=True),
+    "deepspeed": deepspeed_file,
+}
 
 
 TRL: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
+    **t.rules_of("trl"),
+    **SHARED,
     **lora_rules(lambda values: bool(values.get("use_peft"))),
     "model_name_or_path": t.to("model.name"),
     "model_revision": MODEL_ARGUMENTS["revision"],
     "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
-    **t.each("dataset_name datasets dataset_config dataset_train_split dataset_text_field", _sources),
+    "tokenizer_name_or_path": _tokenizer,
+    **t.each(_OF_DATA + " dataset_text_field", _sources),
+    "eos_token": t.any_value("of text; the template ends each turn with a token of its own"),
+    "callbacks": _callbacks,
     "dataset_test_split": _evaluates,
+    **evaluation(
+        lambda values: values.get("test_split_size") or (values.get("dataset_mixture") or {}).get("test_split_size")
+    ),
     "dataset_mixture": t.nested(_MIXTURE),
     "test_split_size": held_out,
     "dataset_streaming": t.any_value("tokens are memory-mapped"),
@@ -130,7 +209,7 @@ def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "")
     defaults: dict[str, Any] = {**(defaults_of(method, given) if method else SFT_DEFAULTS), "use_peft": False}
     if given.get("use_peft"):
         defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
-    if given.get("eval_strategy", "no") != "no":
+    if _evaluates_there(given):
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
         defaults.pop("max_length")
@@ -146,4 +225,4 @@ def _judged(name: str) -> dict[str, Rule]:
         sources = [{**source, "format": name} for source in became.get("data.sources", ())]
         return Became({**became, **({"data.sources": sources} if sources else {})})
 
-    return t.each("dataset_name datasets dataset_config dataset_train_split dataset_mixture", rule)
+    return t.each(_OF_DATA + " dataset_mixture", rule)

@@ -143,7 +143,7 @@ def test_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("rl: grpo", "rl: write dpo, ipo, simpo, orpo or kto"),
         ("reward_model: true", "reward_model: reward training is not supported"),
-        ("processor_type: AutoProcessor", "processor_type: images and audio cannot be trained on"),
+        ("processor_type: AutoProcessor", "processor_type: rows with pictures are not translated"),
         ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins: axolotl.integrations.diffusion"),
         ("chat_template: gemma3", "chat_template: 'gemma3' is not one of chatml"),
         ("tensor_parallel_size: 2", "tensor_parallel_size: only data parallelism"),
@@ -325,10 +325,17 @@ def test_trl(tmp_path: Path) -> None:
     assert values["schedule"] == {"kind": "cosine", "min_lr_ratio": 0.1, "warmup_steps": 0}
 
 
-def test_trl_evaluates_on_a_set_that_has_to_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = TRL + "eval_strategy: epoch\nnum_train_epochs: 1\n"
-    assert "dataset_test_split: build the split first" in problems(
-        tmp_path, text, capsys, "--to", str(tmp_path / "o.yaml")
+@pytest.mark.parametrize("name", ["eval_strategy", "evaluation_strategy"])
+def test_trl_evaluates_on_a_set_that_has_to_be_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Evaluation changes no weight, so that the file is translated and says what is left to do."""
+    text = TRL + f"{name}: steps\neval_steps: 100\n"
+    assert "eval" not in converted(tmp_path, text)
+    assert "# CHECK dataset_test_split: not evaluated yet: build it with" in (tmp_path / "out.yaml").read_text()
+    # when it decides the end of training
+    assert "dataset_test_split: it decides when training ends" in problems(
+        tmp_path, text + "early_stopping_patience: 3\n", capsys, "--to", str(tmp_path / "o.yaml")
     )
 
 
@@ -592,3 +599,115 @@ def test_llamafactory_of_rewards(tmp_path: Path) -> None:
     values = converted(tmp_path, yaml.safe_dump(given))
     assert values["objective"] == {"kind": "reward"}
     assert values["data"]["sources"][0]["format"] == "preference"
+
+
+# names of public files that change no step, or have a setting of flatout: the system, the names, what becomes of them
+HARMLESS: list[tuple[str, str, dict[str, Any]]] = [
+    ("axolotl", "{eval_max_new_tokens: 128, eval_table_size: 2, do_causal_lm_eval: true, device_map: auto}", {}),
+    ("axolotl", "{use_kernels: true, liger_rms_norm_gated: true, quantize_moe_experts: true}", {}),
+    ("axolotl", "{plugins: [axolotl.integrations.kernels.KernelsPlugin]}", {}),
+    ("axolotl", "{model_type: Llama4ForConditionalGeneration}", {}),
+    ("axolotl", "{model_config: {output_router_logits: true}}", {"experts": {"balance_loss": "model"}}),
+    ("axolotl", "{deepspeed: deepspeed_configs/zero2.json}", {"strategy": "zero2"}),
+    ("axolotl", "{test_datasets: [{path: held.jsonl}]}", {}),
+    ("llama", "{enable_v1_kernels: true, use_v1_kernels: true, streaming: true}", {}),
+    ("llama", "{eval_dataset: questions, eval_strategy: steps, eval_steps: 5}", {}),
+    ("llama", "{deepspeed: examples/deepspeed/ds_z3_offload_config.json}",
+     {"strategy": "zero3", "sharding": {"offload": True}}),
+    ("llama", "{model_name_or_path: out/sft/best, template: qwen}", {"model": {"name": "out/sft/best"}}),
+    ("trl", "{preprocessing_num_workers: 4, use_liger: true, wandb_entity: me, benchmarks: [gpqa]}", {}),
+    ("trl", "{push_to_hub: true, callbacks: [push_to_hub_revision], eos_token: <|im_end|>}", {}),
+    ("trl", "{tokenizer_name_or_path: org/model}", {}),
+    ("trl", "{tokenizer_name_or_path: org/other}", {"data": {"tokenizer": "org/other"}}),
+    ("trl", "{dataset_config: null, dataset_configs: [all]}", {}),
+    ("trl", "{dataset_name: null, dataset_config: null, dataset_train_split: null, "
+     "dataset_mixer: {org/a: 1.0, org/b: 1}, dataset_splits: [train_sft, test_sft]}",
+     {"data": {"sources": [{"path": "org/a", "split": "train_sft"}, {"path": "org/b", "split": "train_sft"}]}}),
+]  # fmt: skip
+
+
+def of_system(folder: Path, system: str, change: str) -> str:
+    """Return a file of a system with a few names changed."""
+    if system == "llama":
+        write_dataset_info(folder)
+    text = {"axolotl": AXOLOTL, "llama": LLAMA_FACTORY, "trl": TRL}[system]
+    return yaml.safe_dump(yaml.safe_load(text) | yaml.safe_load(change))
+
+
+@pytest.mark.parametrize(("system", "change", "expected"), HARMLESS)
+def test_what_changes_no_step_is_not_refused(
+    tmp_path: Path, system: str, change: str, expected: dict[str, Any]
+) -> None:
+    values = converted(tmp_path, of_system(tmp_path, system, change))
+    for name, value in expected.items():
+        assert values[name] == (values[name] | value if isinstance(value, dict) else value)
+
+
+@pytest.mark.parametrize(
+    ("system", "change", "message"),
+    [
+        ("axolotl", "model_config: {rope_theta: 1}", "model_config: rope_theta: unknown here"),
+        ("axolotl", "deepspeed: conf/own.json", "deepspeed: conf/own.json: the file is missing"),
+        ("axolotl", "{test_datasets: [{path: a}], early_stopping_patience: 2}", "test_datasets: it decides when"),
+        ("llama", "do_predict: true", "do_predict: it writes answers and trains nothing"),
+        ("llama", "{model_name_or_path: org/other, template: qwen}", "template: 'qwen' is not one of llama3"),
+        ("llama", "{model_name_or_path: out/llama/best, template: qwen}", "template: 'qwen' is not one of llama3"),
+        ("trl", "callbacks: [mine]", "callbacks: 'mine' is not known; pass callbacks to flatout.train"),
+        ("trl", "{dataset_mixer: {org/a: 0.5}}", "org/a: the first rows of a data set are not taken"),
+        ("trl", "{dataset_config: null, dataset_configs: [a, b]}", "dataset_configs: name one of one data set"),
+    ],
+)  # fmt: skip
+def test_what_changes_steps_is_refused_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, change: str, message: str
+) -> None:
+    printed = problems(tmp_path, of_system(tmp_path, system, change), capsys, "--to", str(tmp_path / "out.yaml"))
+    assert message in printed
+
+
+@pytest.mark.parametrize(
+    ("system", "change"),
+    [
+        ("axolotl", "{datasets: null, pretraining_dataset: [{path: a}]}"),
+        ("axolotl", "processor_type: AutoProcessor"),
+        ("llama", "{do_predict: true, predict_with_generate: true}"),
+        ("trl", "{dataset_mixer: {org/a: 0.5}}"),
+    ],
+)
+def test_no_step_leaves_out_what_a_run_is_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str, change: str
+) -> None:
+    """A file without its data, or one of answers, is not offered as another run."""
+    assert "--without" not in problems(
+        tmp_path, of_system(tmp_path, system, change), capsys, "--to", str(tmp_path / "o")
+    )
+
+
+@pytest.mark.parametrize(
+    ("system", "change", "told"),
+    [
+        ("axolotl", "{warmup_ratio: null}", "CHECK warmup_ratio: 3 % of the run as here, but there at most 100 steps"),
+        ("llama", "{}", "CHECK stage: of a row over cutoff_len, its prompt is cut too there"),
+        ("llama", "{stage: dpo, dataset: pairs, adapter_name_or_path: sft}",
+         "CHECK adapter_name_or_path: the reference is the model without this adapter there"),
+        ("trl", "{push_to_hub: true}", "CHECK push_to_hub: not uploaded: push the finished run"),
+    ],
+)  # fmt: skip
+def test_what_is_not_equal_is_told(tmp_path: Path, system: str, change: str, told: str) -> None:
+    text = of_system(tmp_path, system, change)
+    if system == "llama":
+        known = json.loads((tmp_path / "data/dataset_info.json").read_text())
+        pairs = {"file_name": "own.json", "ranking": True}
+        (tmp_path / "data/dataset_info.json").write_text(json.dumps({**known, "pairs": pairs}))
+    converted(tmp_path, text)
+    assert told in (tmp_path / "out.yaml").read_text()
+
+
+def test_a_deepspeed_file_that_is_here_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "ds_z3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    values = converted(tmp_path, of_system(tmp_path, "llama", "{deepspeed: ds_z3.json, finetuning_type: full}"))
+    assert values["strategy"] == "deepspeed"
+
+
+def test_pairs_of_chats_of_axolotl(tmp_path: Path) -> None:
+    change = "{rl: orpo, val_set_size: 0, datasets: [{path: a/b, type: chat_template.argilla}]}"
+    assert converted(tmp_path, of_system(tmp_path, "axolotl", change))["objective"]["kind"] == "orpo"
