@@ -52,7 +52,7 @@ from flatout.environment import allocator_env
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.reference import compute_step
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 OURS = {
     "bf16": [],
@@ -123,7 +123,7 @@ def ours(args: argparse.Namespace, row: str) -> dict[str, Any]:
     overrides = ["model.init=random", "objective=dpo", "optim.lr=5e-6", *OURS[row], *args.overrides]
     found = dict[str, Any]()
 
-    def after(run: Run, recorder: MemoryCallback) -> None:
+    def after(run: TrainingRun, recorder: MemoryCallback) -> None:
         found.update(gpu_memory())
         if row == "again":
             return

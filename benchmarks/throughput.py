@@ -57,7 +57,7 @@ from flatout.data.add_column import add_column
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import StepRecord
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 TFLOPS = 790
 FULL = ["method=full", "optim.lr=1e-5"]
@@ -194,13 +194,13 @@ def measure(args: argparse.Namespace, launched_s: float) -> dict[str, Any] | Non
     save = ["checkpoint.asynchronous=true", f"checkpoint.every_steps={saved_step}"] if args.save else []
     overrides = ["model.init=random", *budget, *args.overrides, *save]
 
-    def before(run: Run) -> None:
+    def before(run: TrainingRun) -> None:
         found["load_peak_gib"] = on_each_rank(run, gib("max_memory_allocated"))
         # the few steps here save seconds after the start
         if run.saver.staging is not None:
             run.saver.staging.wait_reserved()
 
-    def after(run: Run, recorder: MemoryCallback) -> None:
+    def after(run: TrainingRun, recorder: MemoryCallback) -> None:
         if args.save and run.rank.is_first:
             found["next_step_late_s"] = lateness(recorder.steps, saved_step)
             print(json.dumps(found), flush=True)  # writing the files takes minutes
@@ -254,7 +254,7 @@ def measure(args: argparse.Namespace, launched_s: float) -> dict[str, Any] | Non
     }
 
 
-def planned_memory(run: Run) -> dict[str, Any]:
+def planned_memory(run: TrainingRun) -> dict[str, Any]:
     """What the plan counts for the largest micro-batch of these steps, and its parts; nothing without a GPU."""
     if run.memory.model is None:
         return {}

@@ -24,7 +24,7 @@ from flatout.profile.profiler import Profiler
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.run_folder import RunFolderWriter
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 
 def prepare(
@@ -57,11 +57,11 @@ def take_steps(
     num_steps: int,
     samples_per_step: int = SAMPLES_PER_STEP,
     *,
-    before: Callable[[Run], None] = lambda run: None,
-    after: Callable[[Run, MemoryCallback], None] = lambda run, recorder: None,
+    before: Callable[[TrainingRun], None] = lambda run: None,
+    after: Callable[[TrainingRun, MemoryCallback], None] = lambda run, recorder: None,
     profile_steps: int = 0,
     writes_records: bool = False,
-) -> tuple[Run, MemoryCallback]:
+) -> tuple[TrainingRun, MemoryCallback]:
     """This process's part of a run in a prepared folder; `before` and `after` its steps all ranks are still joined.
 
     The recorder holds the steps on the first rank only, which also profiles `profile_steps` steps; that slows down all
@@ -81,7 +81,7 @@ def take_steps(
     return flatout_bench.take_steps(config, reporter, before=before, after=lambda run: after(run, recorder)), recorder
 
 
-def on_each_rank(run: Run, value: float) -> float | list[float]:
+def on_each_rank(run: TrainingRun, value: float) -> float | list[float]:
     """Every rank's value, two places; the value itself for one rank."""
     values = torch.zeros(run.rank.world, dtype=torch.float64, device=run.device)
     values[run.rank.index] = value

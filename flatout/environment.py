@@ -62,12 +62,12 @@ def whole_number(env: Mapping[str, str], name: str, default: int | None = None, 
     text = env.get(name)
     if text is not None and text.isascii() and text.isdigit() and (below is None or int(text) < below):
         return int(text)
-    found = "missing" if text is None else repr(text)
+    got = "missing" if text is None else repr(text)
     expected = "a whole number" if below is None else f"a whole number below {below}"
     together = ""
     if name in RANK_VARIABLES:
         together = f"; a launcher sets {', '.join(RANK_VARIABLES)} together, so set all of them or none"
-    raise UsageError(f"{name} is {found} in the environment, expected {expected}{together}")
+    raise UsageError(f"{name} is {got} in the environment, expected {expected}{together}")
 
 
 def master() -> tuple[str, int]:

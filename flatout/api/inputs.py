@@ -46,9 +46,9 @@ def data_file(data: Any, folder: Path) -> str:
             f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
         )
     name = "rows.parquet" if kind in _TABLES else "rows.jsonl"
-    found = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
+    path = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
     _sweep(folder)
-    return str(found / name)
+    return str(path / name)
 
 
 # locks that say which copies this process uses, until it ends

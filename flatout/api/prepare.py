@@ -13,7 +13,7 @@ from flatout.errors import ProblemsError, UsageError
 if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
     from flatout.trainer.preview import PlanSummary
-    from flatout.verifier.compare import Row
+    from flatout.verifier.compare import Comparison
 
 
 @spelled_for(Caller("python", ("build_data",)))
@@ -76,7 +76,7 @@ def plan(
 
 
 @spelled_for(Caller("python", ("verify",)))
-def verify(config: ConfigLike = None, *, ranks: int = 2, fp64: bool = False, **settings: Any) -> list[Row]:
+def verify(config: ConfigLike = None, *, ranks: int = 2, fp64: bool = False, **settings: Any) -> list[Comparison]:
     """Compare this run's step with plain transformers, as `flatout verify` does; return one row per way to compute it.
 
     Raises NumericError if one differs.

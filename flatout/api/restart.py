@@ -39,9 +39,9 @@ def move_aside(
     folder, UsageError where a launcher may start the command again, and for a model, adapter or source in that
     folder.
     """
-    if found := next((name for name, alone in _LAUNCHERS.items() if env.get(name, alone) not in ("", alone)), None):
+    if launcher := next((name for name, alone in _LAUNCHERS.items() if env.get(name, alone) not in ("", alone)), None):
         raise UsageError(
-            f"--restart starts over each time the command runs, and {found} is set by a launcher that runs it more "
+            f"--restart starts over each time the command runs, and {launcher} is set by a launcher that runs it more "
             "than once; use another name, or move the run folder away by hand"
         )
     if not any((config.folder / name).exists() for name in (*RUN_FILES, *_RESULTS)):
@@ -76,8 +76,8 @@ def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator
     data = config.data.model_copy(update={"root": Path()}) if builds_all else config.data
     for path in paths_of(config.model_copy(update={"run_dir": None, "data": data})):
         whole = os.path.expanduser(path)  # noqa: PTH111  (another user's home need not exist)
-        found = [Path(one).resolve() for one in (whole, *glob(whole, recursive=True))]  # noqa: PTH207
-        if any(one.is_relative_to(folder) and not (own_model and one.is_relative_to(own_model)) for one in found):
+        paths = [Path(one).resolve() for one in (whole, *glob(whole, recursive=True))]  # noqa: PTH207
+        if any(one.is_relative_to(folder) and not (own_model and one.is_relative_to(own_model)) for one in paths):
             yield path
 
 

@@ -66,16 +66,16 @@ def resolve_config(
     run_dir = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
     given = values.get("data")
     root = Path(str(given.get("root", "data") if isinstance(given, Mapping) else "data"))
-    found: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    by_section: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
     if model is not None and "model" not in sections:
-        found["model"]["name"] = name = model_source(model, run_dir)
+        by_section["model"]["name"] = name = model_source(model, run_dir)
         if name != model.name_or_path and tokenizer is None:
             tokenizer = model.name_or_path or None
     if data is not None and "data" not in sections:
-        found["data"]["sources"] = [{"path": data_file(data, root / "in_memory")}]
+        by_section["data"]["sources"] = [{"path": data_file(data, root / "in_memory")}]
     if tokenizer is not None:
-        found["data"]["tokenizer"] = tokenizer_folder(tokenizer, root / "in_memory")
-    values = {**values, **{name: _merged(values.get(name), section) for name, section in found.items() if section}}
+        by_section["data"]["tokenizer"] = tokenizer_folder(tokenizer, root / "in_memory")
+    values = {**values, **{name: _merged(values.get(name), section) for name, section in by_section.items() if section}}
     return make_config(values, origin=origin, folder=Path(origin).parent)
 
 

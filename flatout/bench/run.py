@@ -26,7 +26,7 @@ from flatout.trainer.decide import plan_run
 from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps
 from flatout.trainer.model_shape import read_shape
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 
 def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Config, str]:
@@ -60,9 +60,9 @@ def take_steps(
     config: Config,
     reporter: Reporter,
     *,
-    before: Callable[[Run], None] = lambda run: None,
-    after: Callable[[Run], None] = lambda run: None,
-) -> Run:
+    before: Callable[[TrainingRun], None] = lambda run: None,
+    after: Callable[[TrainingRun], None] = lambda run: None,
+) -> TrainingRun:
     """Take this rank's part of a run's steps. `before` and `after` are called while the process group is up."""
     rank = Rank.from_env()
 

@@ -80,12 +80,12 @@ def verify_final(folder: Path) -> FinalManifest:
     manifest = validated(_ADAPTER, read_json(path), str(path))
     for name, facts in manifest.files.items():
         try:
-            found = digest(folder / name)
+            digest_now = digest(folder / name)
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from error
-        if found != facts:
+        if digest_now != facts:
             raise CheckpointError(
-                f"{folder / name}: found {found.size_bytes:,} bytes with xxh3 {found.xxh3}, expected "
+                f"{folder / name}: found {digest_now.size_bytes:,} bytes with xxh3 {digest_now.xxh3}, expected "
                 f"{facts.size_bytes:,} with {facts.xxh3}; it was damaged or edited"
             )
     return manifest

@@ -82,12 +82,12 @@ def read_manifest(folder: Path) -> Manifest:
     body = read_json(path)
     if not isinstance(body, dict):
         raise CheckpointError(f"{path}: found a {type(body).__name__}, expected an object")
-    found = body.pop("xxh3", None)
-    if found != _hash(body):
+    own_hash = body.pop("xxh3", None)
+    if own_hash != _hash(body):
         raise CheckpointError(f"{path}: xxh3: the manifest's own hash does not match; the file was damaged or edited")
-    if (found := body.get("format_version")) != FORMAT_VERSION:
+    if (version := body.get("format_version")) != FORMAT_VERSION:
         raise OtherFormatError(
-            f"{path}: format_version: a different flatout wrote this checkpoint (format {found!r}, this one reads "
+            f"{path}: format_version: a different flatout wrote this checkpoint (format {version!r}, this one reads "
             f"{FORMAT_VERSION}); resume with that version, or choose a different run_dir to start over"
         )
     return validated(_ADAPTER, body, str(path))
@@ -102,12 +102,12 @@ def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
     for name in shares(manifest.files, rank.world)[rank.index]:
         path, facts = folder / name, manifest.files[name]
         try:
-            found = digest(path)
+            digest_now = digest(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: the file is missing; the checkpoint is not usable without it") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if found == facts:
+        if digest_now == facts:
             continue
         identity = None
         if name.endswith(TENSOR_SUFFIX):
@@ -116,10 +116,10 @@ def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
                 identity = open_tensor_file(path).metadata() or {}
         if identity is not None:
             refuse_other_save(path, identity, manifest)
-        if found.size_bytes != facts.size_bytes:
-            why = f"found {found.size_bytes:,} bytes, expected {facts.size_bytes:,}; it was truncated or replaced"
+        if digest_now.size_bytes != facts.size_bytes:
+            why = f"found {digest_now.size_bytes:,} bytes, expected {facts.size_bytes:,}; it was truncated or replaced"
         else:
-            why = f"its content does not match its hash (found xxh3 {found.xxh3}, expected {facts.xxh3})"
+            why = f"its content does not match its hash (found xxh3 {digest_now.xxh3}, expected {facts.xxh3})"
         raise CheckpointError(f"{path}: {why}")
 
 

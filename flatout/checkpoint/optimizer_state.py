@@ -85,9 +85,9 @@ def load_optimizer_state(
         like = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
         expected = set(like) or ADAMW_KEYS if isinstance(optimizer, torch.optim.AdamW) or like else SGD_KEYS
         if set(state) != expected:
-            found = ", ".join(sorted(state))
+            kinds = ", ".join(sorted(state))
             raise CheckpointError(
-                f"the saved optimizer has {found} for {name}, but this one needs {', '.join(sorted(expected))}; use "
+                f"the saved optimizer has {kinds} for {name}, but this one needs {', '.join(sorted(expected))}; use "
                 "the checkpoint's settings, or restore it from a backup"
             )
         for key in state:
@@ -113,14 +113,14 @@ def load_optimizer_state(
 def _require_fit(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:
     """Raise CheckpointError for a state of another shape, or of another dtype than `dtype` (None: any number)."""
     if isinstance(tensors, CheckpointTensors):
-        found, kind = tensors.shapes[name], tensors.dtype(name)
+        saved_shape, kind = tensors.shapes[name], tensors.dtype(name)
     else:
-        found, kind = tuple(tensors[name].shape), tensors[name].dtype
-    if found != tuple(shape) or kind == torch.bool or dtype not in (None, kind):
+        saved_shape, kind = tuple(tensors[name].shape), tensors[name].dtype
+    if saved_shape != tuple(shape) or kind == torch.bool or dtype not in (None, kind):
         wanted = f"{tuple(shape)}" + (f" of {dtype}" if dtype else "")
         raise CheckpointError(
-            f"the saved optimizer's {name} has shape {found} of {kind}, but this run's {wanted}; use the checkpoint's "
-            "settings, or restore it from a backup"
+            f"the saved optimizer's {name} has shape {saved_shape} of {kind}, but this run's {wanted}; use the "
+            "checkpoint's settings, or restore it from a backup"
         )
 
 

@@ -64,9 +64,9 @@ class CheckpointTensors(Mapping[str, Tensor]):
             except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{folder / name}: not a readable safetensors file: {error}") from error
         for name, shape in self.shapes.items():
-            held = sum(torch.Size(piece.shape).numel() for piece in self._pieces[name])
-            if held != torch.Size(shape).numel():
-                raise CheckpointError(f"{folder}: {name} of shape {shape} is incomplete: only {held:,} values found")
+            saved = sum(torch.Size(piece.shape).numel() for piece in self._pieces[name])
+            if saved != torch.Size(shape).numel():
+                raise CheckpointError(f"{folder}: {name} of shape {shape} is incomplete: only {saved:,} values found")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -97,18 +97,18 @@ class CheckpointTensors(Mapping[str, Tensor]):
                     for origin in (part.offset, piece.offset)
                 )
                 # copied right away: the file is memory-mapped, so the tensor would change with the file
-                held = piece.file.get_slice(name)[source] if source else piece.file.get_tensor(name)
-                part.local[target].copy_(held)
+                source_tensor = piece.file.get_slice(name)[source] if source else piece.file.get_tensor(name)
+                part.local[target].copy_(source_tensor)
 
     def refuse_non_finite(self, files: Collection[str]) -> None:
         """Raise CheckpointError for the first tensor of these files with NaN or infinity, which no run saves."""
         for name, pieces in self._pieces.items():
             for piece in pieces:
-                held = piece.file.get_tensor(name) if piece.path.name in files else torch.empty(0)
+                tensor = piece.file.get_tensor(name) if piece.path.name in files else torch.empty(0)
                 if (
-                    held.numel()
-                    and held.dtype in _CHECKED_DTYPES
-                    and not math.isfinite(sum(map(float, held.aminmax())))
+                    tensor.numel()
+                    and tensor.dtype in _CHECKED_DTYPES
+                    and not math.isfinite(sum(map(float, tensor.aminmax())))
                 ):
                     raise CheckpointError(f"{piece.path}: {name} is not finite; it was edited or damaged")
 

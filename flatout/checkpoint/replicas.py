@@ -27,8 +27,10 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
     names: list[str] = []
     offsets: list[tuple[int, ...]] = []
     sums_on_device: list[Tensor] = []
-    held: dict[str, Any] = {f"{kind} {name}": one for kind, tensors in state.items() for name, one in tensors.items()}
-    for name, tensor in held.items():
+    by_name: dict[str, Any] = {
+        f"{kind} {name}": one for kind, tensors in state.items() for name, one in tensors.items()
+    }
+    for name, tensor in by_name.items():
         if is_sharded(tensor):
             axes = enumerate(tensor.placements)
             if not any(not placement.is_shard() and tensor.device_mesh.size(axis) > 1 for axis, placement in axes):

@@ -193,7 +193,7 @@ class Checkpoints:
             for name in manifest.files:
                 if name.endswith(TENSOR_SUFFIX):
                     names.setdefault(kind_of(name.removesuffix(TENSOR_SUFFIX)), []).append(name)
-            tensors = {kind: CheckpointTensors(path, held, manifest) for kind, held in names.items()}
+            tensors = {kind: CheckpointTensors(path, files, manifest) for kind, files in names.items()}
             own_files = shares(manifest.files, self.group.rank.world)[self.group.rank.index]
             for held_tensors in tensors.values():
                 held_tensors.refuse_non_finite(own_files)
@@ -311,14 +311,14 @@ def data_of(run_dir: Path) -> set[str]:
 
     Damaged checkpoints are left out: resuming tells of them.
     """
-    found = set[str]()
+    fingerprints = set[str]()
     for path in run_dir.glob(f"checkpoints/step-*/{STATE_NAME}"):
         with suppress(CheckpointError, KeyError, TypeError):
             recorded = read_json(path)["facts"]["fingerprints"]
             sets = [recorded["data"], recorded.get("eval_data")]
             flat = [one for each in sets for one in (each if isinstance(each, list) else [each]) if one]
-            found |= {str(one["fingerprint"]) for one in flat}
-    return found
+            fingerprints |= {str(one["fingerprint"]) for one in flat}
+    return fingerprints
 
 
 def rotation(manifests: Mapping[Path, Manifest | None], *, keep: int, saved: Path) -> list[Path]:

@@ -115,7 +115,7 @@ class Staging:
         self.wait_reserved()
         used = [0] * len(self.blocks)
         tensors: dict[str, dict[str, Tensor]] = {stem: {} for stem in snapshot.tensors}
-        live = [(stem, name, tensor) for stem, held in snapshot.tensors.items() for name, tensor in held.items()]
+        live = [(stem, name, tensor) for stem, of_stem in snapshot.tensors.items() for name, tensor in of_stem.items()]
         # large ones first; small ones then fill the gaps, so little memory is wasted
         for stem, name, tensor in sorted(live, key=lambda item: -item[2].nbytes):
             block, begin = self._room(tensor.nbytes, used, SMALL_BLOCK_BYTES)

@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
         measured, data_name = measured_config(config, Path(place), args.steps)
         # the run prints to stderr, so that stdout has only the figures
         with redirect_stdout(sys.stderr):
-            found = measure(measured, launched_s)
-    if found is None:
+            measured_run = measure(measured, launched_s)
+    if measured_run is None:
         return 0
-    facts = {"model": config.model.name, "weights": config.model.init, "data": data_name} | found
+    facts = {"model": config.model.name, "weights": config.model.init, "data": data_name} | measured_run
     facts["num_timed_steps"] = args.steps - WARMUP_STEPS
     if args.json:
         print(json.dumps(facts))

@@ -167,9 +167,9 @@ def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
             print(f"[{speaker.name}]", flush=True)
         with ConsoleCallback(Console(stderr=True)) as console:
             console.on_phase("reading the prompt")
-            told = _told(console, options["max_new_tokens"])
+            printer = _progress_printer(console, options["max_new_tokens"])
             sampling = speaker.sampling
-            more = {"pictures": speaker.pictures, "sampling": sampling, "on_token": told, **options}
+            more = {"pictures": speaker.pictures, "sampling": sampling, "on_token": printer, **options}
             reply = answer(speaker.model, speaker.tokenizer, speaker.messages, **more)
         speaker.messages.append({"role": "assistant", "content": reply})
     return 0
@@ -193,16 +193,16 @@ def _say(speakers: list[_Speaker], said: str, images: list[str], options: dict[s
     images.clear()
 
 
-def _told(console: Any, most: int) -> Callable[[int, float], None]:
+def _progress_printer(console: Any, most: int) -> Callable[[int, float], None]:
     """Return what tells on stderr how far an answer is while it prints nothing."""
-    told_s = 0.0
+    reported_s = 0.0
 
     def tell(number: int, silent_s: float) -> None:
-        nonlocal told_s
+        nonlocal reported_s
         console.on_phase("")
-        told_s = min(told_s, silent_s)  # text was printed meanwhile
-        if silent_s - told_s >= SILENT_S:
-            told_s = silent_s
+        reported_s = min(reported_s, silent_s)  # text was printed meanwhile
+        if silent_s - reported_s >= SILENT_S:
+            reported_s = silent_s
             print(f"... answering, token {number:,} of at most {most:,}", file=sys.stderr, flush=True)
 
     return tell

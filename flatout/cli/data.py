@@ -106,14 +106,14 @@ def _config(args: argparse.Namespace) -> DataConfig:
         return DataConfig.model_validate(settings)
     except ValidationError as error:
         # the last part of `loc` is the option's name, also for fields of a source
-        problems = [_option_problem(found) for found in error.errors()]
+        problems = [_option_problem(detail) for detail in error.errors()]
         raise ProblemsError("flatout data build", problems) from error
 
 
-def _option_problem(found: Any) -> str:
+def _option_problem(detail: Any) -> str:
     """Format one pydantic error under the name of its option."""
-    option = f"{'key ' if 'keys' in found['loc'] else ''}{str(found['loc'][-1]).replace('_', '-')}"
-    return f"--{option}: {describe_error(found).partition(': ')[2]}"
+    option = f"{'key ' if 'keys' in detail['loc'] else ''}{str(detail['loc'][-1]).replace('_', '-')}"
+    return f"--{option}: {describe_error(detail).partition(': ')[2]}"
 
 
 def _build(args: argparse.Namespace) -> None:
@@ -223,8 +223,8 @@ def _template(args: argparse.Namespace) -> None:
     name = args.tokenizer or args.template
     tokenizer = load_tokenizer(name)
     template, text = template_text(tokenizer, args.template if is_template else None, name)
-    told = SampleTokenizer(TokenizeOptions(name, template, text), tokenizer).description
-    print("\n".join(map(printable, told.lines())))
+    description = SampleTokenizer(TokenizeOptions(name, template, text), tokenizer).description
+    print("\n".join(map(printable, description.lines())))
 
 
 def _list(args: argparse.Namespace) -> None:

@@ -132,12 +132,12 @@ def _score_answers(
         console.on_phase("reading prompts")
         num_ended = 0
 
-        def told(prompt: int, is_last: bool, silent_s: float) -> None:
+        def report_token(prompt: int, is_last: bool, silent_s: float) -> None:
             nonlocal num_ended
             num_ended += is_last
             console.on_phase("answering prompts", num_ended, len(prompts))
 
-        marked = score_answers(model, tokenizer, prompts, on_token=told, **options)
+        marked = score_answers(model, tokenizer, prompts, on_token=report_token, **options)
     num_right = sum(row["right"] for row in marked)
     counts = {"num_prompts": len(marked), "num_right": num_right, "exact_match": num_right / len(marked)}
     print(f"exact match: {num_right} of {len(marked)} right ({num_right / len(marked):.1%})")
@@ -170,12 +170,12 @@ def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts
         config = DataConfig.model_validate({**known, **given, "num_samples": args.limit, "shuffle": False})
         store = open_or_build(config, trained.base, log=lambda text: console.on_stage("tokens", text))
         scores = scores_of(model, store, lambda done, total: console.on_phase("scoring rows", done, total))
-        found = judge(scores, store, labels)
-    num = found.get("num_pairs") or found["num_samples"]
-    print(f"accuracy: {found['num_right']} of {num} right ({found['accuracy']:.1%})")
+        judged = judge(scores, store, labels)
+    num = judged.get("num_pairs") or judged["num_samples"]
+    print(f"accuracy: {judged['num_right']} of {num} right ({judged['accuracy']:.1%})")
     if len(labels) > 1:
-        print(f"macro F1: {found['macro_f1']:.4f}")
-    _write(args, args.rows.stem, {**facts, **found})
+        print(f"macro F1: {judged['macro_f1']:.4f}")
+    _write(args, args.rows.stem, {**facts, **judged})
 
 
 def _check(args: argparse.Namespace, tasks: list[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
-from flatout.launch.jobs import Job, manifest, sbatch_script
+from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.slurm:
         folder, submit = Path.cwd(), "sbatch"
         text = sbatch_script(
-            Job(args.name or config.name, args.nodes, gpus, words, python=sys.executable), folder=folder,
+            ClusterJob(args.name or config.name, args.nodes, gpus, words, python=sys.executable), folder=folder,
             log_dir=folder / config.folder, partition=args.partition, account=args.account, time=args.time,
             max_restarts=config.faults.max_restarts,
         )  # fmt: skip
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
         secret = f"{name}-secret" if args.nodes > 1 else None
         runtime = args.runtime or "torch-distributed"
-        job = Job(name, args.nodes, gpus, words)
+        job = ClusterJob(name, args.nodes, gpus, words)
         text = manifest(job, args.image, args.claim, args.mount, kind=kind, secret=secret, runtime=runtime)
         if secret is not None:
             literal = '--from-literal=secret="$(openssl rand -hex 32)"'

@@ -96,14 +96,14 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = self.prog.split()[1:] or self.verb_words
         hint = f"`{' '.join(['flatout', *words])} --help` lists all options"
-        if found := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
-            option = found[1].partition("=")[0]
+        if match := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
+            option = match[1].partition("=")[0]
             known = [*_options(self, self.verb_words)]
-            message = f"there is no option {option}" if option[0] == "-" else f"{found[1]!r} is one word too many"
+            message = f"there is no option {option}" if option[0] == "-" else f"{match[1]!r} is one word too many"
             hint = _near_option(option, known) or hint
-        elif found := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message = f"there is no {found[1]} {found[2]!r}; choose {found[3]}".replace("'", "")
-            if near := difflib.get_close_matches(found[2], re.findall(r"[\w-]+", found[3]), n=1):
+        elif match := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message = f"there is no {match[1]} {match[2]!r}; choose {match[3]}".replace("'", "")
+            if near := difflib.get_close_matches(match[2], re.findall(r"[\w-]+", match[3]), n=1):
                 hint = f"did you mean {near[0]}?"
         elif "are required: " in message:
             message = f"{message.partition('required: ')[2].replace(', section.name=value', '')} is missing"

@@ -100,8 +100,8 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     """Return aligned lines, without notes and tags if no run has any; their ends are cut to the width of a terminal."""
-    kept = [place for place, name in enumerate(rows[0]) if name not in ("tags", "note") or _is_used(rows, place)]
-    rows = [tuple(printable(row[place]) for place in kept) for row in rows]
+    used = [place for place, name in enumerate(rows[0]) if name not in ("tags", "note") or _is_used(rows, place)]
+    rows = [tuple(printable(row[place]) for place in used) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return lines if width is None else [line if len(line) <= width else line[: width - 1] + "…" for line in lines]

@@ -71,11 +71,11 @@ def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bo
             return read(data)
         except ColumnsError as error:
             of_source = next(one for one in data.sources if one.path == error.source)
-            told = ", ".join(f"{ours} is {theirs}" for ours, theirs in error.columns.items())
-            told = printable(f"{of_source.path}: {told}")
-            if not (takes or _agrees(f"Take columns of {told}? [y/N] ")):
+            message = ", ".join(f"{ours} is {theirs}" for ours, theirs in error.columns.items())
+            message = printable(f"{of_source.path}: {message}")
+            if not (takes or _agrees(f"Take columns of {message}? [y/N] ")):
                 raise
-            print(f"columns    {told}", flush=True)
+            print(f"columns    {message}", flush=True)
             mapped = of_source.model_copy(update={"columns": {**of_source.columns, **error.columns}})
             sources = [mapped if one is of_source else one for one in data.sources]
             data = data.model_copy(update={"sources": sources})

@@ -132,9 +132,9 @@ def _moved_aside(
         move_aside(with_data, environment(), place, files)
         return with_data
 
-    found = with_columns(move, config.data, takes=takes)
-    words += ["--yes"] if found.data is not config.data and not takes else []
-    return found
+    moved = with_columns(move, config.data, takes=takes)
+    words += ["--yes"] if moved.data is not config.data and not takes else []
+    return moved
 
 
 def _open_device(config: Config) -> None:

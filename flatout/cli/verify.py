@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     import_transformers()
     import torch
 
-    from flatout.verifier.compare import Row
+    from flatout.verifier.compare import Comparison
     from flatout.verifier.run import require_equal, verify
 
-    def print_row(row: Row) -> None:
+    def print_row(row: Comparison) -> None:
         # differences are relative, the gradient's is the worst parameter's
         figures = zip((row.loss_difference, row.worst_difference, row.norm_difference), (7, 8, 7), strict=True)
         cells = " ".join(f"{'-' if value is None else format(value, '.1e'):>{width}}" for value, width in figures)

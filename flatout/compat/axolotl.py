@@ -55,8 +55,8 @@ def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translatio
     table, aliases = AXOLOTL, _SAME
     if given.get("rl") in RL:
         method, loss = RL[given["rl"]]
-        found = defaults_of(method, {"loss_type": loss})
-        defaults |= {name: found[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in found}
+        usual = defaults_of(method, {"loss_type": loss})
+        defaults |= {name: usual[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in usual}
         table, aliases = {**AXOLOTL, **_judged(method, loss)}, {**_SAME, **RL_NAMES}
     return t.translate(given, table, defaults=defaults, num_gpus=num_gpus, aliases=aliases)
 

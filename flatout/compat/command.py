@@ -65,13 +65,13 @@ def read_command(file: Path) -> Command:
             exported = [f"{name}={plain(value)}" for name, value in environment.items()]
             launch = " ".join([*map(plain, before), *exported])
     beside = {name: _BESIDE[name] for name, _ in started if name in _BESIDE}
-    found = [one for one in started if one[0] not in beside] or started[:1]
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
+    commands = [one for one in started if one[0] not in beside] or started[:1]
+    if len(commands) > 1:
+        names = " and ".join(name for name, _ in commands)
         raise UsageError(f"{file}: starts {names}; a configuration is of one run: leave one of them in the file")
-    name, words = found[0] if found else ("", [])
+    name, words = commands[0] if commands else ("", [])
     if name not in _KNOWN:
-        what = f"{name} is not supported" if found else "starts no trainer"
+        what = f"{name} is not supported" if commands else "starts no trainer"
         raise UsageError(
             f"{file}: {what}; expected a command such as `trl dpo --model_name_or_path ...` or `swift sft --model ...`"
         )
@@ -125,6 +125,6 @@ def _value(file: Path, option: str, texts: list[str]) -> Any:
     try:
         values = [yaml.safe_load(text) for text in texts]
     except (yaml.YAMLError, ValueError):
-        found = " ".join(texts)
-        raise UsageError(f"{file}: {option}: {found!r:.60} is not valid YAML; quote it once more for YAML") from None
+        joined = " ".join(texts)
+        raise UsageError(f"{file}: {option}: {joined!r:.60} is not valid YAML; quote it once more for YAML") from None
     return True if not values else values if len(values) > 1 else values[0]

@@ -56,9 +56,9 @@ def train() -> int:
     args = parser.parse_args()
 
     def run() -> int:
-        found = run_python(args.config)
-        hyper = found.get("hyper_config_model") or HyperConfig(**found.get("hyper_config", {}))
-        training = found.get("training_config_model") or TrainingArgsConfig(**found.get("training_config", {}))
+        variables = run_python(args.config)
+        hyper = variables.get("hyper_config_model") or HyperConfig(**variables.get("hyper_config", {}))
+        training = variables.get("training_config_model") or TrainingArgsConfig(**variables.get("training_config", {}))
         config, now = hyper.to_config(training), time.strftime("%H:%M:%S")
         for rank, gpu in enumerate(gpus := hyper.training.gpus):
             print(f"{now} | INFO | 🔧 GPU {gpu} (Rank {rank}/{len(gpus) - 1}) | Model: {config.model.name}")

@@ -82,11 +82,11 @@ def method_of(given: Mapping[str, Any]) -> str:
     """Return the trainer that a file's names tell, "" for supervised training. Raises UsageError for several."""
     losses = given.get("loss_type")
     named = {str(name) for name in (losses if isinstance(losses, list) else [losses])}
-    found = next((name for name, marks in MARKS.items() if marks & given.keys()), "")
-    found = found or ("dpo" if named & LOSSES["dpo"].keys() else "kto" if "kto" in named else "")
-    if not found and "beta" in given:
+    method = next((name for name, marks in MARKS.items() if marks & given.keys()), "")
+    method = method or ("dpo" if named & LOSSES["dpo"].keys() else "kto" if "kto" in named else "")
+    if not method and "beta" in given:
         raise UsageError(f"beta is read by several trainers of TRL; name yours by --from {'|'.join(SYSTEMS)}")
-    return found
+    return method
 
 
 def require_kind(kind: str) -> str:

@@ -50,16 +50,16 @@ def commands_of(file: Path) -> list[list[str]]:
 
 def assignments(words: list[str]) -> list[tuple[str, str]]:
     """Return the names and values, quoted as they are, that a command of assignments alone sets; else none."""
-    found = [_ASSIGNED.fullmatch(word) for word in words[words[:1] == ["export"] :]]
-    return [(each["name"], each["value"]) for each in found if each] if all(found) else []
+    matches = [_ASSIGNED.fullmatch(word) for word in words[words[:1] == ["export"] :]]
+    return [(each["name"], each["value"]) for each in matches if each] if all(matches) else []
 
 
 def _filled(word: str, known: dict[str, str]) -> str:
     """Replace known variables and sums; a word with single quotes stays as it is."""
     if "'" in word:
         return word
-    word = _VARIABLE.sub(lambda found: known.get(found["bare"] or found["braced"], found[0]), word)
-    return _SUM.sub(lambda found: _worked_out(*(part for part in found.groups() if part)) or found[0], word)
+    word = _VARIABLE.sub(lambda match: known.get(match["bare"] or match["braced"], match[0]), word)
+    return _SUM.sub(lambda match: _worked_out(*(part for part in match.groups() if part)) or match[0], word)
 
 
 def _worked_out(left: str, sign: str, right: str) -> str:
@@ -101,5 +101,5 @@ def plain(word: str) -> str:
 def replaced(word: str) -> str:
     """Return what the shell would replace in a word; "" if it passes the word as it is."""
     bare = _QUOTED.sub(lambda part: re.sub(r"\\.", "", part[3] or "", flags=re.DOTALL), word)
-    found = _REPLACED.search(bare)
-    return found[0] if found else word if word.startswith("~") else ""
+    match = _REPLACED.search(bare)
+    return match[0] if match else word if word.startswith("~") else ""

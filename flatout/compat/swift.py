@@ -109,8 +109,8 @@ def _sources(given: Given) -> Became:
     values = given.value if isinstance(given.value, list) else [given.value]
     sources, settings, notes = [], dict[str, Any](), dict[str, None]()
     for text in map(str, values):
-        found = _DATA_SET.fullmatch(text)
-        hub, path, subset, count = found.groups() if found else (None, text, None, None)
+        match = _DATA_SET.fullmatch(text)
+        hub, path, subset, count = match.groups() if match else (None, text, None, None)
         of_modelscope = hub.lower() == "ms" if hub else _is_id(path) and not given.all.get("use_hf")
         if subset and "/" in subset:
             raise RefusedError(f"{text}: name each subset in an entry of its own")

@@ -101,11 +101,11 @@ def fill(config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
     """
     given = DEFAULT if config.deepspeed is None else config.deepspeed
     # shapes first: the other checks assume that sections are objects
-    if found := list(_misshapen(given)):
-        raise ValueError("; ".join(found))
+    if problems := list(_misshapen(given)):
+        raise ValueError("; ".join(problems))
     owned = _owned(given, config, num_ranks, precision)
-    if found := [*_problems(given, owned, precision), *_section_problems(given, config)]:
-        raise ValueError("; ".join(found))
+    if problems := [*_problems(given, owned, precision), *_section_problems(given, config)]:
+        raise ValueError("; ".join(problems))
     filled = _without_auto(given)
     for name in ("optimizer", "scheduler"):
         filled.pop(name, None)

@@ -179,14 +179,14 @@ class LoraConfig(Section):
         """The indices of `layers`, ascending; None for all. Raises ValueError for text that is no list of ranges."""
         if not isinstance(self.layers, str):
             return None if self.layers is None else sorted(set(self.layers))
-        found: set[int] = set()
+        indices: set[int] = set()
         for part in self.layers.split(","):
             match = re.fullmatch(r"\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?\s*", part)
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if first > last:
                 raise ValueError(f'layers: {part!r} is neither a layer nor a range; write "0-11, 20"')
-            found |= set(range(first, last + 1))
-        return sorted(found)
+            indices |= set(range(first, last + 1))
+        return sorted(indices)
 
     def has_layer(self, name: str, layers_path: str) -> bool:
         """Whether `layers` includes the module with this full name; `layers_path` is the list of decoder layers."""
@@ -216,9 +216,9 @@ class LoraConfig(Section):
     def of_layer(self, name: str) -> LoraConfig:
         """The same settings with the rank and alpha of the layer with this full name."""
         patterns: dict[str, dict[str, Any]] = {"rank": self.rank_pattern, "alpha": self.alpha_pattern}
-        found = {
+        ranks = {
             # as PEFT matches them
             field: next((own for key, own in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), None)
             for field, pattern in patterns.items()
         }
-        return self.model_copy(update={field: own for field, own in found.items() if own is not None})
+        return self.model_copy(update={field: own for field, own in ranks.items() if own is not None})

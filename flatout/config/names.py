@@ -163,10 +163,10 @@ def our_value(ours: str, value: str) -> OurName:
     setting, _, fixed = ours.partition(": ")
     if not fixed and (known := _VALUES.get(setting, {}).get(value.lower())):
         setting, _, fixed = known.rpartition(": ") if ": " in known else (setting, "", known)
-    found = fixed or value
-    if setting == "data.sources" and not found.startswith("["):
+    translated = fixed or value
+    if setting == "data.sources" and not translated.startswith("["):
         setting = "data"
-    return OurName(setting, found, _WHY.get(setting, ""))
+    return OurName(setting, translated, _WHY.get(setting, ""))
 
 
 def knows_value(setting: str, value: str) -> bool:

@@ -215,8 +215,8 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        found = next((kind for start, kind in _OTHER_FILES.items() if content.startswith(start)), "it is not UTF-8")
-        raise UsageError(f"{path}:{line}: cannot be read as a configuration: {found}; save it as UTF-8 text") from error
+        cause = next((kind for start, kind in _OTHER_FILES.items() if content.startswith(start)), "it is not UTF-8")
+        raise UsageError(f"{path}:{line}: cannot be read as a configuration: {cause}; save it as UTF-8 text") from error
 
 
 def _instead_of(path: Path) -> str:
@@ -231,8 +231,8 @@ def _instead_of(path: Path) -> str:
     if near := did_you_mean(path):
         return near
     there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    found = f"; here are {', '.join(sorted(there)[:4])}" if there else ""
-    return f"{found}; `flatout init {path}` writes one, and without a file all settings can stand on the command line"
+    listing = f"; here are {', '.join(sorted(there)[:4])}" if there else ""
+    return f"{listing}; `flatout init {path}` writes one, and without a file all settings can stand on the command line"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -300,10 +300,10 @@ def run_python(path: Path) -> dict[str, Any]:
 
 
 def _run_python(path: Path, overrides: Sequence[str]) -> Config:
-    found = run_python(path).get("config")
-    if not isinstance(found, Config):
-        raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(found)}")
-    return make_config(found.model_dump(mode="json"), overrides, origin=str(path))
+    config = run_python(path).get("config")
+    if not isinstance(config, Config):
+        raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(config)}")
+    return make_config(config.model_dump(mode="json"), overrides, origin=str(path))
 
 
 def _apply_override(values: dict[str, Any], text: str) -> str | None:

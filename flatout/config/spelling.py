@@ -104,7 +104,7 @@ def spelled(text: str, caller: Caller) -> str:
     lines = []
     for line in text.split("\n"):
         if not line.startswith(STEP):
-            lines.append(_mention().sub(lambda found: found[1] + caller.setting(found[2], found[3]), line))
+            lines.append(_mention().sub(lambda match: match[1] + caller.setting(match[2], match[3]), line))
             continue
         words, _, why = line.removeprefix(STEP).partition("  ")
         try:
@@ -148,17 +148,17 @@ def _literal(value: str) -> str:
         return _python(value)
 
 
-def _python(found: Any) -> str:
-    if isinstance(found, str):
+def _python(value: Any) -> str:
+    if isinstance(value, str):
         try:
-            float(found)  # YAML takes 1e-4 for text
+            float(value)  # YAML takes 1e-4 for text
         except ValueError:
-            return json.dumps(found, ensure_ascii=False)
-        return found if found == found.strip() and math.isfinite(float(found)) else json.dumps(found)
-    if isinstance(found, list):
-        return f"[{', '.join(map(_python, found))}]"
-    if isinstance(found, dict):
-        return f"{{{', '.join(f'{_python(key)}: {_python(inner)}' for key, inner in found.items())}}}"
-    if found is None or isinstance(found, int) or (isinstance(found, float) and math.isfinite(found)):
-        return repr(found)
-    raise TypeError(f"{found!r} has no literal")
+            return json.dumps(value, ensure_ascii=False)
+        return value if value == value.strip() and math.isfinite(float(value)) else json.dumps(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_python(key)}: {_python(inner)}' for key, inner in value.items())}}}"
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    raise TypeError(f"{value!r} has no literal")

@@ -71,12 +71,12 @@ def add_column(
         durable_io.create(folder / column.file, content, sum(map(len, content)))
         leaving = () if replaces is None else replaces(manifest.columns)
         gone = {one: manifest.columns[one] for one in {*leaving} & manifest.columns.keys() - {*COLUMNS, name}}
-        kept = {one: own for one, own in manifest.columns.items() if one not in gone}
+        other_columns = {one: own for one, own in manifest.columns.items() if one not in gone}
         shards = tuple(
             replace(shard, xxh3={one: own for one, own in shard.xxh3.items() if one not in gone}) for shard in shards
         )
         durable_io.write_json(
-            folder / MANIFEST, asdict(replace(manifest, columns={**kept, name: column}, shards=shards))
+            folder / MANIFEST, asdict(replace(manifest, columns={**other_columns, name: column}, shards=shards))
         )
         for own in gone.values():
             durable_io.remove_tree(folder / own.file)

@@ -100,8 +100,8 @@ def open_or_build(
     if config.added_tokens:
         known = load_tokenizer(name).get_vocab()
         old = [text for text in config.added_tokens if text in known]
-        told = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
-        log(told + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
+        line = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
+        log(line + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     sources = [open_source(source, log) for source in config.sources]
     meta, identity = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
@@ -139,25 +139,25 @@ def _kept_store(
 ) -> tuple[TokenStore | None, str]:
     """Return the store in `folder` if it is as `meta` says; else None, and how it differs."""
     try:
-        found = TokenStore.open(folder)
+        store = TokenStore.open(folder)
     except DataError as error:
         return None, str(error)
-    if not found.meta.has_content(meta.fingerprint):
+    if not store.meta.has_content(meta.fingerprint):
         asked = replace(meta, settings=_settings(config, {*SETTINGS, *LATER_SETTINGS}))
         ids = tuple(redacted(source.path) for source in config.sources)
-        is_same = meta.sources != ids and not _change(found.meta, replace(asked, sources=ids))
-        if not (is_same and found.meta.fingerprint in trained_on):
-            return None, _change(found.meta, asked) or "its rows or the way they are read changed"
+        is_same = meta.sources != ids and not _change(store.meta, replace(asked, sources=ids))
+        if not (is_same and store.meta.fingerprint in trained_on):
+            return None, _change(store.meta, asked) or "its rows or the way they are read changed"
         log(f"{folder} was built before commits of hub sets were recorded; the run goes on with it")
-        return found, ""
-    if found.meta.processor not in ("", meta.processor):
+        return store, ""
+    if store.meta.processor not in ("", meta.processor):
         return None, f"{meta.tokenizer!r} has another image processor now"
-    if not found.meta.has_earlier_rules:
-        return found, ""
-    if found.meta.fingerprint not in trained_on:
+    if not store.meta.has_earlier_rules:
+        return store, ""
+    if store.meta.fingerprint not in trained_on:
         return None, f"it was built {_EARLIER}"
     log(f"{folder} was built {_EARLIER}; the run goes on with it")
-    return found, ""
+    return store, ""
 
 
 def _describe(
@@ -287,7 +287,7 @@ def _build(
         if done.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
         chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
-        told = timed(progress, log, report.counts["rows"], total)
+        on_chunk = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             tokens = done.seen.without_repeated(read)
             append_chunk(writer, chunk, tokens, done.files)
@@ -295,7 +295,7 @@ def _build(
             report.add(chunk, tokens)
             if writer.is_full:
                 writer.close_shard(done.state())
-            told(report.counts["rows"])
+            on_chunk(report.counts["rows"])
         report.close(writer.num_samples, writer.num_distinct())
         meta = replace(meta, files=tuple(map(redacted, done.files)), labels=labels_of(readers))
         meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
@@ -303,7 +303,7 @@ def _build(
         if report.counts["conversations"]:
             facts = to_tokens.description
             meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()
-            for text in facts.told():
+            for text in facts.summary_lines():
                 log_note(text)
         else:
             meta = replace(meta, template="", template_text="")
@@ -344,12 +344,12 @@ class _Done:
     seen: SeenRows
     num_chunks: int = 0
     files: dict[str, int] = field(default_factory=dict)
-    _num_told: int = 0
+    _num_reported: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return what is new since the last call, for `restore`."""
-        new = list(islice(self.files, self._num_told, None))
-        self._num_told = len(self.files)
+        new = list(islice(self.files, self._num_reported, None))
+        self._num_reported = len(self.files)
         return {"chunks": self.num_chunks, "files": new, "report": self.report.state(), "seen": self.seen.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -359,7 +359,7 @@ class _Done:
         self.num_chunks = state["chunks"]
         for name in state["files"]:
             self.files.setdefault(name, len(self.files))
-        self._num_told = len(self.files)
+        self._num_reported = len(self.files)
 
 
 def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig]) -> Readers:

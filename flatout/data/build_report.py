@@ -146,8 +146,8 @@ class BuildReport:
         counts, config = self.counts, self._config
         if self.problems and config.on_bad_row == "error":
             self._stop()
-        found, read = self._spread(), counts["rows"]
-        spread = f"95th percentile {found.get('p95')}, longest {found.get('p100')} tokens"
+        length_spread, read = self._spread(), counts["rows"]
+        spread = f"95th percentile {length_spread.get('p95')}, longest {length_spread.get('p100')} tokens"
         of = f"of {read}" if most_rows == read else f"of the first {read} of at most {most_rows}"
         if config.too_long == "error" and counts["too_long"]:
             raise DataError(
@@ -193,7 +193,7 @@ class BuildReport:
         if config.too_long == "auto" and lost > _MAX_LOST_TOKENS * counts["label_tokens"]:
             policies = "drop" if counts["pairs"] or counts["labelled"] else "truncate, drop or split"
             fates = ", ".join(f"{counts[fate]:,} rows {what}" for fate, what in _CUT.items() if counts[fate])
-            lengths = ", ".join(f"{share} {tokens:,}" for share, tokens in self._percentiles.items())
+            lengths = ", ".join(f"{percentile} {tokens:,}" for percentile, tokens in self._percentiles.items())
             raise DataError(
                 f"{lost:,} of {counts['label_tokens']:,} label tokens ({lost / counts['label_tokens']:.1%}) are lost "
                 f"at max_tokens={config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise "
@@ -207,13 +207,13 @@ class BuildReport:
         lengths = np.array(sorted(self._lengths), np.int64)
         ends = np.cumsum([self._lengths[length] for length in lengths.tolist()])
         # as np.percentile does with method="higher", whose arithmetic this is
-        places = {share: int(np.ceil((ends[-1] - 1) * (share / 100))) for share in (50, 90, 95, 99, 100)}
-        return {f"p{share}": int(lengths[np.searchsorted(ends, place, "right")]) for share, place in places.items()}
+        places = {percent: int(np.ceil((ends[-1] - 1) * (percent / 100))) for percent in (50, 90, 95, 99, 100)}
+        return {f"p{percent}": int(lengths[np.searchsorted(ends, place, "right")]) for percent, place in places.items()}
 
     def notes(self) -> list[str]:
         """Return what a user should know about the rows, one sentence each."""
         counts = self.counts
-        told = {
+        texts = {
             "bad": "bad rows were skipped",
             "too_long": "rows were dropped: too long",
             "no_labels": "rows were dropped: no label tokens",
@@ -233,17 +233,19 @@ class BuildReport:
             "duplicates": "samples are duplicates; they are kept",
         }
         if counts["pictures"]:
-            told["transparent_pictures"] = "pictures have transparent parts, which show their hidden color, often black"
+            texts["transparent_pictures"] = (
+                "pictures have transparent parts, which show their hidden color, often black"
+            )
         if counts["pairs"] or counts["labelled"]:
-            told |= {
+            texts |= {
                 "too_long": "rows lost units: an answer is too long, and only whole units are kept",
                 "no_labels": "rows lost units: an answer has no label tokens",
                 "duplicates": "units are duplicates; they are kept",
             }
         if self._config.dedupe == "off":
-            told["duplicates"] += "; data.dedupe: exact leaves out rows that repeat an earlier one"
+            texts["duplicates"] += "; data.dedupe: exact leaves out rows that repeat an earlier one"
         notes = list(unit_notes(counts))
-        for name, what in told.items():
+        for name, what in texts.items():
             note = f"{counts[name]} {what}"
             if name in LOSING:
                 tokens, labels = counts[f"{name}_tokens"], counts[f"{name}_labels"]
@@ -293,14 +295,14 @@ def timed(
     progress: Callable[[int, int | None], None], log: Callable[[str], None], num_before: int, total: int | None
 ) -> Callable[[int], None]:
     """Return what to call with the rows done: it tells `progress`, and `log` every TOLD_EVERY_S."""
-    start_s = told_s = time.monotonic()
+    start_s = reported_s = time.monotonic()
 
     def tell(num_rows: int) -> None:
-        nonlocal told_s
+        nonlocal reported_s
         progress(num_rows, total)
         now_s = time.monotonic()
-        if now_s - told_s >= TOLD_EVERY_S:
-            told_s, per_s = now_s, (num_rows - num_before) / (now_s - start_s)
+        if now_s - reported_s >= TOLD_EVERY_S:
+            reported_s, per_s = now_s, (num_rows - num_before) / (now_s - start_s)
             left = f" of about {total:,}, {max(total - num_rows, 0) / per_s:,.0f} s left" if total else ""
             log(f"tokenized {num_rows:,} rows{left}, {per_s:,.0f} rows/s")
 

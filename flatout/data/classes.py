@@ -41,8 +41,8 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
     if not counts:
         return readers
     labels = _ordered(list(counts))
-    told = ", ".join(f"{label} ({counts[label]:,})" for label in labels[:_SHOWN])
-    log(f"{len(labels)} labels: {told}{', ...' if len(labels) > _SHOWN else ''}")
+    listing = ", ".join(f"{label} ({counts[label]:,})" for label in labels[:_SHOWN])
+    log(f"{len(labels)} labels: {listing}{', ...' if len(labels) > _SHOWN else ''}")
     return [(source, replace(parser, reading=replace(parser.reading, classes=labels))) for source, parser in readers]
 
 
@@ -57,15 +57,15 @@ def in_order_of(store: TokenStore, labels: Sequence[str]) -> TokenStore:
     if not labels or not own or own == tuple(labels):
         return store
     numbers = np.array([labels.index(label) if label in labels else -1 for label in own], np.int32)
-    found = numbers[np.asarray(store.extra[CLASS])]
-    if (unknown := np.flatnonzero(found < 0)).size:
+    targets = numbers[np.asarray(store.extra[CLASS])]
+    if (unknown := np.flatnonzero(targets < 0)).size:
         first = int(unknown[0])
         raise DataError(
             f"{store.origin(first)}: label {own[int(store.extra[CLASS][first])]!r:.60} is none of those that are "
             f"trained ({', '.join(labels[:_SHOWN])}{', ...' if len(labels) > _SHOWN else ''}); {unknown.size:,} of "
             f"{store.num_samples:,} rows of {store.meta.name!r} have such labels: remove them, or train on them too"
         )
-    return replace(store, extra={**store.extra, CLASS: found}, meta=replace(store.meta, labels=tuple(labels)))
+    return replace(store, extra={**store.extra, CLASS: targets}, meta=replace(store.meta, labels=tuple(labels)))
 
 
 def _ordered(labels: Sequence[str]) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def is_empty(message: Message) -> bool:
 class Conversation:
     """A chat of at least one message; `tools` are JSON schemas passed to the template.
 
-    `template_args` are the row's own variables for the template; they come before `data.template_args`. `found` names
+    `template_args` are the row's own variables for the template; they come before `data.template_args`. `remarks` names
     what reading the row noticed, which the build report counts: `key:id` is a key of a turn that is not read.
     """
 
@@ -78,7 +78,7 @@ class Conversation:
     origin: Origin
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    found: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def pictures(self) -> tuple[PictureSource, ...]:
@@ -91,14 +91,14 @@ class PlainText:
     """A document trained on as a whole (continued pretraining), or a prompt/completion pair without a template.
 
     `prompt` is context without loss; `text` carries loss except in its `silent` character ranges, which are ascending
-    and disjoint. The end-of-text token is added after it. `found` is as in Conversation.
+    and disjoint. The end-of-text token is added after it. `remarks` is as in Conversation.
     """
 
     text: str
     origin: Origin
     prompt: str = ""
     silent: tuple[tuple[int, int], ...] = ()
-    found: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ Sample = Conversation | PlainText | TokenRow
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
+class PreferenceRow:
     """Answers to one prompt that are compared, or one answer with a label; only the answers' turns carry loss.
 
     `units` are indices into `answers`: the better and the worse answer of each pair, or a labelled answer alone. A text
@@ -128,4 +128,4 @@ class Preference:
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-ParsedRow = Sample | Preference
+ParsedRow = Sample | PreferenceRow

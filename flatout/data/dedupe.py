@@ -42,17 +42,17 @@ class Index:
         """
         numbers = np.arange(len(wanted) * self._num_places) if numbers is None else numbers
         words, places, at, steps = self._probes(wanted, numbers)
-        found, left = np.full(len(words), -1, np.int64), np.arange(len(words))
+        numbers_found, left = np.full(len(words), -1, np.int64), np.arange(len(words))
         while len(left):
-            held = self._slots[((at >> _HALF) * np.uint64(len(self._slots))) >> _HALF].astype(np.int64) - 1
-            rows, own_places = np.divmod(held, self._num_places)
-            equal = (held >= 0) & (own_places == places[left])
+            slots = self._slots[((at >> _HALF) * np.uint64(len(self._slots))) >> _HALF].astype(np.int64) - 1
+            rows, own_places = np.divmod(slots, self._num_places)
+            equal = (slots >= 0) & (own_places == places[left])
             for word in range(self._width):
                 equal &= keys[rows, self._first + own_places * self._width + word] == words[left, word]
-            found[left[equal]] = rows[equal]
-            goes_on = (held >= 0) & ~equal
+            numbers_found[left[equal]] = rows[equal]
+            goes_on = (slots >= 0) & ~equal
             left, at = left[goes_on], at[goes_on] + steps[left[goes_on]]
-        return found
+        return numbers_found
 
     def add(self, keys: NDArray[np.uint64], num_before: int) -> None:
         """Add the rows from `num_before` on at those places where no row before is like them.
@@ -66,10 +66,10 @@ class Index:
                 "can tell apart; build from fewer sources, or turn it off"
             )
         if most > _MAX_LOAD * len(self._slots):
-            held = self._slots
-            self._slots = np.zeros(max(int(most / _MAX_LOAD) + 1, int(len(held) * _GROWTH)), np.uint32)
-            for start in range(0, len(held), _AT_ONCE):
-                part = held[start : start + _AT_ONCE]
+            slots = self._slots
+            self._slots = np.zeros(max(int(most / _MAX_LOAD) + 1, int(len(slots) * _GROWTH)), np.uint32)
+            for start in range(0, len(slots), _AT_ONCE):
+                part = slots[start : start + _AT_ONCE]
                 self._put(keys, part[part != 0].astype(np.int64) - 1)
         numbers = np.arange(num_before * self._num_places, most)
         first = numbers[np.unique(self._probes(keys, numbers)[2], return_index=True)[1]]
@@ -110,7 +110,7 @@ class SeenRows:
 
     def __init__(self, policy: Dedupe) -> None:
         """Begin before the first row."""
-        self._num_words, self._num_rows, self._num_told = KEY_WORDS[policy], 0, 0
+        self._num_words, self._num_rows, self._num_reported = KEY_WORDS[policy], 0, 0
         self._keys = np.zeros((_AT_ONCE, self._num_words), np.uint64)
         self._exact = Index(0, 1, EXACT_WORDS)
         self._near = Index(EXACT_WORDS, INDEXED_WORDS, 1) if policy == "near" else None
@@ -138,8 +138,8 @@ class SeenRows:
     def _judged(self, keys: NDArray[np.uint64]) -> list[str]:
         """Return the fate of each row by its key, "" for one that is kept; kept rows are seen from now on."""
         equal = self._exact.find(self._keys, keys) >= 0
-        found = np.zeros(0, np.int64) if self._near is None else self._near.find(self._keys, keys)
-        holders = found.reshape(len(keys), INDEXED_WORDS if self._near else 0)
+        matches = np.zeros(0, np.int64) if self._near is None else self._near.find(self._keys, keys)
+        holders = matches.reshape(len(keys), INDEXED_WORDS if self._near else 0)
         near = np.any(are_near(self._keys[holders], keys[:, None]) & (holders >= 0), axis=1)
         seen, firsts = set[tuple[int, ...]](), dict[tuple[int, int], int]()
         fates = []
@@ -171,11 +171,11 @@ class SeenRows:
 
     def state(self) -> str:
         """Return the keys that are new since the last call, for `restore`."""
-        before, self._num_told = self._num_told, self._num_rows
+        before, self._num_reported = self._num_reported, self._num_rows
         return base64.b64encode(self._keys[before : self._num_rows].tobytes()).decode()
 
     def restore(self, state: str) -> None:
         """Take over what an earlier build saw; call it for each of its states, in order."""
         if self._num_words:
             self._add(np.frombuffer(base64.b64decode(state), np.uint64).reshape(-1, self._num_words))
-        self._num_told = self._num_rows
+        self._num_reported = self._num_rows

@@ -152,8 +152,8 @@ class Encoder:
 
         `spans` (loss) and `typed` (control tokens that are data) are ascending, disjoint. Raises UnencodableError.
         """
-        if not typed and self._is_bytes and (found := self._by_bytes(text, spans)):
-            return found
+        if not typed and self._is_bytes and (encoded := self._by_bytes(text, spans)):
+            return encoded
         if not typed:
             encoding: Encoding = self._plain.encode(text, add_special_tokens=False)
             ids = np.array(encoding.ids, dtype=np.int32)
@@ -196,11 +196,11 @@ class Encoder:
     def _encode_cut(
         self, text: str, edges: Sequence[int], typed: Sequence[Span]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        if found := _RESERVED.search(text):
-            raise UnencodableError(f"the text contains the private-use character U+{ord(found[0]):X}; remove it")
-        specials = [found.span() for found in self._pattern.finditer(text)] if self._pattern else []
+        if match := _RESERVED.search(text):
+            raise UnencodableError(f"the text contains the private-use character U+{ord(match[0]):X}; remove it")
+        specials = [match.span() for match in self._pattern.finditer(text)] if self._pattern else []
         specials = [span for span in specials if not _overlaps(span, typed)]
-        whole = specials + [found.span() for found in self._whole.finditer(text) if not _overlaps(found.span(), typed)]
+        whole = specials + [match.span() for match in self._whole.finditer(text) if not _overlaps(match.span(), typed)]
         for start, end in whole:
             if inside := [edge for edge in edges if start < edge < end]:
                 raise UnencodableError(

@@ -102,7 +102,7 @@ def unit_lines(store: TokenStore) -> Iterator[str]:
     if store.meta.counts.get("pairs"):
         sizes = store.num_labels.reshape(-1, 2)
         ahead = sizes[:, 0] - sizes[:, 1]
-        longer, equal = (float(np.mean(share)) for share in (ahead > 0, ahead == 0))
+        longer, equal = (float(np.mean(is_case)) for is_case in (ahead > 0, ahead == 0))
         yield f"pairs {len(sizes):,}: chosen is the longer answer in {longer:.1%}, as long in {equal:.1%}"
         yield f"chosen minus rejected, in label tokens: mean {ahead.mean():+.1f}  {_spread(ahead)}"
         common = np.asarray(store.extra[PREFIX_TOKENS], np.int64)

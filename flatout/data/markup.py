@@ -27,16 +27,16 @@ def noticed(sample: Conversation | PlainText, text: str = "", skipped: re.Patter
     `text` is the rendered conversation; marks that `skipped` matches are tokens here, not text. `markup:[INST]` names a
     mark that was found.
     """
-    found = dict.fromkeys(sample.found, 1)
+    counts = dict.fromkeys(sample.remarks, 1)
     if isinstance(sample, PlainText):
         texts = [sample.prompt, sample.text]
     else:
         texts = [message.content for message in sample.messages]
         if any(_doubled(sample, text)):
-            found["doubled_markup"] = 1
+            counts["doubled_markup"] = 1
     texts = [content for content in texts if any(map(content.__contains__, _SIGNS))]
     if not texts:  # most rows
-        return found
+        return counts
     marks = {
         mark[0].strip()
         for mark in _MARKS
@@ -44,10 +44,10 @@ def noticed(sample: Conversation | PlainText, text: str = "", skipped: re.Patter
         if mark[0] in content and all(map(content.__contains__, mark)) and not (skipped and skipped.search(mark[0]))
     }
     if marks:
-        found |= {"foreign_markup": 1, **{f"markup:{mark}": 1 for mark in marks}}
+        counts |= {"foreign_markup": 1, **{f"markup:{mark}": 1 for mark in marks}}
     if any(map(MEDIA_MARKS.search, texts)):
-        found["media_marks"] = 1
-    return found
+        counts["media_marks"] = 1
+    return counts
 
 
 def _doubled(sample: Conversation, text: str) -> Iterator[bool]:

@@ -59,20 +59,20 @@ def mismatched(store: TokenStore) -> MismatchedStore:
         raise DataError(f"{store.folder}: one row, but this objective compares it with the answer to another; add rows")
     prompt_tokens, marks = _read_prompts(store)
     answer_of = _answers_of_others(marks)
-    kept = np.minimum(lengths[answer_of] - prompt_tokens[answer_of], lengths.max() - prompt_tokens)
+    answer_tokens = np.minimum(lengths[answer_of] - prompt_tokens[answer_of], lengths.max() - prompt_tokens)
     num_labels = store.num_labels[answer_of]
-    for index in np.flatnonzero(kept < lengths[answer_of] - prompt_tokens[answer_of]).tolist():
+    for index in np.flatnonzero(answer_tokens < lengths[answer_of] - prompt_tokens[answer_of]).tolist():
         other = int(answer_of[index])
         start = int(store.offsets[other] + prompt_tokens[other])
-        num_labels[index] = np.count_nonzero(store.loss_mask[start : start + int(kept[index])])
-    mark = xxh3_128_hexdigest(answer_of.tobytes() + kept.tobytes())
-    blank = with_reference(store)
+        num_labels[index] = np.count_nonzero(store.loss_mask[start : start + int(answer_tokens[index])])
+    mark = xxh3_128_hexdigest(answer_of.tobytes() + answer_tokens.tobytes())
+    blank, offsets = with_reference(store), np.append(0, np.cumsum(prompt_tokens + answer_tokens))
     columns = {
         name: replace(column, fingerprint=xxh3_128_hexdigest(f"{column.fingerprint} {mark}".encode()))
         for name, column in store.columns.items()
     }
     return MismatchedStore(
-        store.folder, store.token_ids, store.loss_mask, np.append(0, np.cumsum(prompt_tokens + kept)), num_labels,
+        store.folder, store.token_ids, store.loss_mask, offsets, num_labels,
         store.hashes, store.files, store.rows, replace(store.meta, name=f"{store.meta.name}, answers to other prompts"),
         columns={**columns, REFERENCE: blank.columns[REFERENCE]}, extra={REFERENCE: blank.extra[REFERENCE]},
         base=store, answer_of=answer_of, prompt_tokens=prompt_tokens,
@@ -100,8 +100,8 @@ def _read_prompts(store: TokenStore) -> tuple[NDArray[np.int64], NDArray[np.uint
 
 
 def _mixed(values: NDArray[np.integer]) -> NDArray[np.uint64]:
-    found = (values.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
-    return np.asarray(found ^ found >> np.uint64(29)) * _MULTIPLIER
+    mixed = (values.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
+    return np.asarray(mixed ^ mixed >> np.uint64(29)) * _MULTIPLIER
 
 
 def _answers_of_others(marks: NDArray[np.uint64]) -> NDArray[np.int64]:

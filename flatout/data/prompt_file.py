@@ -94,8 +94,8 @@ def _prompt_of(row: RawRow) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{row.origin}: messages must be a list of turns with role and content")
     turns = [turn if isinstance(turn, dict) else {} for turn in messages]
-    kept = [{"role": turn.get("role"), "content": turn.get("content")} for turn in turns]
-    shown = shown_prompt(kept, columns, row.origin)
+    plain_turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in turns]
+    shown = shown_prompt(plain_turns, columns, row.origin)
     for place, turn in enumerate(shown.messages, start=1):
         said = turn["content"]
         if turn["role"] not in ROLES or not (isinstance(said, str) and said.strip()):

@@ -37,9 +37,9 @@ def column_of_key(key: str) -> str:
 def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
     """Put what was kept under a key where values (num_samples,) are UNKNOWN. Raises DataError for a damaged store."""
     # the store that was opened earlier does not have what another run has kept since
-    kept = TokenStore.open(store.folder).extra.get(column_of_key(key))
-    if kept is not None:
-        np.copyto(values, kept, where=values == UNKNOWN)
+    stored = TokenStore.open(store.folder).extra.get(column_of_key(key))
+    if stored is not None:
+        np.copyto(values, stored, where=values == UNKNOWN)
 
 
 def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
@@ -50,7 +50,7 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
     """
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
     add_kept(values, store, key)
-    name, told, gone = column_of_key(key), f"{meaning}; {UNKNOWN:g}: not computed", list[str]()
+    name, description, gone = column_of_key(key), f"{meaning}; {UNKNOWN:g}: not computed", list[str]()
 
     def oldest(columns: Mapping[str, Column]) -> list[str]:
         others = [one for one in columns if one.startswith(_PREFIX) and one != name]
@@ -58,5 +58,5 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
         gone.extend(columns[one].meaning.partition(";")[0] for one in others[MOST_KEPT - 1 :])
         return others[MOST_KEPT - 1 :]
 
-    add_column(store.folder, name, values, per="sample", meaning=told, replaces=oldest)
+    add_column(store.folder, name, values, per="sample", meaning=description, replaces=oldest)
     return gone

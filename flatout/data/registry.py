@@ -86,8 +86,8 @@ def find(root: Path, name: str) -> Entry:
     entries = load(root)
     if name in entries:
         return entries[name]
-    if Path(name).suffix and (found := did_you_mean(name)):
-        raise DataError(f"{name}: no such file, and no data set of that name{found}")
+    if Path(name).suffix and (suggestion := did_you_mean(name)):
+        raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
     if not entries:
         raise DataError(f"no data set {name!r}: {root / FILE_NAME} has none; run `flatout data build`")
     near = difflib.get_close_matches(name, entries, n=1)

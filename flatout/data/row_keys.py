@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from flatout.config.data import Dedupe
-from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference, Sample, TokenRow
+from flatout.data.conversation import Conversation, ParsedRow, PlainText, PreferenceRow, Sample, TokenRow
 from flatout.data.encode import TokenizedText
 from flatout.errors import DataError
 
@@ -54,12 +54,12 @@ def row_key(
         content.update(b"".join(picture.digest for picture in piece.pictures))
     if policy == "near" and any(piece.pictures for piece in pieces):
         raise DataError("data.dedupe: near compares texts, and equal texts ask about different pictures; set exact")
-    if isinstance(sample, Preference):
+    if isinstance(sample, PreferenceRow):
         content.update(json.dumps([sample.units, sample.columns], sort_keys=True).encode())
     exact = np.frombuffer(content.digest(), np.uint64)
     if policy == "exact":
         return exact
-    if isinstance(sample, Preference):
+    if isinstance(sample, PreferenceRow):
         return np.concatenate([exact, _signature(*_preference_sides(sample))])
     return np.concatenate([exact, _signature(*_sides(sample, pieces, loss_type, decode))])
 
@@ -102,8 +102,8 @@ def _signature(*words: Hashes) -> NDArray[np.uint64]:
         for start in range(0, len(side), _AT_ONCE):  # a document may have millions
             np.minimum(own, (side[start : start + _AT_ONCE] * factor + summand).min(1), out=own)
     # the highest byte of a product depends on all bytes of its factor
-    kept = ((least * np.uint32(0x9E3779B1)) >> np.uint32(24)).astype(np.uint8)
-    return kept.reshape(2, SIGNATURE_WORDS, 4).swapaxes(0, 1).reshape(SIGNATURE_WORDS, 8).view(np.uint64)[:, 0]
+    signature = ((least * np.uint32(0x9E3779B1)) >> np.uint32(24)).astype(np.uint8)
+    return signature.reshape(2, SIGNATURE_WORDS, 4).swapaxes(0, 1).reshape(SIGNATURE_WORDS, 8).view(np.uint64)[:, 0]
 
 
 def _shingles(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
@@ -115,7 +115,7 @@ def _shingles(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
     return (mixed((windows * _COEFFICIENTS[:size]).sum(1, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
 
-def _preference_sides(row: Preference) -> list[Hashes]:
+def _preference_sides(row: PreferenceRow) -> list[Hashes]:
     """Return hashes of the words of the prompt, and of the answers, apart by their place or label."""
     sides = [_sides(answer, (), "response_only", None) for answer in row.answers]
     salts = [int(label) for label in row.columns.get("label", range(len(sides)))]

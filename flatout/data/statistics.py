@@ -60,7 +60,7 @@ def statistics_lines(store: TokenStore) -> list[str]:
         *_about_turns(store, num_tokens - num_labels, num_labels),
         *unit_lines(store),
         *picture_statistics(store),
-        "length in tokens: " + "  ".join(f"p{share} {int(tokens)}" for share, tokens in spread.items()),
+        "length in tokens: " + "  ".join(f"p{percentile} {int(tokens)}" for percentile, tokens in spread.items()),
         *_lost(store),
         f"padding with naive batching: {padding}; with flatout: none",
     ]
@@ -93,8 +93,8 @@ def _lost(store: TokenStore) -> Iterator[str]:
     counts, limit = store.meta.counts, store.meta.settings.get("max_tokens")
     if (path := store.folder / "report.json").exists():
         try:
-            found = read_json(path, DataError)["length_percentiles"]
-            yield "rows before the cut: " + "  ".join(f"{share} {tokens}" for share, tokens in found.items())
+            spread = read_json(path, DataError)["length_percentiles"]
+            yield "rows before the cut: " + "  ".join(f"{part} {tokens}" for part, tokens in spread.items())
         except (DataError, LookupError, TypeError, AttributeError) as error:
             why = error if isinstance(error, DataError) else f"{path}: length_percentiles are missing"
             yield f"rows before the cut: not known, {why}; build the data set again"

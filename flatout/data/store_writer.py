@@ -27,7 +27,7 @@ from flatout.data.columns import (
     npy_header,
 )
 from flatout.data.pictures.files import PictureFiles, picture_hashes
-from flatout.data.token_store import MANIFEST, VERSION, Manifest, StoreMeta
+from flatout.data.token_store import MANIFEST, VERSION, StoreManifest, StoreMeta
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError, ResourceError
 from flatout.io.durable_io import DurableIO
@@ -107,8 +107,8 @@ class StoreWriter:
                     shard = _SHARD.validate_json(json.dumps(entry["shard"]))
                     counts = {name: self._items(name, shard) for name in files}
                     sizes = {name: counts[name] * self._columns[name].stored.itemsize for name in files}
-                    found = {name: xxhash.xxh3_128_hexdigest(file.read(sizes[name])) for name, file in files.items()}
-                    if found != shard.xxh3:  # a power cut may lose what was written last
+                    hashes = {name: xxhash.xxh3_128_hexdigest(file.read(sizes[name])) for name, file in files.items()}
+                    if hashes != shard.xxh3:  # a power cut may lose what was written last
                         break
                     restore(entry["state"])
                     self._count(shard, counts, entry["max_token_id"])
@@ -241,13 +241,13 @@ class StoreWriter:
 
     def num_distinct(self) -> int:
         """Return how many different units there are, by the hashes of their samples; reads them a part at a time."""
-        parts, found = max(1, -(-self.num_samples // _SAMPLES_AT_ONCE)), 0
+        parts, num_found = max(1, -(-self.num_samples // _SAMPLES_AT_ONCE)), 0
         for part in range(parts):
             own = [np.zeros(0, np.uint64)]
             for hashes in self._unit_hashes():
                 own.append(hashes[hashes % np.uint64(parts) == part])
-            found += len(np.unique(np.concatenate(own)))
-        return found
+            num_found += len(np.unique(np.concatenate(own)))
+        return num_found
 
     def _unit_hashes(self) -> Iterator[NDArray[np.uint64]]:
         """Yield a hash of each unit, many at a time: that of its sample, or of those of its samples in their order."""
@@ -284,7 +284,7 @@ class StoreWriter:
             for name, column in self._columns.items()
         }
         self._durable_io.write_json(
-            self._folder / MANIFEST, asdict(Manifest(VERSION, meta, columns, tuple(self.shards)))
+            self._folder / MANIFEST, asdict(StoreManifest(VERSION, meta, columns, tuple(self.shards)))
         )
         self._durable_io.remove_tree(self._folder / _JOURNAL)
         self._durable_io.sync_tree(self._folder)
@@ -294,9 +294,9 @@ class StoreWriter:
             self._files.pop(name).close()
             del self._columns[name]
             self._durable_io.remove_tree(self._folder / f"{name}.npy")
-        held = self._columns.keys()
+        columns = self._columns.keys()
         self.shards = [
-            replace(shard, xxh3={name: value for name, value in shard.xxh3.items() if name in held})
+            replace(shard, xxh3={name: value for name, value in shard.xxh3.items() if name in columns})
             for shard in self.shards
         ]
 

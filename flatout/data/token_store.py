@@ -115,7 +115,7 @@ class StoreMeta:
 
 @with_config(CHECKED)
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class StoreManifest:
     """What a store is: its columns, and its shards."""
 
     version: int
@@ -274,7 +274,7 @@ class TokenStore:
                     raise
 
     @classmethod
-    def _open(cls, folder: Path, manifest: Manifest, verify: bool) -> TokenStore:
+    def _open(cls, folder: Path, manifest: StoreManifest, verify: bool) -> TokenStore:
         layout = Layout(manifest.columns, manifest.shards)
         arrays = {name: _open_array(folder, name, manifest.columns, layout) for name in manifest.columns}
         check = ShardCheck(folder, manifest.columns, layout, dict(arrays)) if verify else None
@@ -346,7 +346,7 @@ class ShardCheck:
                 )
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> StoreManifest:
     """Read the manifest of a store of any version, as one of today's. Raises DataError."""
     path = folder / MANIFEST
     if not path.exists():
@@ -357,19 +357,19 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(
             f"{path}: found format version {version}, but this flatout reads {OLD_VERSION} to {VERSION}; {_AGAIN}"
         )
-    adapter: TypeAdapter[Any] = TypeAdapter(_OldManifest if version == OLD_VERSION else Manifest)
+    adapter: TypeAdapter[Any] = TypeAdapter(_OldManifest if version == OLD_VERSION else StoreManifest)
     try:
-        found = adapter.validate_json(encode_json(raw))
+        parsed = adapter.validate_json(encode_json(raw))
     except ValidationError as error:
         first = error.errors()[0]
         field_name = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path}: {field_name}: {first['msg'].lower()}; {_AGAIN}") from None
     if version == OLD_VERSION:  # as a store of one shard, which is what it is
-        hashes = {name: facts.xxh3_128 for name, facts in found.arrays.items()}
-        length = {name: facts.length for name, facts in found.arrays.items()}
+        hashes = {name: facts.xxh3_128 for name, facts in parsed.arrays.items()}
+        length = {name: facts.length for name, facts in parsed.arrays.items()}
         shard = Shard(length.get("num_labels", 0), length.get("token_ids", 0), hashes)
-        found = Manifest(VERSION, found.meta, _OLD_COLUMNS, (shard,))
-    manifest: Manifest = found
+        parsed = StoreManifest(VERSION, parsed.meta, _OLD_COLUMNS, (shard,))
+    manifest: StoreManifest = parsed
     if missing := COLUMNS.keys() - manifest.columns.keys() - NOT_IN_OLD:
         raise DataError(f"{path}: columns: {min(missing)} is missing; {_AGAIN}")
     columns = {}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flatout.config.data import Dedupe
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, Preference, is_empty
+from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, PreferenceRow, is_empty
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
@@ -150,9 +150,9 @@ class SampleTokenizer:
         """What the template does, and what a user should know about it with this tokenizer."""
         masker = self._masker  # made within the limits too, which do not nest
         with bounded(f"chat template {self.options.template_name!r}"):
-            found = masker.description
-        problems = list(found.problems)
-        for stop in found.stops:
+            description = masker.description
+        problems = list(description.problems)
+        for stop in description.stops:
             if (num_tokens := len(self.encoder.encode(stop, ()).token_ids)) > 1:
                 problems.append(
                     Problem(
@@ -160,21 +160,21 @@ class SampleTokenizer:
                         "add it with data.new_special_tokens, or choose a template of this tokenizer's family",
                     )
                 )
-        if self.options.empty_reasoning == "mask" and not found.empty_reasoning:
+        if self.options.empty_reasoning == "mask" and not description.empty_reasoning:
             problems.append(
                 Problem(
                     "data.empty_reasoning: mask changes nothing: it writes no empty reasoning before an answer",
                     "remove the setting",
                 )
             )
-        return replace(found, problems=tuple(problems))
+        return replace(description, problems=tuple(problems))
 
     def masked(self, sample: ParsedRow) -> Sequence[MaskedText]:
         """Return the texts of a conversation with what carries loss in them, for the call; () for another sample.
 
         Of a preference, these are one text for each answer. Raises DataError, also if there is no template.
         """
-        if isinstance(sample, Preference):
+        if isinstance(sample, PreferenceRow):
             return [self._one_text(answer) for answer in sample.answers if isinstance(answer, Conversation)]
         if not isinstance(sample, Conversation):
             return ()
@@ -200,7 +200,7 @@ class SampleTokenizer:
         try:
             if isinstance(sample, Conversation):
                 return self._conversation(sample, self.masked(sample) if texts is None else texts)
-            if isinstance(sample, Preference):
+            if isinstance(sample, PreferenceRow):
                 return self._preference(sample, self.masked(sample) if texts is None else texts)
             if isinstance(sample, PlainText):
                 return self._plain(sample)
@@ -219,7 +219,7 @@ class SampleTokenizer:
             )
         return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)), {})
 
-    def _preference(self, row: Preference, texts: Sequence[MaskedText]) -> TokenizedSample:
+    def _preference(self, row: PreferenceRow, texts: Sequence[MaskedText]) -> TokenizedSample:
         """Tokenize each answer once, and put whole units together: one with an answer that is left out is left out."""
         if any(isinstance(answer, Conversation) and answer.pictures for answer in row.answers):
             raise DataError(f"{row.origin}: has pictures, and answers are compared on texts only; remove the row")
@@ -232,7 +232,7 @@ class SampleTokenizer:
         ]  # fmt: skip
         return _joined_units(row, answers)
 
-    def _classified(self, row: Preference, texts: Sequence[MaskedText]) -> TokenizedSample:
+    def _classified(self, row: PreferenceRow, texts: Sequence[MaskedText]) -> TokenizedSample:
         """Tokenize a text with a label; its last token, which is scored, stands for it, and is its only label token.
 
         A text over the limit loses its end, unless `too_long` says otherwise.
@@ -244,9 +244,9 @@ class SampleTokenizer:
             whole = self.encoder.encode(texts[0].text, (), texts[0].typed)
             counts = noticed(sample, texts[0].text, self._control)
         num_tokens, cuts = len(whole.token_ids), self.options.too_long in ("auto", "truncate")
-        kept = whole.token_ids[:limit] if cuts else whole.token_ids
-        done = self._fit(TokenizedText(kept, np.arange(len(kept)) == len(kept) - 1), counts, is_whole=True)
-        if lost := num_tokens - len(kept):
+        ids = whole.token_ids[:limit] if cuts else whole.token_ids
+        done = self._fit(TokenizedText(ids, np.arange(len(ids)) == len(ids) - 1), counts, is_whole=True)
+        if lost := num_tokens - len(ids):
             more = {"tokens": num_tokens, "truncated_tokens": lost, "truncated_labels": 0}
             done = replace(done, fate="truncated", num_tokens=num_tokens, counts=done.counts | more)
         columns = row.columns if done.pieces else {CLASS: ()}
@@ -287,7 +287,7 @@ class SampleTokenizer:
         """Return a text as a whole, from bos to eos, and counts."""
         text = sample.prompt + sample.text
         keep = self.options.special_tokens == "keep"
-        typed = [found.span() for found in self._control.finditer(text)] if self._control and not keep else []
+        typed = [match.span() for match in self._control.finditer(text)] if self._control and not keep else []
         before = len(sample.prompt)
         silent = [(0, before), *((before + start, before + end) for start, end in sample.silent)]
         spans = complement([] if self.options.loss_type == "all" else silent, len(text))
@@ -357,14 +357,14 @@ def _joined(samples: Sequence[TokenizedSample], counts: Mapping[str, int]) -> To
     return TokenizedSample(pieces, fate, max((s.num_tokens for s in samples), default=0), dict(total))
 
 
-def _joined_units(row: Preference, answers: Sequence[TokenizedSample]) -> TokenizedSample:
+def _joined_units(row: PreferenceRow, answers: Sequence[TokenizedSample]) -> TokenizedSample:
     """Return the units of a row as one sample; a unit with an answer that was left out is left out whole."""
     are_whole = [all(answers[place].pieces for place in unit) for unit in row.units]
-    kept = [unit for unit, is_whole in zip(row.units, are_whole, strict=True) if is_whole]
-    texts = [[answers[place].pieces[0] for place in unit] for unit in kept]
+    units = [unit for unit, is_whole in zip(row.units, are_whole, strict=True) if is_whole]
+    texts = [[answers[place].pieces[0] for place in unit] for unit in units]
     if any(len(unit) > 1 and np.array_equal(unit[0].token_ids, unit[1].token_ids) for unit in texts):
         raise DataError(f"{row.origin}: two answers are the same tokens, so neither is better; remove the row")
-    fates = {answers[place].fate for unit in row.units for place in unit if unit not in kept}
+    fates = {answers[place].fate for unit in row.units for place in unit if unit not in units}
     fate: Fate = next((fate for fate in ("too_long", "no_labels") if fate in fates), "kept")
     # what is found in the prompt, each answer of the row has
     counts = {name: max(answer.counts.get(name, 0) for answer in answers) for name in answers[0].counts}
@@ -382,11 +382,11 @@ def _joined_units(row: Preference, answers: Sequence[TokenizedSample]) -> Tokeni
     }
     if len(row.units[0]) > 1:
         columns[PREFIX_TOKENS] = [_prefix_tokens(unit) for unit in texts]
-        counts |= {"pairs": len(kept), "lost_pairs": len(row.units) - len(kept)}
+        counts |= {"pairs": len(units), "lost_pairs": len(row.units) - len(units)}
     else:
-        counts["labelled"] = len(kept)
+        counts["labelled"] = len(units)
     longest = max(answer.num_tokens for answer in answers)
-    return TokenizedSample(pieces, fate, longest, counts, tuple(map(len, kept)), columns)
+    return TokenizedSample(pieces, fate, longest, counts, tuple(map(len, units)), columns)
 
 
 def _prefix_tokens(texts: Sequence[TokenizedText]) -> int:

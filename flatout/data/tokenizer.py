@@ -93,8 +93,8 @@ def _unknown_end(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
     text, config = file.read_text(encoding="utf-8"), Path(name, "tokenizer_config.json")
     if any(json.dumps(end, ensure_ascii=escaped) in text for escaped in (True, False)) or not config.is_file():
         return None
-    held = read_json(config, DataError)
-    added = held.get("added_tokens_decoder") if isinstance(held, dict) else None
+    content = read_json(config, DataError)
+    added = content.get("added_tokens_decoder") if isinstance(content, dict) else None
     known = [one.get("content") for one in (added or {}).values() if isinstance(one, dict)]
     older = Path(name, "added_tokens.json")
     return None if end in known or (older.is_file() and end in read_json(older, DataError)) else str(end)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.columns import JUDGEMENTS
-from flatout.data.conversation import Conversation, ParsedRow, Preference
+from flatout.data.conversation import Conversation, ParsedRow, PreferenceRow
 from flatout.data.encode import TokenizedText
 from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.pictures.processor import Picture
@@ -141,7 +141,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         except DataError as error:
             problems[index] = str(error)
             continue
-        first = sample.answers[0] if isinstance(sample, Preference) else sample
+        first = sample.answers[0] if isinstance(sample, PreferenceRow) else sample
         if isinstance(first, Conversation):
             counts["conversations"] += 1
             _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row

@@ -125,8 +125,8 @@ def _draw_guest(rng: Random, held_out: bool) -> tuple[Exchange, Sequence[Exchang
         if is_held_out(f"{name} {town}") == held_out:
             break
     greeting = rng.choice(("Hello", "Hi", "Good morning"))
-    told = f"{greeting}, my name is {name} and I live in {town}."
-    return Exchange("introduction", told, f"Nice to meet you, {name}.", held_out), (
+    text = f"{greeting}, my name is {name} and I live in {town}."
+    return Exchange("introduction", text, f"Nice to meet you, {name}.", held_out), (
         Exchange("guest", "What is my name?", f"Your name is {name}.", held_out),
         Exchange("guest", "Where do I live?", f"You live in {town}.", held_out),
     )

@@ -95,9 +95,9 @@ def _check_packages() -> Iterator[Finding]:
     for requirement in map(Requirement, required or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = _version(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f"{requirement.name} {found or 'is missing'}, needs {requirement.specifier}")
+        version = _version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version or 'is missing'}, needs {requirement.specifier}")
     if wrong:
         yield fail("packages", "; ".join(wrong), "upgrade these packages with pip install -U")
     else:
@@ -127,13 +127,13 @@ def judge_gpus(gpus: Sequence[Mapping[str, str]], processes: Sequence[Mapping[st
         total, used = gpu["memory.total"], gpu["memory.used"]
         if not (total.isdigit() and used.isdigit()):
             continue
-        held = [process for process in processes if process["gpu_uuid"] == gpu["uuid"]]
+        on_gpu = [process for process in processes if process["gpu_uuid"] == gpu["uuid"]]
         got = f"{gpu['name']}, {(int(total) - int(used)) / 1024:.1f} of {int(total) / 1024:.1f} GiB free"
-        if int(used) < FREE_MIB and not held:
+        if int(used) < FREE_MIB and not on_gpu:
             yield ok(f"GPU {gpu['index']}", got)
             continue
         described = []  # `pid 7 (user, program) 3.2 GiB`, as far as the driver and the kernel report it
-        for process in held:
+        for process in on_gpu:
             try:
                 user = Path("/proc", process["pid"]).owner()
             except (OSError, KeyError):

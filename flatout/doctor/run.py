@@ -45,8 +45,8 @@ def examine(config: Config | None, rank: Rank) -> list[Finding]:
     join_group(rank, torch.device("cpu"), join_s=JOIN_S)
     try:
         group = ControlGroup(rank)
-        found = _check_node(config, rank) if rank.local_index == 0 else []
-        return found if rank.world == 1 else _check_nodes(config, group, found)
+        findings = _check_node(config, rank) if rank.local_index == 0 else []
+        return findings if rank.world == 1 else _check_nodes(config, group, findings)
     finally:
         leave_group()
 
@@ -55,14 +55,14 @@ def _check_node(config: Config | None, rank: Rank) -> list[Finding]:
     checks = [("machine", check_machine("auto" if config is None else config.wanted_device))]
     if config is not None and rank.is_first:
         checks += [("model", _check_model(config)), ("run folder", _check_run_folder(config))]
-    found = []
+    findings = []
     for what, check in checks:
         try:
             for finding in check:
-                found.append(finding)
+                findings.append(finding)
         except FlatoutError as error:
-            found.append(fail(what, str(error), "see the message above"))
-    return found
+            findings.append(fail(what, str(error), "see the message above"))
+    return findings
 
 
 def _check_model(config: Config) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def _rehearse(folder: Path) -> Finding:
     return ok("rehearsal", got)
 
 
-def _check_nodes(config: Config | None, group: ControlGroup, found: list[Finding]) -> list[Finding]:
+def _check_nodes(config: Config | None, group: ControlGroup, findings: list[Finding]) -> list[Finding]:
     """Compare all ranks; the first one gets the findings of every node and those of the comparison."""
     drivers = smi_rows("gpu", ("driver_version",))
     same = versions() | {
@@ -137,7 +137,7 @@ def _check_nodes(config: Config | None, group: ControlGroup, found: list[Finding
         "driver": drivers[0]["driver_version"] if drivers else "none",
     }
     everyone = group.all_gather(
-        {"host": socket.gethostname(), "findings": [asdict(finding) for finding in found], "versions": same}
+        {"host": socket.gethostname(), "findings": [asdict(finding) for finding in findings], "versions": same}
     )
     all_found = [Finding(**values | {"where": node["host"]}) for node in everyone for values in node["findings"]]
     all_found.append(compare_nodes(everyone))

@@ -26,7 +26,7 @@ def scores_of(
     Without a padding token in the model's config, samples are computed one by one.
     """
     device, padding_id = model.get_input_embeddings().weight.device, model.config.get_text_config().pad_token_id
-    found = np.zeros((store.num_samples, model.config.num_labels))
+    scores = np.zeros((store.num_samples, model.config.num_labels))
     order, done = np.argsort(store.lengths, kind="stable")[::-1], 0
     while done < len(order):
         longest = int(store.lengths[order[done]])
@@ -37,10 +37,10 @@ def scores_of(
         for place, index in enumerate(rows):
             own = torch.tensor(store.sample(int(index)).token_ids.tolist(), device=device)
             ids[place, : len(own)], mask[place, : len(own)] = own, 1
-        found[rows] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().cpu().numpy()
+        scores[rows] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().cpu().numpy()
         done += len(rows)
         on_progress(done, len(order))
-    return found
+    return scores
 
 
 def judge(scores: NDArray[np.float64], store: TokenStore, labels: Sequence[str]) -> dict[str, Any]:
@@ -56,15 +56,15 @@ def judge(scores: NDArray[np.float64], store: TokenStore, labels: Sequence[str])
         figures = {"margin": float((chosen - rejected).mean()), "mean_reward": float(scores.mean())}
         return {"num_pairs": len(chosen), "num_right": right, "accuracy": right / len(chosen), **figures}
     true = np.asarray(in_order_of(store, labels).extra["class"])
-    found = scores.argmax(1)
+    predicted = scores.argmax(1)
     rows, known = list[dict[str, Any]](), list[float]()
     for number, label in enumerate(labels):
-        is_said, is_there = found == number, true == number
+        is_said, is_there = predicted == number, true == number
         hits, said, there = int((is_said & is_there).sum()), int(is_said.sum()), int(is_there.sum())
         f1 = 2 * hits / ((said + there) or 1)
         known += [f1] if said or there else []
         shares = {"precision": hits / (said or 1), "recall": hits / (there or 1), "f1": f1}
         rows.append({"label": label, "num_samples": there, **shares})
-    right, macro_f1 = int((found == true).sum()), sum(known) / len(known)
+    right, macro_f1 = int((predicted == true).sum()), sum(known) / len(known)
     figures = {"accuracy": right / len(true), "macro_f1": macro_f1}
     return {"num_samples": len(true), "num_right": right, **figures, "labels": rows}

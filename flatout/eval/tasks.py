@@ -92,7 +92,7 @@ def score_tasks(
         library_errors(f"--tasks: lm-eval cannot run {', '.join(tasks.names)}", "; its data may need a download"),
         redirect_stderr(BarReader(on_phase, sys.stderr)),
     ):
-        found = simple_evaluate(
+        results = simple_evaluate(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             tasks=list(tasks.names),
             limit=limit,
@@ -101,8 +101,8 @@ def score_tasks(
             log_samples=False,
         )
     rows = []
-    for task, figures in found["results"].items():
-        num_samples = found["n-samples"].get(task, {}).get("effective")
+    for task, figures in results["results"].items():
+        num_samples = results["n-samples"].get(task, {}).get("effective")
         for key, value in figures.items():
             # a metric is `name,filter`; other keys are the task's alias and sizes
             name, comma, filtered = key.partition(",")

@@ -129,9 +129,9 @@ def _scores(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield task, metric and value of what `flatout eval` has written."""
     for file in sorted(folder.glob("*.json")):
         try:
-            found = read_json(file)
-            rows = [(str(row["task"]), str(row["metric"]), row["value"]) for row in found.get("tasks", [])]
-            rows += [(file.stem, "exact match", found["exact_match"])] if "exact_match" in found else []
+            content = read_json(file)
+            rows = [(str(row["task"]), str(row["metric"]), row["value"]) for row in content.get("tasks", [])]
+            rows += [(file.stem, "exact match", content["exact_match"])] if "exact_match" in content else []
             yield from [(task, name, NONE if value is None else f"{value:.4f}") for task, name, value in rows]
         except (CheckpointError, AttributeError, KeyError, TypeError, ValueError):
             _log.warning(f"{file} is no result of `flatout eval`; the card is written without it")
@@ -153,8 +153,8 @@ def loss_svg(log: RunLog) -> str:
         marks.append(f'<polyline points="{places}" stroke-opacity="{opacity}"/>')
     dots = zip(across.place(at).tolist(), up.place(losses).tolist(), strict=True)
     marks += [f'<circle cx="{x + _LEFT:.1f}" cy="{y + 8:.1f}" r="3.5"/>' for x, y in dots]
-    texts = [(float(_LEFT - 8), (1 - share) * _HEIGHT + 12, "end", tick) for share, tick in up.ticks(5)]
-    texts += [(share * _WIDTH + _LEFT, _HEIGHT + 24, "middle", tick) for share, tick in across.ticks(6)]
+    texts = [(float(_LEFT - 8), (1 - position) * _HEIGHT + 12, "end", tick) for position, tick in up.ticks(5)]
+    texts += [(position * _WIDTH + _LEFT, _HEIGHT + 24, "middle", tick) for position, tick in across.ticks(6)]
     marks += [f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{tick}</text>' for x, y, anchor, tick in texts]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 24} {_HEIGHT + 40}">'

@@ -80,8 +80,8 @@ def stop_fields(tokenizer: Any, stop_ids: Sequence[int]) -> dict[str, int]:
 
 def stops_left_out(tokenizer: Any, stop_ids: Sequence[int]) -> list[str]:
     """Return the tokens that end an answer and have no field, so that llama.cpp goes on behind them."""
-    held = {*stop_fields(tokenizer, stop_ids).values(), tokenizer.eos_token_id}
-    return [str(tokenizer.decode([token_id])) for token_id in stop_ids if token_id not in held]
+    known_stops = {*stop_fields(tokenizer, stop_ids).values(), tokenizer.eos_token_id}
+    return [str(tokenizer.decode([token_id])) for token_id in stop_ids if token_id not in known_stops]
 
 
 def _name_of_split(content: dict[str, Any]) -> str:

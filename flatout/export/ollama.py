@@ -59,9 +59,9 @@ def go_template(tokenizer: Any) -> str | None:
             around, default, prompt = _derive(tokenizer)
             for roles in _TRIED:
                 messages = _conversation(roles)
-                told = "".join(around[one["role"]].replace("{}", one["content"]) for one in messages)
+                rendered = "".join(around[one["role"]].replace("{}", one["content"]) for one in messages)
                 expected = _render(tokenizer, roles, prompts=True)
-                if ("" if "s" in roles else default) + told + prompt != expected:
+                if ("" if "s" in roles else default) + rendered + prompt != expected:
                     return None
     except (*RENDER_ERRORS, IndexError):  # it refuses a role, or does not write its text
         return None

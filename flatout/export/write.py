@@ -127,14 +127,14 @@ def _add_stops(file: Path, fields: dict[str, int], stop_ids: Sequence[int]) -> N
     import gguf
 
     try:
-        held = gguf.GGUFReader(file).fields
+        gguf_fields = gguf.GGUFReader(file).fields
     except (OSError, ValueError, IndexError) as error:
         raise ResourceError(
             f"llama.cpp's converter wrote no GGUF file: {reason_of(error)}; update llama.cpp"
         ) from error
     keys = {field: f"tokenizer.ggml.{field}_token_id" for field in ("eos", "eot", "eom")}
-    found = {field: int(held[key].contents()) for field, key in keys.items() if key in held}
-    if set(stop_ids[:3]) <= set(found.values()):
+    stop_ids_of = {field: int(gguf_fields[key].contents()) for field, key in keys.items() if key in gguf_fields}
+    if set(stop_ids[:3]) <= set(stop_ids_of.values()):
         return
     changed, copied = [(name, str(token_id)) for name, token_id in fields.items()], file.with_suffix(".stops")
     options = [word for pair in changed for word in ("--special-token-by-id", *pair)]
@@ -161,8 +161,8 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
     allowed = next((one for one in _VLLM_RANKS if one >= rank), None)
     odd = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
     if odd or allowed is None:
-        found = {"use_dora": "DoRA"}.get(odd[0], odd[0]) if odd else f"rank {rank}"
-        raise UsageError(f"--adapter: vLLM does not take adapters with {found}; leave it out to merge the adapter")
+        obstacle = {"use_dora": "DoRA"}.get(odd[0], odd[0]) if odd else f"rank {rank}"
+        raise UsageError(f"--adapter: vLLM does not take adapters with {obstacle}; leave it out to merge the adapter")
     with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
         shutil.copytree(trained.adapter, new, dirs_exist_ok=True)
         durable_io.sync_tree(new)

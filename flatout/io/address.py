@@ -117,13 +117,15 @@ class _Hub:
         from huggingface_hub import HfApi, constants
 
         store = cls()
-        found: Any = store._files.resolve_path(path)
-        if not hasattr(found, "repo_type"):
+        resolved: Any = store._files.resolve_path(path)
+        if not hasattr(resolved, "repo_type"):
             raise DataError("buckets of the hub have no revisions; use hf://datasets/org/set")
         timeout = constants.HF_HUB_ETAG_TIMEOUT
-        facts = HfApi().repo_info(found.repo_id, repo_type=found.repo_type, revision=found.revision, timeout=timeout)
-        prefix = constants.REPO_TYPES_URL_PREFIXES.get(found.repo_type, "")
-        return store, f"{prefix}{found.repo_id}@{facts.sha}/{found.path_in_repo}".rstrip("/")
+        facts = HfApi().repo_info(
+            resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision, timeout=timeout
+        )
+        prefix = constants.REPO_TYPES_URL_PREFIXES.get(resolved.repo_type, "")
+        return store, f"{prefix}{resolved.repo_id}@{facts.sha}/{resolved.path_in_repo}".rstrip("/")
 
     def stat(self, path: str) -> Stat:
         facts = self._files.info(path)
@@ -132,8 +134,8 @@ class _Hub:
         return self._stat(facts)
 
     def find(self, folder: str) -> list[Stat]:
-        found: Any = self._files.find(folder, detail=True)
-        return [self._stat(facts) for facts in found.values()]
+        entries: Any = self._files.find(folder, detail=True)
+        return [self._stat(facts) for facts in entries.values()]
 
     def _stat(self, facts: Mapping[str, Any]) -> Stat:
         mark = (facts.get("lfs") or {}).get("sha256") or facts.get("xet_hash") or facts["blob_id"]
@@ -161,8 +163,8 @@ class _Bucket:
     def find(self, folder: str) -> list[Stat]:
         from pyarrow import fs
 
-        found = self._files.get_file_info(fs.FileSelector(folder.rstrip("/"), recursive=True))
-        return [self._stat(facts) for facts in found if facts.is_file]
+        entries = self._files.get_file_info(fs.FileSelector(folder.rstrip("/"), recursive=True))
+        return [self._stat(facts) for facts in entries if facts.is_file]
 
     def _stat(self, facts: Any) -> Stat:
         return Stat(facts.path, facts.size, str(facts.mtime_ns), "size and date")
@@ -212,8 +214,8 @@ def failure(error: BaseException, scheme: str) -> DataError | ResourceError:
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     if status is None and (named := re.search(r"HTTP status (\d+)", str(error))):
         status = int(named[1])
-    found = _CODE.search(str(error))
-    code = (found[1] or found[2] or "") if found else ""
+    match = _CODE.search(str(error))
+    code = (match[1] or match[2] or "") if match else ""
     is_missing = isinstance(error, FileNotFoundError) or "No such file" in str(error) or "not exist" in str(error)
     if status in (404, 410) or is_missing or code.startswith(_MISSING):
         hint = "; a private one looks the same without a login: " + _CREDENTIALS["hf"] if scheme == "hf" else ""

@@ -222,10 +222,10 @@ def _look(folder: Path) -> tuple[bool, Holder | None]:
 
 def _read_holder(fd: int) -> Holder | None:
     try:
-        found = json.loads(os.pread(fd, 4096, 0))
+        holder = json.loads(os.pread(fd, 4096, 0))
         host, since, verb = (
-            printable(str(text)) for text in (found["host"], found["since"], found.get("verb", "train"))
+            printable(str(text)) for text in (holder["host"], holder["since"], holder.get("verb", "train"))
         )
-        return Holder(int(found["pid"]), host, since, verb)
+        return Holder(int(holder["pid"]), host, since, verb)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it took the lock just now and has not written its name yet

@@ -53,10 +53,10 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
+    if len(unique := dict(pairs)) != len(pairs):
         keys = [key for key, _ in pairs]
         _refuse(json.dumps(next(key for key in keys if keys.count(key) > 1), ensure_ascii=False))
-    return found
+    return unique
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique_keys)
@@ -103,15 +103,15 @@ def _explained(error: json.JSONDecodeError) -> JSONSyntaxError:
     return JSONSyntaxError(what, error.lineno, error.colno, at_second_value=error.msg == "Extra data")
 
 
-def _refused_at(text: str, found: str) -> JSONSyntaxError:
-    if found.startswith('"'):
+def _refused_at(text: str, key: str) -> JSONSyntaxError:
+    if key.startswith('"'):
         # the hook runs when the object closes and has no position; the key's second occurrence is close enough
-        starts = [match.start() for match in re.finditer(re.escape(found) + r"\s*:", text)]
+        starts = [match.start() for match in re.finditer(re.escape(key) + r"\s*:", text)]
         position = starts[1] if len(starts) > 1 else 0
-        what = f"key {found} is given twice in one object"
+        what = f"key {key} is given twice in one object"
     else:
         position = next((match.start() for match in _NOT_NUMBER.finditer(text) if match[1]), 0)
-        what = f"{found} is not valid JSON; write null or a number"
+        what = f"{key} is not valid JSON; write null or a number"
     line_start = text.rfind("\n", 0, position) + 1
     return JSONSyntaxError(what, text.count("\n", 0, position) + 1, position - line_start + 1)
 

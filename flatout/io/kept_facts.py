@@ -50,18 +50,18 @@ def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
     Raises CheckpointError, with the file, if it is damaged or not what `keep_facts` wrote.
     """
     path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
-    if (held := read_own(path)) is None:
+    if (raw := read_own(path)) is None:
         return None
     try:
-        content, expected = held["content"], held["xxh3"]
-        found = KeptFacts(dict(content["facts"]), str(content["when"]))
+        content, expected = raw["content"], raw["xxh3"]
+        facts = KeptFacts(dict(content["facts"]), str(content["when"]))
         own_key = content["key"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: fields are missing") from error
     if expected != _hash(content):
         raise CheckpointError(f"{path}: the content does not match its hash")
     # of two keys with one hash, the other's facts do not count
-    return found if own_key == json.loads(json.dumps(key)) else None
+    return facts if own_key == json.loads(json.dumps(key)) else None
 
 
 def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -94,8 +94,8 @@ def write_own(path: Path, value: Any) -> None:
             raise ResourceError(f"{path} is not written: {why_not_private(folder)}")
         if not is_new and why_not_private(folder):
             # what others may have put there would be believed from now on
-            for held in folder.glob("*.json"):
-                held.unlink()
+            for file in folder.glob("*.json"):
+                file.unlink()
         folder.chmod(0o700)
     durable_io.write_json(path, value)
 
@@ -125,10 +125,10 @@ def code_identity() -> Mapping[str, str]:
 
 def hashes_of(files: Mapping[str, Path]) -> dict[str, str]:
     """Return the xxh3 hash of each file by its name. Raises ResourceError for an unreadable one."""
-    found = {}
+    hashes = {}
     for name, path in sorted(files.items()):
         try:
-            found[name] = digest(path).xxh3
+            hashes[name] = digest(path).xxh3
         except OSError as error:
             raise ResourceError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
-    return found
+    return hashes

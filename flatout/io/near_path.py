@@ -16,18 +16,18 @@ _CUTOFF, _SHORT, _SHORT_CUTOFF, _ENDING_CUTOFF = 0.6, 3, 0.5, 0.5
 def near_path(given: str | Path) -> Path | None:
     """Return the path that exists and has nearly these names, each in its place; None if one name is like no other."""
     path = Path(given).expanduser()
-    found = Path(path.anchor)
+    near = Path(path.anchor)
     try:
-        for part in path.parts[len(found.parts) :]:
+        for part in path.parts[len(near.parts) :]:
             name: str | None = part
-            if not os.path.lexists(found / part):
-                name = _nearest(part, [child.name for child in found.iterdir()])
+            if not os.path.lexists(near / part):
+                name = _nearest(part, [child.name for child in near.iterdir()])
             if name is None:
                 return None
-            found /= name
+            near /= name
     except (OSError, ValueError):  # a file where a folder is named, a name too long, or one with a null byte
         return None
-    return found if found != path else None
+    return near if near != path else None
 
 
 def _nearest(name: str, there: list[str]) -> str | None:
@@ -39,9 +39,9 @@ def _nearest(name: str, there: list[str]) -> str | None:
         return stem, ending
 
     least = _SHORT_CUTOFF if len(Path(name).stem) <= _SHORT else _CUTOFF
-    found = {other: likeness(other) for other in there}
-    near = [other for other, (stem, ending) in found.items() if stem >= least and ending >= _ENDING_CUTOFF]
-    return max(near, key=found.__getitem__, default=None)
+    likenesses = {other: likeness(other) for other in there}
+    near = [other for other, (stem, ending) in likenesses.items() if stem >= least and ending >= _ENDING_CUTOFF]
+    return max(near, key=likenesses.__getitem__, default=None)
 
 
 def did_you_mean(given: str | Path, *, is_folder: bool = False) -> str:

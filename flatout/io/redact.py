@@ -18,7 +18,7 @@ _MIN_SECRET = 6
 
 def printable(text: str) -> str:
     """Escape control characters except tab and newline, so that data cannot control a terminal."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def cleaned(value: Any) -> Any:
@@ -43,5 +43,5 @@ def redacted(value: Any, secrets: Sequence[str] = ()) -> Any:
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:
     """Return the values of variables whose names end in _TOKEN, _API_KEY and the like, longest first."""
-    found = {text for name, text in env.items() if _SECRET_VARIABLE.search(name) and len(text) >= _MIN_SECRET}
-    return sorted(found, key=len, reverse=True)
+    secrets = {text for name, text in env.items() if _SECRET_VARIABLE.search(name) and len(text) >= _MIN_SECRET}
+    return sorted(secrets, key=len, reverse=True)

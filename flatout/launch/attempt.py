@@ -107,13 +107,13 @@ def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = Fal
     for report in reports:
         if report.exit_code == PreemptedError.exit_code:
             return AttemptOutcome(report.exit_code, report.rank, report.error or "stop requested; saved")
-    told = [report for report in by_end if report.exit_code == PeerLostError.exit_code]
+    lost_peers = [report for report in by_end if report.exit_code == PeerLostError.exit_code]
     killed = {report.rank: report for report in reports if report.exit_code is None}
-    if not told and not killed:
+    if not lost_peers and not killed:
         return AttemptOutcome(PeerLostError.exit_code, None, "no rank was started")
-    rank = told[0].lost_rank if told else min(killed)
+    rank = lost_peers[0].lost_rank if lost_peers else min(killed)
     lost = killed.get(-1 if rank is None else rank)
-    why = (told[0].error or "a rank was lost") if told else f"rank {rank} was lost"
+    why = (lost_peers[0].error or "a rank was lost") if lost_peers else f"rank {rank} was lost"
     is_crash = False
     if lost is not None and lost.killed_by is not None:
         by_kernel = out_of_memory and lost.killed_by == signal.SIGKILL

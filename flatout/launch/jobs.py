@@ -26,7 +26,7 @@ IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ClusterJob:
     """A run on a cluster; `words` follow `python -m flatout`, where `python` is the interpreter there."""
 
     name: str
@@ -42,7 +42,7 @@ class Job:
 
 
 def sbatch_script(
-    job: Job,
+    job: ClusterJob,
     *,
     folder: Path,
     log_dir: Path,
@@ -100,7 +100,7 @@ exit "$code"
 
 
 def manifest(
-    job: Job,
+    job: ClusterJob,
     image: str,
     claim: str,
     mount: str = "/work",

@@ -99,8 +99,8 @@ def parse_nodes(nnodes: str, node_rank: int, rdzv: str | None) -> Nodes:
         return Nodes()
     if rdzv is None:
         raise UsageError("--rdzv is missing; with several nodes, give HOST:PORT of node 0, the same on every node")
-    found = ENDPOINT.fullmatch(rdzv)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    endpoint = ENDPOINT.fullmatch(rdzv)
+    if endpoint is None or not 0 < int(endpoint["port"]) < 65536:
         raise UsageError(f"--rdzv is {rdzv!r}; expected HOST:PORT of node 0, such as 10.0.0.1:{DEFAULT_PORT}")
     return Nodes(num_min, num_max, node_rank, rdzv)
 

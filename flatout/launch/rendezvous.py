@@ -175,9 +175,9 @@ def _bindable(host: str, port: int) -> str:
         ipaddress.ip_address(host)
         return host
     with suppress(OSError), socket.socket() as probe:
-        found = str(socket.getaddrinfo(host, port, socket.AF_INET)[0][4][0])
-        probe.bind((found, 0))
-        return "" if ipaddress.ip_address(found).is_loopback else found
+        address = str(socket.getaddrinfo(host, port, socket.AF_INET)[0][4][0])
+        probe.bind((address, 0))
+        return "" if ipaddress.ip_address(address).is_loopback else address
     return ""
 
 

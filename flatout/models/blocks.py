@@ -43,12 +43,12 @@ def layer_list(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     for root in (decoder, model):
         for name, module in root.named_modules():
             is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
-            if is_list and not _TOWER.search(name) and (found := _inside(model, module)):
-                return found
+            if is_list and not _TOWER.search(name) and (inner := _inside(model, module)):
+                return inner
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    largest = max(lists, key=lambda held: sum(parameter.numel() for parameter in held.parameters()), default=None)
-    if largest is not None and (found := _inside(model, largest)):
-        return found
+    largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()), default=None)
+    if largest is not None and (inner := _inside(model, largest)):
+        return inner
     raise UsageError(f"model type {model.config.model_type} has no list of decoder layers; choose a different model")
 
 
@@ -66,7 +66,7 @@ def _inside(model: PreTrainedModel, layers: nn.Module) -> tuple[PreTrainedModel,
 def expert_tensors(layer: nn.Module) -> list[nn.Parameter]:
     """Return the 3-D parameters (experts, ...) of a layer, in which transformers keeps all experts' matrices."""
     owners = (module for module in layer.modules() if "Expert" in type(module).__name__)
-    return [held for owner in owners for held in owner.parameters(recurse=False) if held.ndim == 3]
+    return [tensor for owner in owners for tensor in owner.parameters(recurse=False) if tensor.ndim == 3]
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -126,8 +126,8 @@ def _own_features(reader: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[d
         yield inputs
         return
     rest = {name: value for name, value in inputs.items() if name != FEATURES}
-    found = inputs[FEATURES]["image"]
-    reader.get_image_features = lambda *_, **__: found
+    features = inputs[FEATURES]["image"]
+    reader.get_image_features = lambda *_, **__: features
     try:
         yield {**rest, "pixel_values": torch.empty(1)}
     finally:
@@ -151,9 +151,9 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
     """
     config = model.config.get_text_config()
     token_ids = batch.token_ids.view(batch.shape)
-    kept = {} if batch.cache is None else {cache_argument(model): batch.cache, "use_cache": True}
+    cache = {} if batch.cache is None else {cache_argument(model): batch.cache, "use_cache": True}
     if batch.row_length is not None and config._attn_implementation in TRANSFORMERS_ATTENTION:
-        return {"input_ids": token_ids, **kept, **picture_arguments(model, batch)}, None
+        return {"input_ids": token_ids, **cache, **picture_arguments(model, batch)}, None
     rows = None
     # without a mask, transformers searches the positions for documents, which synchronizes with the GPU; it makes no
     # mask when it gets one of four dimensions
@@ -165,7 +165,7 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, rows, True)
     positions = batch.position_ids.view(batch.shape)
     given = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
-    given |= kept | picture_arguments(model, batch)
+    given |= cache | picture_arguments(model, batch)
     if packages == MAMBA2 and batch.row_length is None:
         given["seq_idx"] = batch.document_numbers.int()[None]
     return given, rows

@@ -90,7 +90,7 @@ def _unreached(loaded: LoadedModel, lengths: Sequence[int]) -> set[str]:
 
 def _leaves(loss: Tensor) -> set[Tensor]:
     """Return the leaf tensors of a graph."""
-    found: set[Tensor] = set()
+    leaves: set[Tensor] = set()
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -98,6 +98,6 @@ def _leaves(loss: Tensor) -> set[Tensor]:
             continue
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
-            found.add(variable)
+            leaves.add(variable)
         waiting += [each for each, _ in node.next_functions]
-    return found
+    return leaves

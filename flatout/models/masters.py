@@ -31,16 +31,16 @@ class Dither:
         chosen: dict[nn.Parameter, torch.dtype] = {}
         for module in model.modules():
             if isinstance(module, SavedModule):
-                held = dict(module.trained.named_parameters())
-                chosen |= {held[name]: dtype for name, dtype in module.dtypes.items() if name in held}
+                trained = dict(module.trained.named_parameters())
+                chosen |= {trained[name]: dtype for name, dtype in module.dtypes.items() if name in trained}
             elif isinstance(module, TrainedRows):
                 chosen[module.rows] = module.base.weight.dtype
             elif compute is not None and (isinstance(module, nn.Linear) or _is_experts(module)):
                 chosen |= dict.fromkeys(module.parameters(recurse=False), compute)
         self.dtypes = {
-            name: chosen[held]
-            for name, held in model.named_parameters(remove_duplicate=False)
-            if held.requires_grad and chosen.get(held) in NARROW
+            name: chosen[parameter]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad and chosen.get(parameter) in NARROW
         }
 
     def apply(self, name: str, master: Tensor, offset: Sequence[int] = ()) -> None:

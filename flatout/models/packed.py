@@ -37,8 +37,8 @@ def padded_num_boundaries(max_documents: int) -> int:
 
 def padded_boundaries(lengths: Iterable[int], num_boundaries: int | None) -> npt.NDArray[np.int32]:
     """Return the boundaries of documents of these lengths, with the last one repeated to `num_boundaries`."""
-    found = np.cumsum([0, *lengths]).astype(np.int32)
-    return np.pad(found, (0, num_boundaries - len(found) if num_boundaries else 0), mode="edge")
+    boundaries = np.cumsum([0, *lengths]).astype(np.int32)
+    return np.pad(boundaries, (0, num_boundaries - len(boundaries) if num_boundaries else 0), mode="edge")
 
 
 class PackedSize(NamedTuple):

@@ -95,9 +95,9 @@ class PackedLoss(nn.Module):
             labels.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
         labels.estimates = self.terms.estimates
         loss_sum, *others = sums_of(self.objective, labels)
-        found = labels.kept_losses if self.objective.scope == "token" else labels.each
-        if self.on_losses and found is not None:
-            self.on_losses(batch, found)
+        losses = labels.kept_losses if self.objective.scope == "token" else labels.each
+        if self.on_losses and losses is not None:
+            self.on_losses(batch, losses)
         if torch.is_grad_enabled():
             for term in self.terms.every:
                 loss_sum = term.add(loss_sum, self.model, batch)
@@ -117,7 +117,7 @@ def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) 
         return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
     labels.scope = objective.scope
     try:
-        found = objective.estimate(labels) if estimates else objective(labels)
+        sums = objective.estimate(labels) if estimates else objective(labels)
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -133,21 +133,21 @@ def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) 
                 f"objective {objective.name} set `each` of shape {tuple(each.shape)}; expected ({count},), a loss for "
                 f"each {objective.scope}"
             )
-    if (wrong := _wrong_in(found, names)) is not None:
+    if (wrong := _wrong_in(sums, names)) is not None:
         raise UsageError(
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
             "dimensions, sums over the micro-batch"
         )
-    return tuple(found[name] if name == "loss" else found[name].detach() for name in names)
+    return tuple(sums[name] if name == "loss" else sums[name].detach() for name in names)
 
 
-def _wrong_in(found: object, names: Sequence[str]) -> str | None:
+def _wrong_in(sums: object, names: Sequence[str]) -> str | None:
     """Return what an objective returned in place of sums with these names, in words; None if it is as expected."""
-    if not isinstance(found, Mapping):
-        return f"a {type(found).__name__}"
-    if set(found) != set(names):
-        return ", ".join(map(str, found)) or "nothing"
-    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
+    if not isinstance(sums, Mapping):
+        return f"a {type(sums).__name__}"
+    if set(sums) != set(names):
+        return ", ".join(map(str, sums)) or "nothing"
+    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in sums.items()}
     return ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or None
 
 

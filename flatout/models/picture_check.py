@@ -112,8 +112,8 @@ def _measure(
             own if k % 2 == parity else other for k, (own, other) in enumerate(zip(documents, others, strict=True))
         ]
         pairs = zip(_together(loaded, mixed, pack).split(lengths), ours.split(lengths), strict=True)
-        kept = [pair for k, pair in enumerate(pairs) if k % 2 == parity]
-        leaks += [relative_error(now, before, experts, [len(now)]) for now, before in kept]
+        of_parity = [pair for k, pair in enumerate(pairs) if k % 2 == parity]
+        leaks += [relative_error(now, before, experts, [len(now)]) for now, before in of_parity]
     return error, max(leaks), tolerance
 
 
@@ -151,7 +151,7 @@ def read_with_own_attention(model: PreTrainedModel) -> bool:
     try:
         model.set_attn_implementation(own)
     except ValueError:  # a tower without it
-        model.set_attn_implementation({name: "eager" if held == "sdpa" else held for name, held in own.items()})
+        model.set_attn_implementation({name: "eager" if kind == "sdpa" else kind for name, kind in own.items()})
     return with_text
 
 

@@ -64,7 +64,7 @@ class PicturePacker:
         token_ids: Sequence[NDArray[Any]],
     ) -> PackedBatch:
         """Return what `with_images` does, of what the processor made of the images."""
-        given = {name: torch.from_numpy(held) for name, held in values.items() if name in self._arguments}
+        given = {name: torch.from_numpy(array) for name, array in values.items() if name in self._arguments}
         axes = None
         if self.has_axes:
             axes = batch.position_ids.expand(3, -1).clone()
@@ -79,6 +79,6 @@ class PicturePacker:
         """Return the positions (3, n) of one document, by the model's own rule."""
         kinds = (token_ids == self._reader.token_id).int()
         assert self._positions is not None
-        found, _ = self._positions(token_ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)
-        positions: torch.Tensor = found[:, 0]
+        axes, _ = self._positions(token_ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)
+        positions: torch.Tensor = axes[:, 0]
         return positions

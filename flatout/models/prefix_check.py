@@ -90,9 +90,9 @@ def _states_and_gradient(
 
     See `embedded_tokens` for `change`.
     """
-    with first_states(model) as found, embedded_tokens(model, change) as embedded:
+    with first_states(model) as captured, embedded_tokens(model, change) as embedded:
         hidden_states(model, batch)
-        states = found[0][batch.label_rows]
+        states = captured[0][batch.label_rows]
         direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
         (gradient,) = torch.autograd.grad(states, embedded, direction)
     ids, places = batch.token_ids.unique(return_inverse=True)

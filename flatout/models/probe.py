@@ -85,15 +85,15 @@ def first_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
     Rounding in 16 bit, and in float8 above all, grows with every layer until a comparison says nothing.
     """
-    found: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
 
     def record(module: torch.nn.Module, args: object, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
-        found.append(states.flatten(0, -2))
+        captured.append(states.flatten(0, -2))
 
     hook = decoder_layers(model)[:_NUM_FIRST][-1].register_forward_hook(record)
     try:
-        yield found
+        yield captured
     finally:
         hook.remove()
 

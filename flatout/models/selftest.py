@@ -131,9 +131,9 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     leaks = []
     for parity in (0, 1):
         # change documents 1 and 3 and all padding, which must not affect 0 and 2, and vice versa
-        kept = is_real & (owner % 2 == parity)
-        token_ids = torch.where(kept, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
-        changes = (_logits(model, replace(batch, token_ids=token_ids)) - ours).abs().amax(-1)[kept]
+        of_parity = is_real & (owner % 2 == parity)
+        token_ids = torch.where(of_parity, batch.token_ids, (batch.token_ids + 1) % num_embeddings)
+        changes = (_logits(model, replace(batch, token_ids=token_ids)) - ours).abs().amax(-1)[of_parity]
         leaks.append(changes.median() if experts else changes.max())
     leak = torch.stack(leaks).max().item()
     if not leak <= (tolerance if experts else 0.0):
@@ -191,8 +191,8 @@ def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor
         one = flatten_samples([(ids.cpu().numpy(), np.ones(len(ids), bool))]).to(model.device)
         truth.append(widened(model(use_cache=False, **model_inputs(model, one)[0]).logits))
     limit = {torch.float64: 1e-5, torch.float32: 1e-4}.get(loaded.dtype, 0.05)
-    found, wanted = torch.cat(ours).double(), torch.cat(truth).double()
-    error = float((found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny))
+    our_scores, true_scores = torch.cat(ours).double(), torch.cat(truth).double()
+    error = float((our_scores - true_scores).norm() / true_scores.norm().clamp_min(torch.finfo(torch.float32).tiny))
     if not error <= limit and not has_experts(model):
         raise UsageError(
             f"model type {model.config.model_type} has scores that differ from transformers' own by {error:.1e} (limit "

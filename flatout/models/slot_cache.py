@@ -62,14 +62,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types for i
         if layer_idx not in self._held:
             dtype = attention_dtype(value_states)
             self._held[layer_idx] = self._make(key_states, dtype), self._make(value_states, dtype)
-        for held, states in zip(self._held[layer_idx], given, strict=True):
+        for slots, states in zip(self._held[layer_idx], given, strict=True):
             rows = states[0].transpose(0, 1)
             rows = rows if source is None else rows.index_select(0, source)
-            held.index_copy_(0, target, rows.to(held.dtype))
+            slots.index_copy_(0, target, rows.to(slots.dtype))
         if self.reads is None:
             return given
         num_rows = len(self.reads.lengths) * self.length
-        key, value = (held[:num_rows].transpose(0, 1)[None] for held in self._held[layer_idx])
+        key, value = (slots[:num_rows].transpose(0, 1)[None] for slots in self._held[layer_idx])
         return key, value
 
     def _make(self, states: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,14 +78,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types for i
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy slots (from, to); no slot is both."""
-        for held in (each for both in self._held.values() for each in both):
-            slots = held.unflatten(0, (self.num_slots, self.length))
+        for tensor in (each for both in self._held.values() for each in both):
+            slots = tensor.unflatten(0, (self.num_slots, self.length))
             for old, new in pairs:
                 slots[new].copy_(slots[old])
 
     @property
     def num_bytes(self) -> int:
-        return sum(held.nbytes for both in self._held.values() for held in both)
+        return sum(slots.nbytes for both in self._held.values() for slots in both)
 
     # transformers asks these to make masks, which packed attention does not use: the positions are given
 

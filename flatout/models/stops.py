@@ -23,11 +23,11 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: Any, ends: str | Sequence[
     `ends` are the texts that end a turn; if None, it is what the tokenizer's chat template writes behind an answer.
     """
     texts = [template_end(tokenizer)] if ends is None else [ends] if isinstance(ends, str) else ends
-    found = [end_of_turn_id(tokenizer, text) for text in texts]
+    token_ids = [end_of_turn_id(tokenizer, text) for text in texts]
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    found += [configured] if isinstance(configured, int) else configured or []
-    found.append(tokenizer.eos_token_id)
-    return list(dict.fromkeys(int(token_id) for token_id in found if token_id is not None))
+    token_ids += [configured] if isinstance(configured, int) else configured or []
+    token_ids.append(tokenizer.eos_token_id)
+    return list(dict.fromkeys(int(token_id) for token_id in token_ids if token_id is not None))
 
 
 def template_end(tokenizer: Any) -> str:
@@ -88,8 +88,8 @@ def saved_stops(folder: Path) -> list[int]:
     if not (path := folder / GENERATION_CONFIG).is_file():
         return []
     content = read_json(path)
-    found = content.get("eos_token_id") if isinstance(content, dict) else None
-    ids = [found] if type(found) is int else found or []
+    stops = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = [stops] if type(stops) is int else stops or []
     if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-        raise CheckpointError(f"{path}: eos_token_id is {found!r:.100}; expected token ids, such as [2, 7]")
+        raise CheckpointError(f"{path}: eos_token_id is {stops!r:.100}; expected token ids, such as [2, 7]")
     return ids

@@ -46,8 +46,8 @@ class TokenHead:
 
     def cross_entropy(self, rows: torch.Tensor, ids: torch.Tensor) -> LossSums:
         """Return the summed cross-entropy of hidden states `rows` (L, D) for the tokens `ids` (L,), in tiles."""
-        if (found := self._fused(rows, ids, by_row=False)) is not None:
-            return LossSums(*found)
+        if (fused := self._fused(rows, ids, by_row=False)) is not None:
+            return LossSums(*fused)
 
         # any other head (with LoRA, a bias, ...) is called as a module
         def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,8 +67,8 @@ class TokenHead:
         if not len(rows):
             # every weight that the loss reaches stays in its graph
             return TokenLosses(self.cross_entropy(rows, ids).loss_sum.expand(0), ids.bool())
-        if (found := self._fused(rows, ids, by_row=True)) is not None:
-            return TokenLosses(*found)
+        if (fused := self._fused(rows, ids, by_row=True)) is not None:
+            return TokenLosses(*fused)
 
         def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = self.logits(tile)
@@ -77,12 +77,12 @@ class TokenHead:
         tiles = self._in_tiles(tile_losses, rows, ids)
         return TokenLosses(torch.cat([losses for losses, _ in tiles]), torch.cat([right for _, right in tiles]))
 
-    def summed(self, found: TokenLosses) -> LossSums:
+    def summed(self, losses: TokenLosses) -> LossSums:
         """Return the sums of `token_losses`, added tile by tile as `cross_entropy` of a frozen head adds them."""
-        loss_sum = found.losses.new_zeros(())
-        for tile in found.losses.split(self._tile_rows):
+        loss_sum = losses.losses.new_zeros(())
+        for tile in losses.losses.split(self._tile_rows):
             loss_sum = loss_sum + tile.sum()
-        return LossSums(loss_sum, found.is_correct.sum())
+        return LossSums(loss_sum, losses.is_correct.sum())
 
     def _fused(
         self, rows: torch.Tensor, ids: torch.Tensor, *, by_row: bool

@@ -74,8 +74,8 @@ class KTO(Objective):
         """Tell of a data set with one label only, and of weights outside the paper's range."""
         num_desirable, num_undesirable = int(totals["label"]), int(totals[UNDESIRABLE])
         if not (num_desirable and num_undesirable):
-            told = "desirable, so nothing says what to avoid" if num_desirable else "undesirable"
-            yield f"all {num_desirable + num_undesirable:,} answers are {told}; KTO is meant for both labels"
+            only_kind = "desirable, so nothing says what to avoid" if num_desirable else "undesirable"
+            yield f"all {num_desirable + num_undesirable:,} answers are {only_kind}; KTO is meant for both labels"
             return
         ratio = self.desirable_weight * num_desirable / (self.undesirable_weight * num_undesirable)
         if not LEAST_RATIO * 0.99 <= ratio <= MOST_RATIO * 1.01:

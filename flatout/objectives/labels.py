@@ -70,7 +70,7 @@ class Head(Protocol):
     def token_losses(self, rows: Tensor, ids: Tensor) -> TokenLosses:
         """Return the losses of rows."""
 
-    def summed(self, found: TokenLosses) -> LossSums:
+    def summed(self, losses: TokenLosses) -> LossSums:
         """Return the sums of losses of rows, as `cross_entropy` adds them."""
 
 
@@ -159,9 +159,9 @@ class LabelTokens(Readings):
 
     @cached_property
     def _losses(self) -> TokenLosses:
-        found = self.head.token_losses(self.rows, self.token_ids)
-        self.kept_losses = found.losses
-        return found
+        losses = self.head.token_losses(self.rows, self.token_ids)
+        self.kept_losses = losses.losses
+        return losses
 
     @cached_property
     def logprobs(self) -> Tensor:

@@ -43,13 +43,13 @@ def load_objective(config: ObjectiveConfig) -> Objective:
             f"objective.path: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the loss alone"
         )
     digest = xxh3_128_hexdigest(content)
-    found = getattr(_module(path.absolute(), content, digest), name, None)
-    if not (isinstance(found, type) and issubclass(found, Objective)):
-        what = "has no such class" if found is None else "it is not a subclass of flatout.Objective"
+    kind = getattr(_module(path.absolute(), content, digest), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Objective)):
+        what = "has no such class" if kind is None else "it is not a subclass of flatout.Objective"
         raise UsageError(f"objective.path: {config.path}: {what}; define class {name}(flatout.Objective) in {file}")
-    _check(found, config.path)
+    _check(kind, config.path)
     try:
-        objective = found.of(config.fields)
+        objective = kind.of(config.fields)
     except ValueError as error:
         raise UsageError(f"{config.path}: {error}") from error
     objective._source = digest
@@ -92,39 +92,39 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
     return module
 
 
-def _check(found: type[Objective], where: str) -> None:
+def _check(kind: type[Objective], where: str) -> None:
     """Raise UsageError for class variables that no plan can follow."""
-    for what, value, expected in chain(_wrong_variables(found), _wrong_metrics(found)):
+    for what, value, expected in chain(_wrong_variables(kind), _wrong_metrics(kind)):
         raise UsageError(f"{where}: {what} is {value!r:.100}; expected {expected}")
 
 
-def _wrong_variables(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
-    if not (isinstance(found.name, str) and found.name):
-        yield "name", found.name, "a text"
-    if found.reads not in ("labels", "scores"):
-        yield "reads", found.reads, "labels or scores"
-    if found.row_format not in (None, *(formats := get_args(Format))):
-        yield "row_format", found.row_format, f"None, or one of {', '.join(formats)}"
-    if found.scope not in ("token", "sample", "unit"):
-        yield "scope", found.scope, "token, sample or unit"
-    if found.reads == "scores" and found.scope == "token":
-        yield "scope", found.scope, "sample or unit, as reads is 'scores' and a sample has one"
+def _wrong_variables(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
+    if not (isinstance(kind.name, str) and kind.name):
+        yield "name", kind.name, "a text"
+    if kind.reads not in ("labels", "scores"):
+        yield "reads", kind.reads, "labels or scores"
+    if kind.row_format not in (None, *(formats := get_args(Format))):
+        yield "row_format", kind.row_format, f"None, or one of {', '.join(formats)}"
+    if kind.scope not in ("token", "sample", "unit"):
+        yield "scope", kind.scope, "token, sample or unit"
+    if kind.reads == "scores" and kind.scope == "token":
+        yield "scope", kind.scope, "sample or unit, as reads is 'scores' and a sample has one"
     for name, example in (("columns", "weight"), ("estimates", "kl")):
-        value: Any = getattr(found, name)
+        value: Any = getattr(kind, name)
         if not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
             yield name, value, f"a tuple of names, such as ({example!r},)"
-    if found.scope == "unit" and not (type(found.unit_size) is int and found.unit_size > 0):
-        yield "unit_size", found.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
-    for name in sorted({"kind", "path", "reference"} & set(found.model_fields)):
+    if kind.scope == "unit" and not (type(kind.unit_size) is int and kind.unit_size > 0):
+        yield "unit_size", kind.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
+    for name in sorted({"kind", "path", "reference"} & set(kind.model_fields)):
         yield "the name of a field", name, f"another, as objective.{name} is a setting of flatout's"
 
 
-def _wrong_metrics(found: type[Objective]) -> Iterator[tuple[str, Any, str]]:
-    counts = (*COUNTED, *found.columns)
+def _wrong_metrics(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
+    counts = (*COUNTED, *kind.columns)
     one_of = f"one of {', '.join(counts)}, or one of `columns`"
-    if found.normalizer not in counts:
-        yield "normalizer", found.normalizer, one_of
-    metrics: Any = found.metrics
+    if kind.normalizer not in counts:
+        yield "normalizer", kind.normalizer, one_of
+    metrics: Any = kind.metrics
     if not (isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)):
         yield "metrics", metrics, "a mapping of names to flatout.Metric, such as {'margins': Metric()}"
         return

@@ -99,11 +99,11 @@ class Objective(Section):
 
         A metric with nothing to divide by is left out.
         """
-        found = {name: one / count for name, one, count in zip(self.sum_names, sums, counts, strict=True) if count}
+        means = {name: one / count for name, one, count in zip(self.sum_names, sums, counts, strict=True) if count}
         for name, metric in self.metrics.items():
-            if metric.difference is not None and found.keys() >= set(metric.difference):
-                found[name] = found[metric.difference[0]] - found[metric.difference[1]]
-        return found
+            if metric.difference is not None and means.keys() >= set(metric.difference):
+                means[name] = means[metric.difference[0]] - means[metric.difference[1]]
+        return means
 
     @property
     def needed_columns(self) -> tuple[str, ...]:

@@ -91,8 +91,8 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.eight_bit, self.seed, self._offset_of = eight_bit, seed, offset_of
         self.found_inf: Tensor | None = None
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._index = {parameter: index for index, parameter in enumerate(held)}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._index = {parameter: index for index, parameter in enumerate(parameters)}
         self._plans: dict[Tensor, ParamPlan] = {}
 
     @torch.no_grad()
@@ -251,10 +251,10 @@ def _update_weight(
     return mean, square
 
 
-def _put(held: Tensor, new: Tensor, is_applied: Tensor) -> None:
+def _put(target: Tensor, new: Tensor, is_applied: Tensor) -> None:
     """Write `new` to `held` if the update is applied."""
     # not a product with 0 or 1: a skipped value may be infinite
-    held.copy_(torch.where(is_applied > 0, new, held))
+    target.copy_(torch.where(is_applied > 0, new, target))
 
 
 def random_bits(like: Tensor, noise_seed: Tensor) -> Tensor:

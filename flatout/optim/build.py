@@ -63,9 +63,11 @@ def make_optimizer(
     for names, decay in zip(split_by_decay(named, layer_norms), (config.weight_decay, 0.0), strict=True):
         # one launch cannot update plain tensors, such as slices of experts, together with DTensors
         for kind in (True, False):
-            held = [named[name] for name in names if hasattr(named[name], "to_local") is kind]
-            if held:
-                groups.append({"params": flatten(held) if flat and not is_low_bit else held, "weight_decay": decay})
+            parameters = [named[name] for name in names if hasattr(named[name], "to_local") is kind]
+            if parameters:
+                groups.append(
+                    {"params": flatten(parameters) if flat and not is_low_bit else parameters, "weight_decay": decay}
+                )
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if is_low_bit:
         return AdamW8bit(groups, eight_bit=config.name == "adamw8bit", seed=seed, offset_of=offset_of, **options)

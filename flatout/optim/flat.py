@@ -58,9 +58,9 @@ def foreach_accumulate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         parameter.grad = None
     try:
         yield
-        found = [(view, parameter.grad) for parameter, view in views if parameter.grad is not None]
-        if found:
-            torch._foreach_add_([view for view, _ in found], [grad for _, grad in found])
+        pairs = [(view, parameter.grad) for parameter, view in views if parameter.grad is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
     finally:
         for parameter, view in views:
             parameter.grad = view
@@ -79,12 +79,12 @@ def owners(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) 
 
     Raises KeyError for a parameter that the optimizer does not hold.
     """
-    held: set[nn.Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    flats = {flat.untyped_storage().data_ptr(): flat for flat in held.difference(named.values())}
-    found: dict[str, tuple[nn.Parameter, int]] = {}
+    optimized: set[nn.Parameter] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    flats = {flat.untyped_storage().data_ptr(): flat for flat in optimized.difference(named.values())}
+    owners_by_name: dict[str, tuple[nn.Parameter, int]] = {}
     for name, parameter in named.items():
-        if parameter in held:
-            found[name] = parameter, 0
+        if parameter in optimized:
+            owners_by_name[name] = parameter, 0
         else:
-            found[name] = flats[parameter.untyped_storage().data_ptr()], int(parameter.storage_offset())
-    return found
+            owners_by_name[name] = flats[parameter.untyped_storage().data_ptr()], int(parameter.storage_offset())
+    return owners_by_name

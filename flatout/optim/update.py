@@ -28,8 +28,8 @@ def set_found_inf(optimizer: Any, is_bad: Tensor) -> Tensor:
 
     This works as in GradScaler, but the flag stays set until `clear_found_inf`. Returns the flag, 0-d fp32.
     """
-    held = getattr(optimizer, "found_inf", None)
-    flag: Tensor = is_bad.float() if held is None else torch.maximum(held, is_bad.float())
+    current = getattr(optimizer, "found_inf", None)
+    flag: Tensor = is_bad.float() if current is None else torch.maximum(current, is_bad.float())
     optimizer.found_inf = flag
     return flag
 

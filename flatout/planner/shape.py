@@ -231,8 +231,8 @@ def check_expert_ranks(shape: ModelShape, expert_ranks: int, num_ranks: int) -> 
     if num_ranks % expert_ranks:
         why = f"it must divide the number of ranks, which is {num_ranks} (gpus, or --ranks of flatout plan)"
     elif not shape.groups_experts or not counts:
-        found = "has no experts" if not shape.has_experts else "computes its experts by its own code"
-        why = f"model type {shape.model_type} {found}"
+        obstacle = "has no experts" if not shape.has_experts else "computes its experts by its own code"
+        why = f"model type {shape.model_type} {obstacle}"
     elif odd := [count for count in counts if count % expert_ranks]:
         why = f"it must divide the number of experts; model type {shape.model_type} has {odd[0]}"
     else:

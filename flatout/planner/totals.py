@@ -166,13 +166,13 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
         why = "each sample is a padded row" if totals.layout == "rows" else "ranks that share a pass fill it up alike"
         yield "padding", f"{totals.padding_share:.1%} of the tokens computed, as {why}"
     if totals.num_shared_tokens:
-        share = totals.num_shared_tokens / totals.num_tokens
-        yield "prefixes", f"shared: {totals.num_shared_tokens:,} tokens, {share:.1%}, are not computed again"
+        token_share = totals.num_shared_tokens / totals.num_tokens
+        yield "prefixes", f"shared: {totals.num_shared_tokens:,} tokens, {token_share:.1%}, are not computed again"
     if totals.num_estimate_tokens:
-        share = totals.num_estimate_tokens / totals.num_tokens
+        token_share = totals.num_estimate_tokens / totals.num_tokens
         yield (
             "estimates",
-            f"{totals.num_estimate_tokens:,} tokens more, {share:.1%}, in forward passes before gradients",
+            f"{totals.num_estimate_tokens:,} tokens more, {token_share:.1%}, in forward passes before gradients",
         )
     if totals.num_reference_tokens:
         count = f"{totals.num_reference_tokens:,} tokens"

@@ -69,7 +69,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CategoryTime:
     """One category: seconds per step, share of the step's wall time, kernels per step."""
 
     category: str
@@ -88,7 +88,7 @@ class Breakdown:
 
     num_steps: int
     step_s: float
-    rows: tuple[Row, ...]
+    rows: tuple[CategoryTime, ...]
     idle_s: float
     overlap_s: float
     data_wait_s: float
@@ -99,8 +99,8 @@ def category_of(event: Event) -> str:
     for name in reversed(event.ranges):
         if name in RANGES:
             return RANGES[name]
-    found = (category for category, pattern in _CATEGORIES if re.search(pattern, event.name, re.IGNORECASE))
-    return next(found, "other")
+    categories = (category for category, pattern in _CATEGORIES if re.search(pattern, event.name, re.IGNORECASE))
+    return next(categories, "other")
 
 
 def break_down(events: Sequence[Event], *, wall_s: float, num_steps: int, data_wait_s: float) -> Breakdown:
@@ -119,7 +119,7 @@ def break_down(events: Sequence[Event], *, wall_s: float, num_steps: int, data_w
     return Breakdown(
         num_steps=num_steps,
         step_s=wall_s / num_steps,
-        rows=tuple(Row(name, s / num_steps, s / wall_s, counts[name] / num_steps) for name, s in by_time),
+        rows=tuple(CategoryTime(name, s / num_steps, s / wall_s, counts[name] / num_steps) for name, s in by_time),
         idle_s=max(0.0, wall_s - busy_us / 1e6) / num_steps,
         overlap_s=max(0.0, sum(own_s.values()) - busy_us / 1e6) / num_steps,
         data_wait_s=data_wait_s,

@@ -13,7 +13,7 @@ from flatout.rollout.sampling import choose, draw_key
 
 
 @dataclass(slots=True)
-class Answer:
+class PendingCompletion:
     """An answer on the host. `num_drawn` counts tokens that the device has drawn, read or not."""
 
     prompt: int
@@ -58,7 +58,7 @@ class DecodeState:
         # made with the first logits, which say how many tokens there are
         self._seen: Tensor | None = None
 
-    def begin(self, answers: Sequence[Answer], first: int, logits: Tensor) -> None:
+    def begin(self, answers: Sequence[PendingCompletion], first: int, logits: Tensor) -> None:
         """Draw the first token of answers at places from `first` on; logits (answers, V)."""
         device, places = logits.device, slice(first, first + len(answers))
         keys = [draw_key(self._params.seed, answer.prompt, answer.completion) for answer in answers]
@@ -88,6 +88,6 @@ class DecodeState:
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy places (from, to)."""
         old, new = (torch.tensor(side, device=self.tokens.device) for side in zip(*pairs, strict=True))
-        held = [self.tokens, self.positions, self._counts, self._keys, self.logprobs]
-        for tensor in held if self._seen is None else [*held, self._seen]:
+        tensors = [self.tokens, self.positions, self._counts, self._keys, self.logprobs]
+        for tensor in tensors if self._seen is None else [*tensors, self._seen]:
             tensor[new] = tensor[old]

@@ -54,15 +54,15 @@ class Slots:
         self._shifts = torch.zeros_like(rows)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
-        found, waiting = [], list(groups)
+        admitted, waiting = [], list(groups)
         while waiting:
             count, num_tokens = 1, len(waiting[0][0])
             while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._weights.pass_tokens:
                 num_tokens += len(waiting[count][0])
                 count += 1
-            found.append(self._fill(waiting[:count]))
+            admitted.append(self._fill(waiting[:count]))
             waiting = waiting[count:]
-        return torch.cat(found)
+        return torch.cat(admitted)
 
     def _fill(self, groups: Sequence[Group]) -> Tensor:
         """Compute prompts in one pass, and copy the keys of each to the slots of its answers."""
@@ -119,10 +119,10 @@ class OwnCache:
         batch = last_rows_of(prompts, self._weights, row_length=len(prompts[0]))
         self._shifts = shifts_of(batch, groups)
         logits = self._weights.logits(replace(batch, cache=cache))
-        held = [getattr(layer, "keys", None) for layer in cache.layers]
+        states = [getattr(layer, "keys", None) for layer in cache.layers]
         for name in ("conv_states", "recurrent_states"):
-            held += [state for layer in cache.layers for state in getattr(layer, name, {}).values()]
-        if all(state is None for state in held):
+            states += [state for layer in cache.layers for state in getattr(layer, name, {}).values()]
+        if all(state is None for state in states):
             raise ValueError("the model keeps no cache of keys and values")
         if len(prompts) < sum(count for _, count in groups):
             rows = [row for row, (_, count) in enumerate(groups) for _ in range(count)]
@@ -176,7 +176,7 @@ class Recomputed:
 
     def _pass(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits after each sequence, in as few passes as hold them."""
-        found, group, is_padded = list[Tensor](), list[Sequence[int]](), self._weights.is_padded
+        logits, group, is_padded = list[Tensor](), list[Sequence[int]](), self._weights.is_padded
         for index, sequence in enumerate(sequences):
             group.append(sequence)
             following = [len(each) for each in (*group, *sequences[index + 1 : index + 2])]
@@ -185,9 +185,9 @@ class Recomputed:
             if len(following) == len(group) or num_tokens > self._weights.pass_tokens:
                 padded = row_length(max(map(len, group)))
                 batch = last_rows_of(group, self._weights, row_length=padded if is_padded else None)
-                found.append(self._weights.logits(batch))
+                logits.append(self._weights.logits(batch))
                 group = []
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
         for old, new in pairs:

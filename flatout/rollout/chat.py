@@ -52,14 +52,14 @@ class Sampling:
         given = {name: value for name in _LIMITS if (value := getattr(self, name, None)) is not None}
         own = model.generation_config
         values = {name: getattr(own, name, None) for name in _LIMITS} | given
-        found = {name: value for name, value in values.items() if value is not None}
-        for name, value in found.items():
+        chosen = {name: value for name, value in values.items() if value is not None}
+        for name, value in chosen.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not _LIMITS[name](value):
                 raise ValueError(f"{name} is {value!r}")
-        penalty = {name: value for name, value in found.items() if name == "repetition_penalty" and value != 1}
+        penalty = {name: value for name, value in chosen.items() if name == "repetition_penalty" and value != 1}
         if self.temperature == 0 or not (given or (own is not None and own.do_sample)):
             return penalty
-        drawn = {"temperature": 1.0, "top_k": _TOP_K} | found
+        drawn = {"temperature": 1.0, "top_k": _TOP_K} | chosen
         return {name: drawn[name] for name in _LIMITS if name in drawn and name != "repetition_penalty"} | penalty
 
     def describe(self, model: PreTrainedModel) -> str:
@@ -157,7 +157,7 @@ def answer_all(
         sampler.prove(prompts)
     printer, counts = _Printer(tokenizer, len(prompts)), [0] * len(prompts)
 
-    def told(prompt: int, completion: int, token_id: int) -> None:
+    def report_token(prompt: int, completion: int, token_id: int) -> None:
         counts[prompt] += 1
         room = max_new_tokens if params.max_positions is None else params.max_positions - len(prompts[prompt])
         is_last = token_id in params.stop_ids or counts[prompt] == min(room, max_new_tokens)
@@ -165,8 +165,8 @@ def answer_all(
             printer.add(prompt, token_id, is_last=is_last)
         on_token(prompt, is_last, time.monotonic() - printer.printed_at)
 
-    found = sampler.sample(prompts, 1, params, told)
-    return [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)).strip() for (one,) in found]
+    completions = sampler.sample(prompts, 1, params, report_token)
+    return [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)).strip() for (one,) in completions]
 
 
 def answer(
@@ -185,9 +185,11 @@ def answer(
     """
     number = 0
 
-    def told(prompt: int, is_last: bool, silent_s: float) -> None:
+    def report_token(prompt: int, is_last: bool, silent_s: float) -> None:
         nonlocal number
         number += 1
         on_token(number, silent_s)
 
-    return answer_all(model, tokenizer, [prompt_ids(model, tokenizer, messages, pictures)], on_token=told, **options)[0]
+    return answer_all(
+        model, tokenizer, [prompt_ids(model, tokenizer, messages, pictures)], on_token=report_token, **options
+    )[0]

@@ -11,7 +11,7 @@ import torch
 
 from flatout.errors import NumericError
 from flatout.optim.update import copy_to_host_async
-from flatout.rollout.answers import Answer, DecodeState
+from flatout.rollout.answers import DecodeState, PendingCompletion
 from flatout.rollout.backends import DecodeBackend, Slots
 from flatout.rollout.cuda_graphs import RecordedSteps, recorded_size
 from flatout.rollout.sampler import OnToken, SamplingParams
@@ -31,18 +31,18 @@ class Decoding:
     """
 
     def __init__(
-        self, backend: DecodeBackend, num_places: int, answers: Sequence[Answer], params: SamplingParams,
+        self, backend: DecodeBackend, num_places: int, answers: Sequence[PendingCompletion], params: SamplingParams,
         weights: Weights, on_token: OnToken | None, *, records: bool,
     ) -> None:  # fmt: skip
         self._backend, self._num_places, self._params, self._on_token = backend, num_places, params, on_token
         self._longest = max(len(each.prompt_ids) + each.limit for each in answers)
         # answers of one prompt, and prompts of one length, come one after the other
         order = answers if backend.mixes else sorted(answers, key=lambda each: (len(each.prompt_ids), each.prompt))
-        self._waiting, self._active = deque(order), list[Answer]()
+        self._waiting, self._active = deque(order), list[PendingCompletion]()
         self._state = DecodeState(num_places, self._longest, params, weights.device, weights.agree)
         self._lag = int(weights.device.type == "cuda" and not weights.in_lockstep)
         self._refill = max(1, num_places // _REFILL_SHARE) if self._lag else 1
-        self._unread: deque[tuple[list[Answer], Callable[[], list[float]]]] = deque()
+        self._unread: deque[tuple[list[PendingCompletion], Callable[[], list[float]]]] = deque()
         self._recorded = None
         if self._lag and isinstance(backend, Slots):
             records = records and max(each.limit for each in answers) >= MIN_RECORDED_TOKENS

@@ -16,7 +16,7 @@ from flatout.models.arch_quirks import picture_kinds, whole_document_problem
 from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
 from flatout.planner.steps.padded import row_length
-from flatout.rollout.answers import Answer
+from flatout.rollout.answers import PendingCompletion
 from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of
 from flatout.rollout.decode import Decoding
 from flatout.rollout.sampler import (
@@ -39,7 +39,7 @@ PROVED_TOKENS, PROVED_ANSWER = 128, 4
 
 
 @dataclass
-class _Told:
+class _TokenListener:
     """Calls what a caller gets tokens by, and remembers that it failed, which is no fault of a backend."""
 
     on_token: OnToken | None
@@ -77,7 +77,7 @@ class InProcess(Sampler):
         """Answer prompts as `Sampler.sample` says; call it without gradients, in eval mode and the model's autocast."""
         if not prompts or not num_completions:
             return [[] for _ in prompts]
-        told = _Told(on_token)
+        listener = _TokenListener(on_token)
         if self.weights.pictures is not None:
             # it stands for a part of a picture, and an answer has none
             params = replace(params, never_ids=frozenset({self.weights.pictures.token_id}))
@@ -86,12 +86,12 @@ class InProcess(Sampler):
             flat = [each for group in answers for each in group]
             try:
                 with self._opened(name, flat) as (backend, num_places):
-                    Decoding(backend, num_places, flat, params, self.weights, told, records=self.records).finish()
+                    Decoding(backend, num_places, flat, params, self.weights, listener, records=self.records).finish()
                 why = self._difference(name, flat)
             except (torch.OutOfMemoryError, ResourceError, NumericError):
                 raise
             except (PackingError, UsageError, *MODEL_ERRORS) as error:
-                if name == "recomputed" or told.failed:
+                if name == "recomputed" or listener.failed:
                     raise
                 why = first_line(error)
             if why is None:
@@ -122,7 +122,7 @@ class InProcess(Sampler):
         return [name for name in (*backends, "own cache", "recomputed") if self.known.get(name, True)]
 
     @contextmanager
-    def _opened(self, name: BackendName, answers: Sequence[Answer]) -> Iterator[tuple[DecodeBackend, int]]:
+    def _opened(self, name: BackendName, answers: Sequence[PendingCompletion]) -> Iterator[tuple[DecodeBackend, int]]:
         """Yield a backend, and for how many answers at once it has places, with the attention that it needs."""
         weights = self.weights
         if name == "slots" and weights.packs is not None:
@@ -134,14 +134,16 @@ class InProcess(Sampler):
         else:
             yield Recomputed(weights), len(answers)
 
-    def _difference(self, name: BackendName, answers: Sequence[Answer]) -> str | None:
+    def _difference(self, name: BackendName, answers: Sequence[PendingCompletion]) -> str | None:
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
         if name == "recomputed" or name in self.known:
             return None
         longest = max(answers, key=lambda each: len(each.token_ids))
-        found = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
-        true = packed_logprobs(self.weights, followed(longest.prompt_ids, longest.token_ids), len(found)).double().cpu()
-        error, limit = float((found - true).abs().mean()), self.weights.tolerance
+        logprobs = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
+        true = (
+            packed_logprobs(self.weights, followed(longest.prompt_ids, longest.token_ids), len(logprobs)).double().cpu()
+        )
+        error, limit = float((logprobs - true).abs().mean()), self.weights.tolerance
         if not self.weights.least(int(error <= limit)):
             return f"log-probabilities differ by {error:.1e} on average (limit {limit:.0e})"
         self.known[name] = True
@@ -158,9 +160,11 @@ def packed_logprobs(weights: Weights, sequence: Sequence[int], count: int) -> Te
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def begin(prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams) -> list[list[Answer]]:
+def begin(
+    prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams
+) -> list[list[PendingCompletion]]:
     """Return the answers to sample, by prompt. Raises UsageError for a prompt without tokens or positions."""
-    found = []
+    answers = []
     for index, prompt in enumerate(prompts):
         room = params.max_new_tokens
         if params.max_positions is not None:
@@ -169,5 +173,5 @@ def begin(prompts: Sequence[Sequence[int]], num_completions: int, params: Sampli
             has = f"{len(prompt):,} tokens, and the model {params.max_positions:,} positions" if prompt else "no tokens"
             raise UsageError(f"prompt {index + 1} has {has}; shorten it, or leave it out")
         at_limit: Ending = "length" if room == params.max_new_tokens else "positions"
-        found.append([Answer(index, number, prompt, room, at_limit) for number in range(num_completions)])
-    return found
+        answers.append([PendingCompletion(index, number, prompt, room, at_limit) for number in range(num_completions)])
+    return answers

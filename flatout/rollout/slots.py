@@ -9,7 +9,7 @@ import torch
 
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.slot_cache import SlotCache
-from flatout.rollout.answers import Answer
+from flatout.rollout.answers import PendingCompletion
 from flatout.rollout.backends import Slots, last_rows_of
 from flatout.rollout.sampler import NoRoomError
 from flatout.rollout.weights import Weights
@@ -22,7 +22,7 @@ _PLACES_MULTIPLE = 16
 _SLOTS_MULTIPLE = 16
 
 
-def open_slots(weights: Weights, answers: Sequence[Answer]) -> tuple[Slots, int]:
+def open_slots(weights: Weights, answers: Sequence[PendingCompletion]) -> tuple[Slots, int]:
     """Return slots for these answers, and how many: all, or as many as memory has room for, which is told.
 
     Raises NoRoomError if there is no room for one.
@@ -64,7 +64,7 @@ def _bytes_of_a_token(weights: Weights, token_id: int) -> int:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device."""
     if device.type != "cuda":
-        found = available_host_bytes()
-        return 1 << 33 if found is None else found
+        available = available_host_bytes()
+        return 1 << 33 if available is None else available
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused

@@ -29,7 +29,7 @@ from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageErro
 from flatout.io.redact import printable, redacted
 from flatout.planner.devices import DEVICES
 from flatout.studio.guard import Guard
-from flatout.studio.jobs import Job, Worker
+from flatout.studio.jobs import Worker, WorkerJob
 from flatout.studio.trainings import Trainings
 from flatout.studio.workspace import MAX_UPLOAD_BYTES, Workspace
 from flatout.track.run_log import read_run
@@ -256,16 +256,16 @@ class Studio:
     async def rename(self, request: Request) -> Response:
         """Give a run another name, and its folder too; return the folder."""
         body = await _read(request, _Rename)
-        found = await run_in_threadpool(self.trainings.rename, self.workspace.inside(body.folder), body.name)
-        return JSONResponse({"folder": found})
+        renamed = await run_in_threadpool(self.trainings.rename, self.workspace.inside(body.folder), body.name)
+        return JSONResponse({"folder": renamed})
 
     async def notes(self, request: Request) -> Response:
         """Write a run's note and tags, which a space or a comma parts; return them."""
         body = await _read(request, _Notes)
-        found = self.trainings.write_notes(
+        notes = self.trainings.write_notes(
             self.workspace.inside(body.folder), body.note, re.findall(r"[^\s,]+", body.tags)
         )
-        return JSONResponse({"note": found.note, "tags": list(found.tags)})
+        return JSONResponse({"note": notes.note, "tags": list(notes.tags)})
 
     def report(self, request: Request) -> Response:
         """The page of a run, as `flatout report` writes it, to save."""
@@ -350,6 +350,6 @@ async def _read(request: Request, kind: type[BodyType]) -> BodyType:
         raise UsageError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
 
 
-def _stream(job: Job) -> Response:
+def _stream(job: WorkerJob) -> Response:
     """Answer with the lines of a job as they come, one JSON object a line."""
     return StreamingResponse((json.dumps(line) + "\n" async for line in job.follow()), media_type=LINES)

@@ -71,5 +71,5 @@ class Guard:
             return "The request does not say which page it comes from; use the pages of flatout studio."
         return None
 
-    def _is_token(self, found: str | None) -> bool:
-        return found is not None and secrets.compare_digest(found.encode(), self._token.encode())
+    def _is_token(self, token: str | None) -> bool:
+        return token is not None and secrets.compare_digest(token.encode(), self._token.encode())

@@ -22,7 +22,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(eq=False)
-class Job:
+class WorkerJob:
     """One request to a worker and the lines it has answered; the last one has `result` or `error`."""
 
     request: Mapping[str, Any]
@@ -63,12 +63,12 @@ class Worker:
         self._root, self._models, self._lock = root, models, asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._was_cancelled = False
-        self.current: Job | None = None
+        self.current: WorkerJob | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, kind: str, **facts: Any) -> Job:
+    def submit(self, kind: str, **facts: Any) -> WorkerJob:
         """Queue a request for the worker's function `kind` and return it at once; `Job.follow` has the answer."""
-        job = Job({"kind": kind, **facts})
+        job = WorkerJob({"kind": kind, **facts})
         task = asyncio.create_task(self._run(job))
         self._tasks.add(task)  # the event loop itself keeps no reference
         task.add_done_callback(self._tasks.discard)
@@ -82,7 +82,7 @@ class Worker:
                 self._process.kill()
             await self._process.wait()
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: WorkerJob) -> None:
         async with self._lock:
             self.current = job
             try:
@@ -93,7 +93,7 @@ class Worker:
             finally:
                 self.current = None
 
-    async def _exchange(self, job: Job) -> None:
+    async def _exchange(self, job: WorkerJob) -> None:
         """Send a request and pass on the lines of the answer; the end of the process is an error of the request."""
         process = self._process
         if process is None or process.returncode is not None:

@@ -198,7 +198,7 @@ class Trainings:
 
     def rows(self, folders: Sequence[str]) -> list[dict[str, Any]]:
         """Return name, state, model, method and start of each run, the one that started last first."""
-        found = []
+        rows = []
         for name in folders:
             folder = self._workspace.root / name
             row: dict[str, Any] = {"folder": name, "state": self.state(folder), "started_at": folder.stat().st_mtime}
@@ -209,8 +209,8 @@ class Trainings:
             if start:
                 row |= {"model": start.model, "method": start.method, "data": start.data}
                 row["started_at"] = start.first_started_at
-            found.append(row)
-        return sorted(found, key=lambda row: -row["started_at"])
+            rows.append(row)
+        return sorted(rows, key=lambda row: -row["started_at"])
 
     def live(self, folder: Path, version: int) -> dict[str, Any]:
         """Return the state of a run, the end of its output, and its drawing if that is newer than `version`."""
@@ -252,15 +252,15 @@ class Trainings:
 
     def gpus_in_use(self) -> dict[str, list[int]]:
         """Return the GPUs of each run that trains now, by its folder, as `gpus` numbers them; none for a CPU."""
-        found = {}
+        users = {}
         for folder in {self._workspace.root / name for name in self._workspace.survey().runs} | self._processes.keys():
             if self.state(folder) == "running":
                 config = None
                 with suppress(FlatoutError):  # damaged since it started
                     config = load_config(file) if (file := _settings_file(folder)) else None
                 on_cpu = config is not None and config.wanted_device == "cpu"
-                found[self._workspace.relative(folder)] = [] if on_cpu else (config and config.gpus) or [0]
-        return found
+                users[self._workspace.relative(folder)] = [] if on_cpu else (config and config.gpus) or [0]
+        return users
 
     def running(self) -> dict[str, int]:
         """Return the processes that studio started and that still run: pid by folder."""

@@ -254,7 +254,7 @@ def chat(
     from flatout.rollout.chat import Sampling, answer
 
     model, tokenizer, base = _loaded(folder, device, emit)
-    found = {}
+    chats = {}
     for side, one in (("run", model), ("base", base)):
         if one is None:
             continue
@@ -268,8 +268,8 @@ def chat(
         adapted = without_adapter(model) if side == "base" and base is model else nullcontext()
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": Sampling(temperature), "stream": True}
         with redirect_stdout(_Pieces(emit, side)), adapted:
-            found[side] = answer(one, tokenizer, messages, **options)
-    return found
+            chats[side] = answer(one, tokenizer, messages, **options)
+    return chats
 
 
 def out(folder: str, to: str, emit: Emit) -> dict[str, str]:

@@ -60,16 +60,16 @@ class Workspace:
         What `is_model` may be in the folders of models, too.
         """
         try:
-            found = (self.root / path).resolve()
+            resolved = (self.root / path).resolve()
             # some readers expand ~ to a home folder
             roots = (self.root, *(self.models if is_model else ()))
-            if path.startswith("~") or not any(map(found.is_relative_to, roots)):
+            if path.startswith("~") or not any(map(resolved.is_relative_to, roots)):
                 raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
             with suppress(FileNotFoundError, NotADirectoryError):  # it may be made
-                found.stat()
+                resolved.stat()
         except (OSError, ValueError, RuntimeError) as error:
             raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
-        return found
+        return resolved
 
     def relative(self, path: Path) -> str:
         """Return a path inside the workspace as pages show it."""
@@ -77,28 +77,32 @@ class Workspace:
 
     def survey(self) -> Survey:
         """Look for data files, model folders and run folders."""
-        found, num_entries = Survey(), 0
+        survey, num_entries = Survey(), 0
         for parent, folders, files in os.walk(self.root):
             num_entries += len(folders) + len(files)
             if num_entries > MAX_ENTRIES:
-                found.is_complete = False
+                survey.is_complete = False
                 break
             folder = Path(parent)
             is_model = {"config.json", "tokenizer.json"} <= set(files)
             if not {*RUN_FILES}.isdisjoint(files):
-                found.runs.append(self.relative(folder))
+                survey.runs.append(self.relative(folder))
             elif is_model:
-                found.models.append(self.relative(folder))
+                survey.models.append(self.relative(folder))
             elif _MODEL_FILES.isdisjoint(files):
                 names = (name for name in files if row_type(Path(name)) and name != registry.FILE_NAME)
-                found.data_files += [self.relative(folder / name) for name in names]
+                survey.data_files += [self.relative(folder / name) for name in names]
             is_deep = len(folder.relative_to(self.root).parts) >= MAX_DEPTH
-            kept = [] if is_model or is_deep else [name for name in folders if name[0] != "." and name not in _SKIPPED]
-            folders[:] = sorted(kept)
-        found.data_files.sort()
+            visible = (
+                [] if is_model or is_deep else [name for name in folders if name[0] != "." and name not in _SKIPPED]
+            )
+            folders[:] = sorted(visible)
+        survey.data_files.sort()
         for folder in self.models:
-            found.models += [str(one) for one in (folder, *sorted(folder.iterdir())) if (one / "config.json").is_file()]
-        return found
+            survey.models += [
+                str(one) for one in (folder, *sorted(folder.iterdir())) if (one / "config.json").is_file()
+            ]
+        return survey
 
     def free_run_name(self) -> str:
         """Return the first of run, run-2, run-3 ... of which there is no folder."""

@@ -91,16 +91,16 @@ class Reporter:
             is_over.set()
 
     def _tell_slow(self, is_over: Event) -> None:
-        told: tuple[Callback, int, float] | None = None
+        slow: tuple[Callback, int, float] | None = None
         limit_s = bounded_wait.NOTICE_AFTER_S
         while not is_over.wait(bounded_wait.POLL_S):
             if (calling := self._calling) is None:
                 continue
-            if calling is not told:
+            if calling is not slow:
                 limit_s = bounded_wait.NOTICE_AFTER_S
             callback, thread, since_s = calling
             if time.monotonic() - since_s >= limit_s:
-                told, now_s = calling, limit_s
+                slow, now_s = calling, limit_s
                 limit_s *= TOLD_AGAIN
                 stack = traceback.extract_stack(sys._current_frames().get(thread))
                 name = next((frame.name for frame in stack if frame.name.startswith("on_")), "a method")

@@ -147,8 +147,8 @@ class Delivery(Thread):
         self._save(replace(self._cursor, ended_at=None))  # also the run's id, before the service knows it
         self._given = replace(self._cursor, trouble=None)
         module, _, class_name = TRACKERS[self.name][1].rpartition(".")
-        found: type[Tracker] = getattr(importlib.import_module(module), class_name)
-        tracker = found(self._cursor.run_id, self._folder / "trackers", self._config)
+        tracker_class: type[Tracker] = getattr(importlib.import_module(module), class_name)
+        tracker = tracker_class(self._cursor.run_id, self._folder / "trackers", self._config)
         tracker.on_start(self._start)
         self._tracker = tracker
         return tracker

@@ -120,11 +120,11 @@ class NotebookConsole(ConsoleCallback):
         cells = "".join(f"<th>{name}</th>" for name in _HEAD)
         lines = []
         for step, (record, evaluation) in sorted(self._rows.items()):
-            found = [f"{step:,}", "", "", "", ""]
+            row = [f"{step:,}", "", "", "", ""]
             if record is not None:
-                found[1], found[3] = f"{record.loss:.4f}", short_count(record.tokens_per_s)
-                found[4] = short_time(record.eta_s)
+                row[1], row[3] = f"{record.loss:.4f}", short_count(record.tokens_per_s)
+                row[4] = short_time(record.eta_s)
             if evaluation is not None:
-                found[2] = f"{evaluation.eval_loss:.4f}{' (best)' if evaluation.is_best else ''}"
-            lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in found)}</tr>")
+                row[2] = f"{evaluation.eval_loss:.4f}{' (best)' if evaluation.is_best else ''}"
+            lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

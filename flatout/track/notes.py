@@ -38,12 +38,12 @@ def write_notes(
     if unknown := sorted(set(remove) - set(old.tags)):
         has = f"it has {', '.join(old.tags)}" if old.tags else "it has none"
         raise UsageError(f"{folder} has no tag {unknown[0]!r:.80}; {has}")
-    found = RunNotes(old.note if note is None else note.strip(), tuple(sorted({*old.tags, *tags} - set(remove))))
-    if len(found.note) > MAX_NOTE:
-        raise UsageError(f"the note has {len(found.note):,} characters; {MAX_NOTE:,} are allowed: put more into a file")
-    if len(found.tags) > max(MAX_TAGS, len(old.tags)):
-        raise UsageError(f"{folder} would have {len(found.tags)} tags; {MAX_TAGS} are allowed: remove some")
+    notes = RunNotes(old.note if note is None else note.strip(), tuple(sorted({*old.tags, *tags} - set(remove))))
+    if len(notes.note) > MAX_NOTE:
+        raise UsageError(f"the note has {len(notes.note):,} characters; {MAX_NOTE:,} are allowed: put more into a file")
+    if len(notes.tags) > max(MAX_TAGS, len(old.tags)):
+        raise UsageError(f"{folder} would have {len(notes.tags)} tags; {MAX_TAGS} are allowed: remove some")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; name that of a run")
-    DurableIO().write_json(folder / NOTES_FILE, asdict(found))
-    return found
+    DurableIO().write_json(folder / NOTES_FILE, asdict(notes))
+    return notes

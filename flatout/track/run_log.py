@@ -118,21 +118,21 @@ class RunFollower:
 
     def poll(self) -> bool:
         """Read what is new."""
-        log, found = self.log, False
+        log, has_news = self.log, False
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         side = read_side_files(log.folder)
         for line in self._files["metrics"].new_lines():
-            found = self._add(line) or found
+            has_news = self._add(line) or has_news
         for line in self._files["answers"].new_lines():
-            found = self._add(line) or found
+            has_news = self._add(line) or has_news
         for line in self._files["events"].new_lines():
             log.events.append(line)
-            found = True
-        found = found or side != (log.start, log.end, log.notes, log.problems)
+            has_news = True
+        has_news = has_news or side != (log.start, log.end, log.notes, log.problems)
         log.start, log.end, log.notes, log.problems = side
         log.num_bad_lines = sum(file.num_bad for file in self._files.values()) + self._num_unknown
-        return found
+        return has_news
 
     def _add(self, line: dict[str, Any]) -> bool:
         record = record_of(line)
@@ -140,15 +140,15 @@ class RunFollower:
             self._num_unknown += 1
             return False
         log = self.log
-        kept: list[Any] = log.answers
+        records: list[Any] = log.answers
         if isinstance(record, StepRecord):
-            kept = log.steps
+            records = log.steps
         elif isinstance(record, EvalRecord):
-            kept = log.evals
+            records = log.evals
         # a resumed run repeats steps after its checkpoint
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
+        while records and records[-1].step >= record.step:
+            records.pop()
+        records.append(record)
         return True
 
 
@@ -174,14 +174,14 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
 
 def read_start(folder: Path) -> RunStart | None:
     """Return what start.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    found: RunStart | None = _read(folder / "start.json", _START)
-    return found
+    start: RunStart | None = _read(folder / "start.json", _START)
+    return start
 
 
 def read_end(folder: Path) -> RunEnd | None:
     """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    found: RunEnd | None = _read(folder / "end.json", _END)
-    return found
+    end: RunEnd | None = _read(folder / "end.json", _END)
+    return end
 
 
 class SideFiles(NamedTuple):
@@ -195,16 +195,16 @@ class SideFiles(NamedTuple):
 
 def read_side_files(folder: Path) -> SideFiles:
     """Read start.json, end.json and notes.json; before a note or tag is written, the tags are those of `track.tags`."""
-    found, problems = dict[str, Any](), dict[str, str]()
+    facts, problems = dict[str, Any](), dict[str, str]()
     for name, adapter in (("start.json", _START), ("end.json", _END), (NOTES_FILE, _NOTES)):
         try:
-            found[name] = _read(folder / name, adapter)
+            facts[name] = _read(folder / name, adapter)
         except DataError as error:
             problems[name] = str(error)
-    start = found.get("start.json")
+    start = facts.get("start.json")
     tags = start.settings.get("track.tags") if start else None
     given = RunNotes(tags=tuple(sorted(map(str, tags))) if isinstance(tags, list) else ())
-    return SideFiles(start, found.get("end.json"), found.get(NOTES_FILE) or given, problems)
+    return SideFiles(start, facts.get("end.json"), facts.get(NOTES_FILE) or given, problems)
 
 
 def notes_to_change(folder: Path) -> RunNotes:

@@ -255,21 +255,21 @@ def _describe_losses(one: EvalSummary) -> str:
 
 
 def _warnings(log: RunLog) -> list[str]:
-    found = []
+    warnings = []
     evals, num = log.evals, max(MIN_COMPARED, int(COMPARED_SHARE * len(log.steps)))
     evaluation = _summarize_losses({one.step: one.eval_loss for one in evals}, evals)
     if evaluation and len(evals) > 1:
         if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
-            found.append(f"no evaluation was better than the first, {evaluation.first:.4f}: lower optim.lr")
+            warnings.append(f"no evaluation was better than the first, {evaluation.first:.4f}: lower optim.lr")
         elif evaluation.last - evaluation.best > NOTABLE_SHARE * (evaluation.first - evaluation.best):
             where = f"step {evaluation.best_step:,}, {evaluation.best:.4f} to {evaluation.last:.4f}"
-            found.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
+            warnings.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
     losses = [step.loss for step in log.steps]
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
-        found.append(f"the loss of the last {num} records is not lower than of the first {num}")
+        warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
     slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
     if slow:
-        found.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")
+        warnings.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")
     if log.num_bad_lines:
-        found.append(f"{log.num_bad_lines} lines of this run's files could not be read")
-    return [*found, *log.problems.values()]
+        warnings.append(f"{log.num_bad_lines} lines of this run's files could not be read")
+    return [*warnings, *log.problems.values()]

@@ -57,28 +57,30 @@ class Tracker(Callback):
 def parameters(start: RunStart) -> dict[str, bool | int | float | str]:
     """Return all settings by dotted name, and what the run runs on as `environment.*`; other values become JSON."""
     names = ("device", "dtype", "strategy", "num_ranks", "num_parameters", "num_trained_parameters", "folder")
-    found = {**start.settings, **{f"environment.{name}": getattr(start, name) for name in names}}
+    parameters_of_run = {**start.settings, **{f"environment.{name}": getattr(start, name) for name in names}}
     gpus = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in start.gpus]
-    found["environment.gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
-    found |= {f"environment.versions.{package}": version for package, version in start.versions.items()}
+    parameters_of_run["environment.gpus"] = (
+        ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+    )
+    parameters_of_run |= {f"environment.versions.{package}": version for package, version in start.versions.items()}
     return {name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in found.items()}  # fmt: skip
+            for name, value in parameters_of_run.items()}  # fmt: skip
 
 
 def metrics(record: StepRecord | EvalRecord) -> dict[str, float]:
     """Return all numbers of a record, as `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`."""
     if isinstance(record, StepRecord):
-        found = _numbers(record, "train/", leave_out=("step", "num_steps"))
-        return found | {f"train/{name}": value for name, value in record.metrics.items()}
-    found = {
+        figures_sent = _numbers(record, "train/", leave_out=("step", "num_steps"))
+        return figures_sent | {f"train/{name}": value for name, value in record.metrics.items()}
+    figures_sent = {
         name.replace("/eval_", "/"): value for name, value in _numbers(record, "eval/", leave_out=("step",)).items()
     }
-    found["eval/time_s"] = found.pop("eval/s")
-    found |= {f"eval/{name}": value for name, value in record.metrics.items()}
+    figures_sent["eval/time_s"] = figures_sent.pop("eval/s")
+    figures_sent |= {f"eval/{name}": value for name, value in record.metrics.items()}
     for data, figures in record.by_data.items():
-        found |= _numbers(figures, f"eval/{data}/")
-        found |= {f"eval/{data}/{name}": value for name, value in figures.metrics.items()}
-    return found
+        figures_sent |= _numbers(figures, f"eval/{data}/")
+        figures_sent |= {f"eval/{data}/{name}": value for name, value in figures.metrics.items()}
+    return figures_sent
 
 
 def _numbers(record: Any, prefix: str, leave_out: tuple[str, ...] = ()) -> dict[str, float]:

@@ -20,7 +20,7 @@ from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.memory_retry import release_memory
 from flatout.trainer.passes import autocast, inference, sum_unless_stopped
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"
 
@@ -29,7 +29,7 @@ class _StopRequested(Exception):  # noqa: N818  (a request, not an error)
     """This rank was asked to stop, which ranks agree on after their answers."""
 
 
-def answer_prompts(run: Run) -> None:
+def answer_prompts(run: TrainingRun) -> None:
     """Answer `eval.prompts` and record the answers; collective. Weights, gradients and random state do not change.
 
     Raises PassesStopped.
@@ -52,7 +52,7 @@ def answer_prompts(run: Run) -> None:
     run.reporter.record(AnswersRecord(step, answers, time.perf_counter() - started))
 
 
-def generate(run: Run, prompt_set: EvalPrompts) -> list[tuple[int, ...]] | None:
+def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]] | None:
     """Return the tokens that continue each prompt, up to `eval.max_new_tokens` or a stop token, which is left out.
 
     All ranks answer the same prompts. Where they share passes, as sharded weights are gathered in each, the first rank
@@ -71,27 +71,27 @@ def generate(run: Run, prompt_set: EvalPrompts) -> list[tuple[int, ...]] | None:
     )
     counts = [0] * len(prompt_set.prompts)
 
-    def told(prompt: int, completion: int, token_id: int) -> None:
+    def report_token(prompt: int, completion: int, token_id: int) -> None:
         counts[prompt] += 1
         run.reporter.phase("answering prompts, token", max(counts), most)
         if run.stop.requested and not lockstep:
             raise _StopRequested
 
-    found, has_failed = list[tuple[int, ...]](), torch.zeros((), device=run.device)
+    answers, has_failed = list[tuple[int, ...]](), torch.zeros((), device=run.device)
     shared = oom_as_resource_error(run.rank) if lockstep else nullcontext()
     try:
         with inference(run), autocast(run), shared:
             prompts = [prompt.token_ids for prompt in prompt_set.prompts]
-            for (completion,) in InProcess(training_weights(run)).sample(prompts, 1, params, told):
-                found.append(completion.answer_ids)
+            for (completion,) in InProcess(training_weights(run)).sample(prompts, 1, params, report_token):
+                answers.append(completion.answer_ids)
     except _StopRequested:
         pass
     except (NoRoomError, torch.OutOfMemoryError):
         has_failed += 1
-    return None if sum_unless_stopped(run, has_failed).item() else found
+    return None if sum_unless_stopped(run, has_failed).item() else answers
 
 
-def training_weights(run: Run) -> Weights:
+def training_weights(run: TrainingRun) -> Weights:
     """Return the run's current weights as a sampler reads them: as a training step computes, adapters unmerged."""
     lockstep, layout = run.plan.layout.lockstep, run.plan.layout
     attention = run.model.config.get_text_config()._attn_implementation
@@ -119,7 +119,7 @@ def training_weights(run: Run) -> Weights:
     return replace(weights, in_lockstep=True, agree=agree, least=least) if lockstep else weights
 
 
-def _fits_on_all_ranks(run: Run, prompt_set: EvalPrompts) -> bool:
+def _fits_on_all_ranks(run: TrainingRun, prompt_set: EvalPrompts) -> bool:
     """Allocate what the plan counts for the largest pass, free it, and return whether every rank could; collective.
 
     If a rank ran out of memory in a sharded pass, the others would wait for it.

@@ -181,10 +181,10 @@ class BatchLoader:
             column, values = self.store.columns[name], self.store.extra[name]
             if column.per == "token":
                 own = [sample.columns[name][1:][sample.loss_mask[1:]] for sample in read]
-                found: NDArray[Any] = np.concatenate([np.zeros(0, column.stored), *own])
+                gathered: NDArray[Any] = np.concatenate([np.zeros(0, column.stored), *own])
             else:
-                found = np.array(values[ids if column.per == "sample" else units])
-            per[column.per][name] = torch.from_numpy(found)
+                gathered = np.array(values[ids if column.per == "sample" else units])
+            per[column.per][name] = torch.from_numpy(gathered)
         label_samples = torch.from_numpy(np.repeat(np.arange(len(read)), counts))
         of_samples = torch.from_numpy(sample_units.astype(np.int64))
         scored = read if self.padding_id is not None else []

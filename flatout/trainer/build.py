@@ -53,7 +53,7 @@ from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference import compute_reference
 from flatout.trainer.resume import restore
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,14 @@ class Setup:
 
     def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> PlannedRun:
         """Return the plan, made again for this device or with these `problems` (None: those known before)."""
-        found, problems = self.planned.fingerprints, problems or self.planned.problems
-        identity = {name: found[name] for name in ("model",) if name in found}
+        fingerprints, problems = self.planned.fingerprints, problems or self.planned.problems
+        identity = {name: fingerprints[name] for name in ("model",) if name in fingerprints}
         return plan_run(self.config, self.reporter, self.rank, lambda: device, problems, lambda: identity)
 
 
-def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: MemoryCheck | None = None) -> Run:
+def build_run(
+    setup: Setup, saved: SavedCheckpoint | None = None, memory_check: MemoryCheck | None = None
+) -> TrainingRun:
     """Build model, strategy, optimizer and loader, and restore what was `saved`. Raises a FlatoutError.
 
     A run that starts at step 0 measures passes with `memory_check`. If these change the plan, it is built again, which
@@ -93,13 +95,13 @@ def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: 
         run, no_graphs, sizes = assemble_run(setup)
         if memory_check is None or saved is not None:
             break
-        found, is_off = memory_check.check(run, stood_bytes)
+        measured, is_off = memory_check.check(run, stood_bytes)
         setup = replace(setup, planned=run.planned)
-        planned = setup.plan_again(found) if is_off else run.planned
+        planned = setup.plan_again(measured) if is_off else run.planned
         if planned.split == run.planned.split:
-            memory_check.record(found)
+            memory_check.record(measured)
             memory = replace(planned.memory, recompute=run.memory.recompute)
-            run = replace(run, planned=replace(planned, device=found), memory=memory)
+            run = replace(run, planned=replace(planned, device=measured), memory=memory)
             break
         setup = replace(setup, planned=planned)
         run.close()
@@ -118,7 +120,7 @@ def build_run(setup: Setup, saved: SavedCheckpoint | None = None, memory_check: 
     return run
 
 
-def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
+def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
     """Return the run, why it records no CUDA graphs (None: it does), and the bytes of each tensor it will save.
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
@@ -134,7 +136,7 @@ def assemble_run(setup: Setup) -> tuple[Run, str | None, list[int]]:
     compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
     named = trainable_parameters(loaded.model)
     saver, sizes = make_saver(setup, named)
-    run = Run(
+    run = TrainingRun(
         config=config,
         rank=rank,
         device=device,
@@ -220,10 +222,10 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, PlannedRun, Proofs]:
         setting = config.batch.share_prefix if shared else config.batch.layout
         if setting != "auto" or planned.plan.layout.name == "rows":
             raise
-        found = str(error).partition("; ")[0]
+        reason = str(error).partition("; ")[0]
     # here no frame of the failed check holds the model any more
     free_memory(device)
-    again = setup.plan_again(planned.device, (None, found) if shared else (found, None))
+    again = setup.plan_again(planned.device, (None, reason) if shared else (reason, None))
     proofs = Proofs(config, again, setup.checkpoints.group, reporter, recalls=setup.recalls)
     return load_trainable(config, again, device, reporter, proofs), again, proofs
 

@@ -163,8 +163,8 @@ def plan_run(
 
 def _report_tokens(store: TokenStore, reporter: Reporter) -> None:
     """Report how many samples and tokens there are, and the rows of which something was lost."""
-    num_tokens, share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
-    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {share:.0%} label")
+    num_tokens, label_share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
+    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {label_share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
         lost |= {"of": store.meta.counts["rows"]}
         reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
@@ -177,8 +177,8 @@ def _split(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
     facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
     train_ids, eval_ids = split_held_out(*facts)
     if num_copies := store.num_samples - len(np.unique(store.hashes)):
-        told = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
-        reporter.stage("held out", f"{len(eval_ids):,} samples, {told}, which stay on the side of the first")
+        line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
+        reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
     return SplitStore(store, train_ids, eval_ids)
 
 
@@ -211,11 +211,11 @@ def report_objective(config: Config, plan: RunPlan, reporter: Reporter, counted:
         reporter.stage("objective", note)
     if REFERENCE in objective.columns:
         num_steps = min(plan.num_steps, plan.steps_per_epoch)
-        told = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
-        reporter.event("reference", {"costs": f"{told}; nothing once an equal one is kept"})
+        cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
+        reporter.event("reference", {"costs": f"{cost}; nothing once an equal one is kept"})
     if objective.estimates:
-        told = "each step begins with forward passes over its prompts with the answers to other ones"
-        reporter.event("estimates", {"costs": f"{told}, about a {part} of the time of the rest"})
+        cost = "each step begins with forward passes over its prompts with the answers to other ones"
+        reporter.event("estimates", {"costs": f"{cost}, about a {part} of the time of the rest"})
 
 
 def reference_identity(config: Config, objective: Objective) -> dict[str, Any]:
@@ -303,8 +303,8 @@ def plan_evaluation(
 def _identity(store: TokenStore, columns: Sequence[str]) -> dict[str, Any]:
     """Return what a checkpoint remembers of a data set; of its own columns, pictures and those the objective reads."""
     columns = [*columns, "picture_hashes"] if store.num_pictures else columns
-    found = {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
-    return found | ({"columns": {name: store.columns[name].fingerprint for name in columns}} if columns else {})
+    identity = {"name": store.meta.name, "num_samples": store.num_samples, "fingerprint": store.meta.fingerprint}
+    return identity | ({"columns": {name: store.columns[name].fingerprint for name in columns}} if columns else {})
 
 
 def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:

@@ -21,7 +21,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import as_in_training, autocast, until_stopped
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 
 class _Sums:
@@ -34,11 +34,11 @@ class _Sums:
     def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
         """See Observer."""
         labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
-        found = sums_of(self._objective, labels, estimates=True)
-        self.sums += torch.stack(found).double()
+        sums = sums_of(self._objective, labels, estimates=True)
+        self.sums += torch.stack(sums).double()
 
 
-def start_estimates(run: Run, step: StepPlan) -> None:
+def start_estimates(run: TrainingRun, step: StepPlan) -> None:
     """Compute what the objective estimates over a step, without gradients and dropout; collective.
 
     The means are over all samples of the step, on all ranks and in all micro-batches.
@@ -54,14 +54,16 @@ def start_estimates(run: Run, step: StepPlan) -> None:
         _estimate(run, plan, own, loader, is_evaluation=False)
 
 
-def evaluation_estimates(run: Run, place: int) -> None:
+def evaluation_estimates(run: TrainingRun, place: int) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
     each = run.eval_sets[place].mismatched
     if each is not None:
         _estimate(run, each.planned, each.plan, run.mismatched_loaders[1 + place], is_evaluation=True)
 
 
-def _estimate(run: Run, plan: PlannedSamples, step: StepPlan, loader: BatchLoader, *, is_evaluation: bool) -> None:
+def _estimate(
+    run: TrainingRun, plan: PlannedSamples, step: StepPlan, loader: BatchLoader, *, is_evaluation: bool
+) -> None:
     objective = run.planned.objective
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:

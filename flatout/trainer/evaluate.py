@@ -18,11 +18,11 @@ from flatout.trainer.answers import answer_prompts
 from flatout.trainer.estimates import evaluation_estimates
 from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import autocast, inference, sum_unless_stopped, until_stopped
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.worst_samples import WorstSamples
 
 
-def evaluate_now(run: Run) -> bool:
+def evaluate_now(run: TrainingRun) -> bool:
     """Evaluate, record it, answer the prompts, and decide on early stopping; collective.
 
     Returns True for a new best, False without evaluation data. Raises PassesStopped before `run.progress` changes: a
@@ -44,7 +44,7 @@ def evaluate_now(run: Run) -> bool:
         )
     judged = total.of(run.config.eval.best)
     is_best = _is_better(run, judged)
-    worst_samples = worst.found()
+    worst_samples = worst.greatest()
     eval_s = time.perf_counter() - started
     run.reporter.record(
         EvalRecord(
@@ -74,7 +74,7 @@ def evaluate_now(run: Run) -> bool:
     return is_best
 
 
-def _is_better(run: Run, judged: float) -> bool:
+def _is_better(run: TrainingRun, judged: float) -> bool:
     """Whether this value of the metric that `eval.best` names is a new best."""
     progress, name = run.progress, run.config.eval.best
     # a checkpoint of an earlier version has the best loss only
@@ -86,7 +86,7 @@ def _is_better(run: Run, judged: float) -> bool:
     return best is None or gain > run.config.eval.min_delta
 
 
-def evaluate(run: Run, worst: WorstSamples | None = None) -> tuple[EvalFigures, dict[str, EvalFigures]]:
+def evaluate(run: TrainingRun, worst: WorstSamples | None = None) -> tuple[EvalFigures, dict[str, EvalFigures]]:
     """Return figures over all evaluation data sets and of each, without dropout; collective. Raises PassesStopped.
 
     `worst` reads the losses of their tokens.
@@ -111,18 +111,18 @@ def evaluate(run: Run, worst: WorstSamples | None = None) -> tuple[EvalFigures, 
 
 
 def _sum_each(
-    run: Run, worst: WorstSamples, place: int, passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+    run: TrainingRun, worst: WorstSamples, place: int, passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]
 ) -> Tensor:
     total = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     worst.start(place)
     for micro_batch, batch in zip(passes, until_stopped(run, batches), strict=False):
         with autocast(run), worst.reading(place, micro_batch):
-            found = run.loss(batch)
-        total += torch.stack([value.double() for value in found])
+            sums = run.loss(batch)
+        total += torch.stack([value.double() for value in sums])
     return total
 
 
-def _figures(run: Run, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
+def _figures(run: TrainingRun, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
     metrics = run.planned.objective.means(sums, counts)
     loss = metrics.pop("loss", 0.0)
     return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)

@@ -191,27 +191,29 @@ def index_prefixes(
     units, declared = store.unit_offsets, store.extra.get(PREFIX_TOKENS)
     is_declared = units is not None and declared is not None
     index = None if is_declared else find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
-    found: PrefixIndex | UnitPrefixes | None = index
+    prefixes: PrefixIndex | UnitPrefixes | None = index
     if units is not None:
-        found = UnitPrefixes.of(units, declared, index)
-    has_any = (index is not None and len(index.shared)) or (isinstance(found, UnitPrefixes) and found.tokens.any())
+        prefixes = UnitPrefixes.of(units, declared, index)
+    has_any = (index is not None and len(index.shared)) or (
+        isinstance(prefixes, UnitPrefixes) and prefixes.tokens.any()
+    )
     if not has_any:
         return None, f"not shared: no samples begin with the same {MIN_PREFIX_TOKENS} unlabelled tokens"
-    return found, ""
+    return prefixes, ""
 
 
 def sharing_pays(
     config: Config, plan: RunPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
 ) -> tuple[bool, str]:
     """Decide whether the steps of a plan that shares prefixes pay off, and say why."""
-    share, is_auto = plan.shared_share, config.batch.share_prefix == "auto"
-    if not share:
+    saved_share, is_auto = plan.shared_share, config.batch.share_prefix == "auto"
+    if not saved_share:
         return False, "not shared: no samples of one micro-batch begin with the same tokens"
-    if is_auto and share < MIN_SHARED_SHARE:
-        return False, f"not shared: this would save {share:.1%} of the tokens, less than {MIN_SHARED_SHARE:.0%}"
+    if is_auto and saved_share < MIN_SHARED_SHARE:
+        return False, f"not shared: this would save {saved_share:.1%} of the tokens, less than {MIN_SHARED_SHARE:.0%}"
     # recorded graphs need the number of prefixes before a pass
     records = config.cuda_graphs == "auto" and config.method == "lora" and not layout.lockstep
     device = device if is_auto and records else None
     if device is not None and is_host_bound(plan, shape, reachable_flops_per_s(config, device.name)):
         return False, "not shared: steps are limited by kernel launches, so CUDA graphs help more"
-    return True, f"shared: {share:.1%} of the tokens are not computed again"
+    return True, f"shared: {saved_share:.1%} of the tokens are not computed again"

@@ -19,7 +19,7 @@ from flatout.models.rope import DocumentRope
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.trainer.decide import PlannedRun
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 # each recording holds memory and takes 0.3 s, measured on an H200
 MIN_RECORDINGS, MAX_RECORDINGS, RECORD_S = 16, 40, 0.3
@@ -139,7 +139,7 @@ def best_size_buckets(sizes: NDArray[np.int64], weights: NDArray[np.int64], most
     return bucket_sets
 
 
-def record_graphs(run: Run, why_not: str | None) -> str:
+def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     """Record the run's most frequent sizes, unless `why_not`; return a line for the console.
 
     Gradients must be allocated already. Running out of memory ends the recording: the remaining sizes run unrecorded.

@@ -15,11 +15,11 @@ from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.metrics import Meter, is_due
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.resume import take_snapshot
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import Pending, step_launcher
 
 
-def run_steps(run: Run) -> None:
+def run_steps(run: TrainingRun) -> None:
     """Run the plan's remaining steps; evaluate and save when due.
 
     Compilations during training are logged as events. Raises PassesStopped when a stop was requested, which leaves the
@@ -56,7 +56,7 @@ def run_steps(run: Run) -> None:
                 meter.start_step()
 
 
-def evaluate_before_steps(run: Run) -> None:
+def evaluate_before_steps(run: TrainingRun) -> None:
     """Evaluate the weights of a new run, or those of a checkpoint whose evaluation a stop request cut short."""
     step = run.progress.step
     is_whole = run.progress.last_eval_step == step or step == run.plan.num_steps
@@ -81,7 +81,7 @@ def gc_frozen(device: torch.device) -> Iterator[None]:
         gc.unfreeze()
 
 
-def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> None:
+def finish_step(run: TrainingRun, meter: Meter, step: StepPlan, pending: Pending) -> None:
     """Wait for a launched step and count it. Raises PassesStopped and NumericError."""
     outcome = pending()
     run.reporter.stepped()
@@ -93,7 +93,7 @@ def finish_step(run: Run, meter: Meter, step: StepPlan, pending: Pending) -> Non
     meter.end_step(step, outcome)
 
 
-def save(run: Run, *, best: bool = False, required: bool = False) -> None:
+def save(run: TrainingRun, *, best: bool = False, required: bool = False) -> None:
     """Write a checkpoint of the completed steps; every rank writes its shard. Waits for it if `required`.
 
     A full disk raises ResourceError only for a `required` save. Otherwise it is reported, older checkpoints are kept,

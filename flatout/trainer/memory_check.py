@@ -35,7 +35,7 @@ from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.proofs import SETTINGS
 from flatout.trainer.rank_meter import RankMeter
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
 # file of the run folder with the device that its plan is for
@@ -50,10 +50,10 @@ MAX_SAMPLE_SHARE = 0.9
 NUM_STEPS_SEEN = 500
 
 # returns the peak bytes of each step on this rank, without the optimizer's state
-Measure = Callable[[Run, Sequence[StepPlan], int], list[int]]
+Measure = Callable[[TrainingRun, Sequence[StepPlan], int], list[int]]
 
 
-def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
     """Run the forward and backward passes of each step, without an update; return each one's peak on this rank.
 
     Gradients stay allocated from one step to the next if steps have several micro-batches. `stood_bytes` were
@@ -64,7 +64,7 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
     # a meter of its own: these passes belong to no step, and no step has to be estimated
     run, peaks = replace(run, rank_meter=RankMeter(run.device), mismatched_loaders=()), []
     states = (value for state in run.optimizer.state.values() for value in state.values())
-    held = sum(local_part(value).nbytes for value in states if isinstance(value, Tensor) and value.is_cuda)
+    state_bytes = sum(local_part(value).nbytes for value in states if isinstance(value, Tensor) and value.is_cuda)
     for step in steps:
         if not run.memory.accumulates:
             run.optimizer.zero_grad(set_to_none=True)
@@ -73,7 +73,7 @@ def measure_passes(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> lis
         accumulate_gradients(run, step)
         run.strategy.sum_gradients(run.parameters)
         torch.cuda.synchronize(run.device)
-        peaks.append(torch.cuda.max_memory_allocated(run.device) - stood_bytes - held)
+        peaks.append(torch.cuda.max_memory_allocated(run.device) - stood_bytes - state_bytes)
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
     run.loader.size_buckets = size_buckets
@@ -104,8 +104,8 @@ class MemoryCheck:
 
     def corrected(self, gpu: Device) -> Device:
         """Return the GPU with the corrections that are known. Raises CheckpointError for a damaged record."""
-        found = self._group.run_on_first_rank(lambda: self._known(gpu))
-        return replace(gpu, corrections={kind: Correction(**values) for kind, values in found.items()})
+        correction = self._group.run_on_first_rank(lambda: self._known(gpu))
+        return replace(gpu, corrections={kind: Correction(**values) for kind, values in correction.items()})
 
     def _known(self, gpu: Device) -> dict[str, Any]:
         folder = self._config.folder
@@ -131,7 +131,7 @@ class MemoryCheck:
             return {}
         return {} if kept is None else dict(kept.facts)
 
-    def check(self, run: Run, stood_bytes: int) -> tuple[Device | None, bool]:
+    def check(self, run: TrainingRun, stood_bytes: int) -> tuple[Device | None, bool]:
         """Measure passes of a run before its first step; return its device as now known, and whether to plan again.
 
         A line says what was found, or why nothing was measured. `stood_bytes` as in `measure_passes`.
@@ -146,13 +146,13 @@ class MemoryCheck:
         self._reporter.phase("measuring memory")
         steps = choose_passes(planned)
         peaks = self._measure(run, steps, stood_bytes)
-        found = self._group.all_gather(None if run.state.micro_batch_cap is not None else peaks)
-        if None in found:
-            line = f"not measured: out of memory on rank {found.index(None)}; its micro-batches stay smaller"
+        peaks_of_ranks = self._group.all_gather(None if run.state.micro_batch_cap is not None else peaks)
+        if None in peaks_of_ranks:
+            line = f"not measured: out of memory on rank {peaks_of_ranks.index(None)}; its micro-batches stay smaller"
             self._reporter.stage("memory", line)
             return device, False
         # all ranks correct by the one that took most
-        most = max(found, key=lambda peaks: int(peaks[-1]))
+        most = max(peaks_of_ranks, key=lambda peaks: int(peaks[-1]))
         large, correction = correction_of(planned, list(zip(steps, most, strict=True)))
         if correction is None:
             self._reporter.stage("memory", f"{large}; not used, as no GPU explains this difference")
@@ -219,9 +219,9 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
         return "the backward pass updates the weights"
     if model.kind_of_pass(memory.recompute) in model.corrections:
         return "these passes were measured on this GPU before"
-    if (found := largest_pass(planned.plan)) is None:
+    if (largest_of_plan := largest_pass(planned.plan)) is None:
         return "no step has labels"
-    step, rank, largest = found
+    step, rank, largest = largest_of_plan
     longest, num_tokens = planned.plan.largest_unit(step.ranks[rank]), largest.num_padded_tokens
     if longest > MAX_SAMPLE_SHARE * num_tokens:
         return f"samples stay whole, and one has {longest:,} tokens; the largest micro-batch has {num_tokens:,}"
@@ -247,7 +247,7 @@ def largest_pass(plan: RunPlan) -> tuple[StepPlan, int, MicroBatch] | None:
     """Return a step with the largest micro-batch of `NUM_STEPS_SEEN`, its rank and itself; None without labels."""
     steps = (step for step in plan.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
     every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.ranks) for batch in own)
-    return max(every, key=lambda found: found[2].num_padded_tokens, default=None)
+    return max(every, key=lambda one: one[2].num_padded_tokens, default=None)
 
 
 def choose_passes(planned: PlannedRun) -> list[StepPlan]:
@@ -255,12 +255,12 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
 
     They are larger where a sample is, as samples stay whole.
     """
-    found = largest_pass(planned.plan)
-    assert found is not None
-    step, rank, batch = found
+    largest_of_plan = largest_pass(planned.plan)
+    assert largest_of_plan is not None
+    step, rank, batch = largest_of_plan
     longest, steps = planned.plan.largest_unit(step.ranks[rank]), []
-    for share in SHARES:
-        cut = planned.plan.resplit(step, rank, max(longest, int(share * batch.num_padded_tokens)))
+    for token_share in SHARES:
+        cut = planned.plan.resplit(step, rank, max(longest, int(token_share * batch.num_padded_tokens)))
         largest = max(cut, key=lambda batch: batch.num_padded_tokens)
         steps.append(replace(step, ranks=((largest,),) * len(step.ranks)))
     return steps
@@ -270,19 +270,19 @@ def correction_of(
     planned: PlannedRun, passes: Sequence[tuple[StepPlan, int]]
 ) -> tuple[MeasuredPass, Correction | None]:
     """Return the last pass, and `fit_correction` of the last two; peaks are as `measure_passes` returns them."""
-    memory, model, found = planned.memory, planned.memory.model, []
+    memory, model, ratios = planned.memory, planned.memory.model, []
     assert model is not None
     for step, peak_bytes in passes[-2:]:
         batch = step.ranks[0][0]
         fitted = model.fitted_estimate(size_of(batch), memory.recompute, memory.accumulates)
         sizes = (fitted.total_bytes, fitted.activations_bytes + fitted.working_bytes)
-        found.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
+        ratios.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
     largest = largest_pass(planned.plan)
     assert largest is not None
     size = size_of(largest[2])
     most = model.fitted_estimate(size, memory.recompute, memory.accumulates)
     pass_bytes = most.activations_bytes + most.working_bytes
-    return found[-1], fit_correction(*found, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)
+    return ratios[-1], fit_correction(*ratios, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)
 
 
 def _key(config: Config, group: ControlGroup) -> dict[str, Any]:

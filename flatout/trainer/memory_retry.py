@@ -17,14 +17,14 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.passes import micro_batches_of
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 During = Literal["training", "estimates", "reference", "evaluation"]
 T = TypeVar("T")
 
 
 def take_passes(
-    run: Run,
+    run: TrainingRun,
     plan: PlannedSamples,
     step: StepPlan,
     loader: BatchLoader,
@@ -50,7 +50,13 @@ def take_passes(
 
 
 def lower_cap(
-    run: Run, plan: PlannedSamples, taken: Sequence[MicroBatch], *, failed: MicroBatch, step: StepPlan, during: During
+    run: TrainingRun,
+    plan: PlannedSamples,
+    taken: Sequence[MicroBatch],
+    *,
+    failed: MicroBatch,
+    step: StepPlan,
+    during: During,
 ) -> None:
     """After an out-of-memory error, drop gradients, free caches, and cap micro-batches at 2/3 of the failed one.
 
@@ -80,7 +86,7 @@ def lower_cap(
     run.watch.event("out_of_memory", facts)
 
 
-def release_memory(run: Run) -> None:
+def release_memory(run: TrainingRun) -> None:
     """Free what a failed pass left, once no frame of it holds tensors any more."""
     run.fused_lora.forget()
     gc.collect()

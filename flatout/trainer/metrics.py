@@ -17,7 +17,7 @@ from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
 from flatout.trainer.clocks import StepClock
 from flatout.trainer.passes import micro_batches_of
 from flatout.trainer.rank_meter import RankFigures, mean_figures
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import StepOutcome
 
 _ARITHMETIC = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -30,7 +30,7 @@ STRAGGLER_SLOWDOWN, STRAGGLER_STEPS = 1.5, 20
 class Meter:
     """Records the rates of the steps since the last record."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._peak = device_peak(run)
         if self._peak is not None:
@@ -123,7 +123,7 @@ def _gpu_figures(ranks: Sequence[RankFigures]) -> dict[str, Any]:
     return {"gpu_watts": sum(rank.gpu_watts for rank in ranks), "gpu_use": mean_figures(ranks).gpu_use}
 
 
-def _reported(run: Run, completed: int, values: tuple[float, ...]) -> dict[str, Any]:
+def _reported(run: TrainingRun, completed: int, values: tuple[float, ...]) -> dict[str, Any]:
     """Return what terms report of the record after so many steps; some records have figures that take much room."""
     if not values:
         return {}
@@ -156,7 +156,7 @@ class Stragglers:
 class PeakMemoryReporter:
     """Logs planned and measured peaks once, after this process's second step, unless memory ran out (a cap is set)."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._num_steps = 0
         self._largest = MicroBatchSize(0, 0, 0)
@@ -175,8 +175,10 @@ class PeakMemoryReporter:
         # recorded graphs ran at their largest size before the first step
         size, recorded_tokens = self._largest, run.loss.decoder.largest_tokens if run.loss.decoder else 0
         if recorded_tokens > size.num_tokens:
-            share = recorded_tokens / max(1, size.num_tokens)  # this rank may have had no micro-batch yet
-            size = MicroBatchSize(recorded_tokens, int(size.num_labels * share), int(size.num_documents * share))
+            recorded_share = recorded_tokens / max(1, size.num_tokens)  # this rank may have had no micro-batch yet
+            size = MicroBatchSize(
+                recorded_tokens, int(size.num_labels * recorded_share), int(size.num_documents * recorded_share)
+            )
         planned = run.memory.estimate(size)
         if planned is None:
             return
@@ -197,7 +199,7 @@ def is_due(num_completed: int, every: float | None, num_steps: int) -> bool:
     return num_completed % (int(every) if every >= 1 else math.ceil(every * num_steps)) == 0
 
 
-def useful_flops(run: Run, step: StepPlan) -> float:
+def useful_flops(run: TrainingRun, step: StepPlan) -> float:
     """Return the FLOPs that a step needs over all ranks, by the plan's cost model without recomputation.
 
     Tokens that samples share count once, and forward passes before the step too.
@@ -214,7 +216,7 @@ def useful_flops(run: Run, step: StepPlan) -> float:
     return every - step.shared_flops(cost)
 
 
-def device_peak(run: Run) -> Peak | None:
+def device_peak(run: TrainingRun) -> Peak | None:
     """Return the nominal peak of the run's device in the arithmetic of its matrix products; None if unknown."""
     if run.device.type != "cuda":
         return None

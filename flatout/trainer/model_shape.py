@@ -179,9 +179,9 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         embedding=next(name for name, module in model.named_modules() if module is embedding),
         head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
         modules=tuple(
-            (name, held)
+            (name, num_elements)
             for name, module in model.named_modules()
-            if (held := sum(own.numel() for own in module.parameters(recurse=False)))
+            if (num_elements := sum(own.numel() for own in module.parameters(recurse=False)))
         ),
     )
 
@@ -197,25 +197,27 @@ class _Heads(NamedTuple):
 
 def _softmax_attention(layer: nn.Module) -> dict[str, nn.Module]:
     """Return a layer's self-attention modules by name, the outermost; text alone never reaches cross-attention."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         kind = type(module).__name__
         is_named = "Attention" in kind or re.search(r"(^|\.)(self_)?(attn|attention)(\.\d+)?$", name)
         is_container = kind.endswith("Layer") or isinstance(module, nn.ModuleList)
         is_attention = is_named and not is_container and not _RECURRENT.search(kind)
         is_cross = "cross" in name or "encoder_attn" in name
-        if is_attention and not is_cross and not any(f"{name}.".startswith(f"{outer}.") for outer in found):
-            found[name] = module
-        if "" in found:
+        if is_attention and not is_cross and not any(f"{name}.".startswith(f"{outer}.") for outer in modules):
+            modules[name] = module
+        if "" in modules:
             break
-    return found
+    return modules
 
 
 def _head_sizes(config: Any, attention: nn.Module, index: int, hidden_size: int) -> _Heads:
     """Return one layer's heads by its config, else by its attention module, else as one head as wide as the model."""
 
     def size(key: str, default: int) -> int:
-        given = next((held for place in (config, attention) if (held := getattr(place, key, None)) is not None), None)
+        given = next(
+            (head_size for place in (config, attention) if (head_size := getattr(place, key, None)) is not None), None
+        )
         given = given[index] if isinstance(given, list | tuple) else given
         return given if isinstance(given, int) and given > 0 else default
 
@@ -266,11 +268,11 @@ def _layer_shape(
     # normalized queries and keys are saved twice
     num_saved = 1 + any(name.rpartition(".")[2] in ("q_norm", "q_layernorm") for name in modules)
     head_elements = num_saved * heads.head_dim + heads.value_head_dim
-    kept = (heads.num_heads + heads.num_kv_heads) * head_elements
+    elements = (heads.num_heads + heads.num_kv_heads) * head_elements
     return LayerShape(
         linears=tuple(linears),
         num_active_weights=active,
-        mixer_elements=len(attention) * kept + saved_by_mixers,
+        mixer_elements=len(attention) * elements + saved_by_mixers,
         mlp_elements=mlp_elements,
         pair_width=len(attention) * heads.num_heads * (heads.head_dim + heads.value_head_dim),
         has_window=has_window,

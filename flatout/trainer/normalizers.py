@@ -46,8 +46,8 @@ class Normalizers:
 
     def metrics(self, sums: Sequence[float], step: StepPlan) -> dict[str, float]:
         """Return the step's metrics by name, without the loss and without those that have nothing to divide by."""
-        found = self.objective.means(sums, self.of(step))
-        return {name: one for name, one in found.items() if name != "loss"}
+        means = self.objective.means(sums, self.of(step))
+        return {name: one for name, one in means.items() if name != "loss"}
 
 
 def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
@@ -63,14 +63,14 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
     metrics = [objective.metrics[name] for name in objective.sum_names[1:]]
     per = (objective.normalizer, *(metric.per or objective.normalizer for metric in metrics))
     values = {name: _values_of(name, store) for name in dict.fromkeys(per) if name != "labels"}
-    for name, found in values.items():
-        if (found < 0).any():
-            index = int(np.flatnonzero(found < 0)[0])
+    for name, amounts in values.items():
+        if (amounts < 0).any():
+            index = int(np.flatnonzero(amounts < 0)[0])
             raise DataError(
-                f"{store.origin(index)}: column {name} adds {found[index]:g}, but objective {objective.name} divides "
+                f"{store.origin(index)}: column {name} adds {amounts[index]:g}, but objective {objective.name} divides "
                 "by its sum; give values of at least 0"
             )
-        if name == objective.normalizer and not found.any():
+        if name == objective.normalizer and not amounts.any():
             raise DataError(f"{store.folder}: {name} is 0 for every sample: objective {objective.name} learns nothing")
     return Normalizers(objective, per, values)
 
@@ -127,15 +127,15 @@ def _values_of(name: str, store: TokenStore) -> NDArray[np.float64]:
     if column.per == "sample":
         return np.asarray(stored, np.float64)
     if column.per == "unit":
-        found = np.zeros(store.num_samples)
-        found[starts_unit] = stored
-        return found
-    found = np.empty(store.num_samples)
+        sample_values = np.zeros(store.num_samples)
+        sample_values[starts_unit] = stored
+        return sample_values
+    sample_values = np.empty(store.num_samples)
     for first in range(0, store.num_samples, _CHUNK):
         bounds = store.offsets[first : first + _CHUNK + 1]
         tokens = slice(int(bounds[0]), int(bounds[-1]))
         is_label = np.array(store.loss_mask[tokens])
         is_label[bounds[:-1] - bounds[0]] = False  # a first token is never predicted
-        kept = np.where(is_label, stored[tokens], 0).astype(np.float64)
-        found[first : first + _CHUNK] = np.add.reduceat(kept, bounds[:-1] - bounds[0])
-    return found
+        label_values = np.where(is_label, stored[tokens], 0).astype(np.float64)
+        sample_values[first : first + _CHUNK] = np.add.reduceat(label_values, bounds[:-1] - bounds[0])
+    return sample_values

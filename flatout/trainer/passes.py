@@ -12,7 +12,7 @@ from flatout.models.packed import PackedBatch
 from flatout.optim.update import copy_to_host_async
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 
 class PassesStopped(Exception):  # noqa: N818  (a request, not an error)
@@ -20,7 +20,7 @@ class PassesStopped(Exception):  # noqa: N818  (a request, not an error)
 
 
 @contextmanager
-def inference(run: Run) -> Iterator[None]:
+def inference(run: TrainingRun) -> Iterator[None]:
     """Run passes without gradients, dropout and compiled layers over the current weights."""
     trained = [module for module in run.model.modules() if module.training]
     run.model.eval()
@@ -34,7 +34,7 @@ def inference(run: Run) -> Iterator[None]:
             module.training = True
 
 
-def other_kernels(run: Run) -> str | None:
+def other_kernels(run: TrainingRun) -> str | None:
     """Return why passes without dropout take other kernels than training; None if they take the same."""
     text = run.model.config.get_text_config().to_dict()
     if run.config.lora.dropout or any("drop" in name and value for name, value in text.items()):
@@ -45,7 +45,7 @@ def other_kernels(run: Run) -> str | None:
 
 
 @contextmanager
-def as_in_training(run: Run) -> Iterator[None]:
+def as_in_training(run: TrainingRun) -> Iterator[None]:
     """Run passes with the kernels of training, whose compiled layers differ without gradients, but without dropout."""
     if other_kernels(run) is not None:
         with inference(run):
@@ -55,12 +55,12 @@ def as_in_training(run: Run) -> Iterator[None]:
         yield
 
 
-def autocast(run: Run) -> AbstractContextManager[object]:
+def autocast(run: TrainingRun) -> AbstractContextManager[object]:
     """Let fp32 master weights compute in the run's dtype; frozen base weights are already stored in it."""
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
 
 
-def micro_batches_of(run: Run, plan: PlannedSamples, step: StepPlan) -> Sequence[MicroBatch]:
+def micro_batches_of(run: TrainingRun, plan: PlannedSamples, step: StepPlan) -> Sequence[MicroBatch]:
     """Return this rank's passes of a plan's step: those planned, or smaller ones after an out-of-memory error."""
     planned = step.ranks[run.data_rank]
     # in lockstep, all ranks take the planned passes together
@@ -70,7 +70,7 @@ def micro_batches_of(run: Run, plan: PlannedSamples, step: StepPlan) -> Sequence
     return plan.resplit(step, run.data_rank, max(cap_tokens, plan.largest_unit(planned)))
 
 
-def until_stopped(run: Run, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+def until_stopped(run: TrainingRun, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
     """Yield batches until a stop is requested; call `sum_unless_stopped` after the last pass.
 
     Ranks that share passes leave before the same one. They read what they agreed on one pass later, so that the device
@@ -88,7 +88,7 @@ def until_stopped(run: Run, batches: Iterable[PackedBatch]) -> Iterator[PackedBa
         yield batch
 
 
-def sum_unless_stopped(run: Run, values: Tensor) -> Tensor:
+def sum_unless_stopped(run: TrainingRun, values: Tensor) -> Tensor:
     """Sum a tensor over ranks, as `Strategy.sum_values`. Raises PassesStopped on all if one was asked to stop."""
     stop = values.new_full((1,), run.stop.requested)
     *_, num_stopping = (sums := run.strategy.sum_values(torch.cat([values.flatten(), stop])))

@@ -75,13 +75,13 @@ class PictureMaker(PicturePacker):
             return replace(batch, pictures={})
         for sample_id, ids in zip(sample_ids, token_ids, strict=True):
             own = slice(*store.picture_offsets[sample_id : sample_id + 2])
-            expected, found = (
+            expected, features = (
                 int(store.extra["picture_tokens"][own].sum()),
                 int((ids == self._processor.token_id).sum()),
             )
-            if expected != found:
+            if expected != features:
                 where = store.origin(sample_id)
-                raise DataError(f"{where}: its pictures need {expected} tokens, but it has {found}; rebuild the set")
+                raise DataError(f"{where}: its pictures need {expected} tokens, but it has {features}; rebuild the set")
         values = self._make(store, sample_ids) if made is None else made.result()
         return self.with_values(batch, values, [len(own) for own in files], token_ids)
 
@@ -93,7 +93,7 @@ class PictureMaker(PicturePacker):
         for own in ([], images[:1], images[1:], []):
             ids = [self._processor.tokens_of(image.height, image.width) for image in own]
             texts = iter(random.choice(self._processor.plain_ids, (len(own) + 1, 5)))
-            parts = [next(texts), *(part for held in ids for part in (held, next(texts)))]
+            parts = [next(texts), *(part for ids_of_picture in ids for part in (ids_of_picture, next(texts)))]
             token_ids = np.concatenate(parts).astype(np.int64)
             documents.append(PictureDocument(token_ids, own, self.alone(token_ids, own)))
         return documents
@@ -104,7 +104,7 @@ class PictureMaker(PicturePacker):
         given = {"input_ids": ids}
         if images:
             values = self._processor.values_of(images)
-            given |= {name: torch.from_numpy(held) for name, held in values.items()}
+            given |= {name: torch.from_numpy(array) for name, array in values.items()}
             kinds = "mm_token_type_ids" if self.has_axes else self.kinds
             if kinds is not None:
                 given[kinds] = (ids == self._processor.token_id).int()

@@ -74,24 +74,24 @@ class PlanSummary:
 
 def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, str]:
     """Say for every GPU of `DEVICES` how the planned steps fit on it, by the fitted constants of the memory model."""
-    found = {}
+    fits = {}
     for device in DEVICES.values():
         try:
             plan, layout, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
         except ResourceError as error:
-            found[device.name] = f"cannot train: {str(error).partition(';')[0]}"
+            fits[device.name] = f"cannot train: {str(error).partition(';')[0]}"
             continue
         largest = largest_pass(plan)
         estimate = None if largest is None else decision.estimate(size_of(largest[2]))
         if estimate is None:
-            found[device.name] = "no step has labels"
+            fits[device.name] = "no step has labels"
             continue
         strategy = f"{layout.strategy}, " if rank.world > 1 else ""
-        found[device.name] = (
+        fits[device.name] = (
             f"{strategy}{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
             f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(config, device) / GIB:.1f} GiB"
         )
-    return found
+    return fits
 
 
 # what a process on the CPU holds beside its tensors, and how much more memory than tensors its allocator takes: with

@@ -91,15 +91,15 @@ class Proofs:
         if known := self.find(name):
             self._prove_pictures(loaded)
             return loaded, f"{known.facts['line']}; {known.since}"
-        found: list[tuple[LoadedModel, str]] = []
+        results: list[tuple[LoadedModel, str]] = []
         options: dict[str, Any] = {
             "longest": self._longest,
             "any_attention": self._config.model.attention == "auto",
             "shares_prefixes": self._planned.plan.shares_prefixes,
         }
         # if it fails on one rank, all must plan again
-        self._group.run_on_all_ranks(lambda: found.append(prove_layout(loaded, **options)))
-        proved, line = found[0]
+        self._group.run_on_all_ranks(lambda: results.append(prove_layout(loaded, **options)))
+        proved, line = results[0]
         # a model that had to change is proved every time
         if proved is loaded:
             self.keep(name, {"line": line})
@@ -128,15 +128,15 @@ class Proofs:
         if (store := self._pictures) is None:
             return
         require_trainable(self._config, store, self._planned.parallel_layout)
-        found: list[str] = []
+        unreached: list[str] = []
 
         def check() -> None:
             maker = PictureMaker(processor_of(store), loaded.model)
-            found.append(check_pictures(loaded, maker.probes(0), maker.probes(1), maker.with_images))
+            unreached.append(check_pictures(loaded, maker.probes(0), maker.probes(1), maker.with_images))
             maker.close()
 
         self._group.run_on_all_ranks(check)
-        self._reporter.stage("self-test", found[0])
+        self._reporter.stage("self-test", unreached[0])
 
     def prove_adapter(self, loaded: LoadedModel) -> str | None:
         """Prove that PEFT will read the adapter, now and not after the last step; return a line if there is one to say.
@@ -156,10 +156,10 @@ class Proofs:
         """Return the names of trained parameters that no gradient reaches, see `models/gradient_paths.py`."""
         if known := self.find("gradient-paths"):
             return list(known.facts["unreached"])
-        found: list[str] = []
-        self._group.run_on_all_ranks(lambda: found.extend(unreached_parameters(loaded, longest=self._longest)))
-        self.keep("gradient-paths", {"unreached": found})
-        return found
+        unreached: list[str] = []
+        self._group.run_on_all_ranks(lambda: unreached.extend(unreached_parameters(loaded, longest=self._longest)))
+        self.keep("gradient-paths", {"unreached": unreached})
+        return unreached
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank."""
@@ -169,13 +169,13 @@ class Proofs:
         """Return what was proved; None on all ranks unless all have found it."""
         if not self._recalls:
             return None
-        found: KeptFacts | None = None
+        facts: KeptFacts | None = None
         assert self._key is not None
         try:
-            found = find_facts(kind, self._key)
+            facts = find_facts(kind, self._key)
         except CheckpointError as error:
             self._reporter.stage("checks", f"{error}; this record is ignored and the check runs again")
-        return found if all(self._group.all_gather(found is not None)) else None
+        return facts if all(self._group.all_gather(facts is not None)) else None
 
     def keep(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Keep these facts of a passed check for a later start with the same key."""

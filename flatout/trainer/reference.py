@@ -40,7 +40,7 @@ from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.decide import reference_identity
 from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import as_in_training, autocast, inference
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 # micro-batches of each rank that are computed at a time
 EVAL_CHUNK = 8
@@ -52,15 +52,15 @@ class _SampleLogprobs:
     """Reads the log-probability of each sample's label tokens in a pass."""
 
     def __init__(self, tile_rows: int) -> None:
-        self._tile_rows, self.found = tile_rows, torch.zeros(0)
+        self._tile_rows, self.logprobs = tile_rows, torch.zeros(0)
 
     def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
         """See Observer."""
         labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
-        self.found = labels.by_sample(labels.logprobs).detach().double()
+        self.logprobs = labels.by_sample(labels.logprobs).detach().double()
 
 
-def compute_reference(run: Run) -> None:
+def compute_reference(run: TrainingRun) -> None:
     """Fill the column REFERENCE of the run's data sets, if its objective has one; collective.
 
     The model is the run's at step 0. What an earlier run or attempt has kept under an equal key is not computed again.
@@ -79,7 +79,7 @@ def compute_reference(run: Run) -> None:
                 _fill_column(run, loader, evaluated.planned, partial(_parts, evaluated.plan))
 
 
-def compute_step(run: Run, step: StepPlan) -> None:
+def compute_step(run: TrainingRun, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
     adapter = run.config.objective.reference.adapter
     with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
@@ -90,7 +90,7 @@ def compute_step(run: Run, step: StepPlan) -> None:
 
 
 @contextmanager
-def _weights_of(run: Run, adapter: Path) -> Iterator[None]:
+def _weights_of(run: TrainingRun, adapter: Path) -> Iterator[None]:
     """Train with the weights of another adapter for a while. Raises UsageError where weights are not whole."""
     if run.planned.parallel_layout.shards_state or run.strategy.engine_state:
         raise UsageError(
@@ -118,7 +118,9 @@ def _parts(evaluation: StepPlan) -> Iterator[StepPlan]:
         yield replace(part, sample_ids=tuple(sorted(_ids(part))))
 
 
-def _fill_column(run: Run, loader: BatchLoader, plan: PlannedSamples, chunks: Callable[[], Iterable[StepPlan]]) -> None:
+def _fill_column(
+    run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunks: Callable[[], Iterable[StepPlan]]
+) -> None:
     """Fill one data set's column and keep it; a chunk of which all is known is left out, by all ranks.
 
     A chunk is a step, or a part of an evaluation.
@@ -135,7 +137,7 @@ def _fill_column(run: Run, loader: BatchLoader, plan: PlannedSamples, chunks: Ca
     if len(set(run.checkpoints.group.all_gather(xxh3_128_hexdigest(values.tobytes())))) > 1:
         values[:] = known  # nodes with copies of the data set, of which one has more; all ranks know the same before
     num_needed, total = (
-        sum(len(found) for found in map(which, chunks())) for which in (_ids, partial(_unknown, values))
+        sum(len(ids_of_chunk) for ids_of_chunk in map(which, chunks())) for which in (_ids, partial(_unknown, values))
     )
     if not total:
         run.reporter.stage("reference", f"{name}: {num_needed:,} log-probabilities are known from an earlier run")
@@ -147,9 +149,9 @@ def _fill_column(run: Run, loader: BatchLoader, plan: PlannedSamples, chunks: Ca
             continue
         run.reporter.phase("computing the reference", done, total)
         run.watch.set_phase("start")  # it goes on, however long the pass is
-        found = dict(zip(ids := _ids(chunk), _take(run, loader, plan, chunk, ids), strict=True))
+        ids_of_chunk = dict(zip(ids := _ids(chunk), _take(run, loader, plan, chunk, ids), strict=True))
         # what is known stays as it is: it may be of another packing
-        values[unknown] = [found[sample_id] for sample_id in unknown]
+        values[unknown] = [ids_of_chunk[sample_id] for sample_id in unknown]
         _require_finite(store, unknown)
         done += len(unknown)
         before = time.perf_counter()
@@ -157,9 +159,12 @@ def _fill_column(run: Run, loader: BatchLoader, plan: PlannedSamples, chunks: Ca
             _keep(run, store, key, meaning)
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
-    seconds, told = time.perf_counter() - started, f"; {num_needed - total:,} were known" if num_needed > total else ""
+    seconds, known_text = (
+        time.perf_counter() - started,
+        f"; {num_needed - total:,} were known" if num_needed > total else "",
+    )
     run.reporter.stage(
-        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{told}"
+        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{known_text}"
     )
 
 
@@ -172,20 +177,22 @@ def _unknown(values: NDArray[np.float64], chunk: StepPlan) -> list[int]:
     return list(ids[values[ids] == UNKNOWN].tolist())
 
 
-def _take(run: Run, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan, ids: Sequence[int]) -> list[float]:
+def _take(
+    run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan, ids: Sequence[int]
+) -> list[float]:
     """Return the log-probabilities of these samples, which are all of a chunk; collective."""
     places = {sample_id: place for place, sample_id in enumerate(ids)}
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
         reader = _SampleLogprobs(HEAD_TILE_ROWS[run.planned.memory.recompute])
-        found = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
+        logprobs = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
         with run.terms.observed_by(reader):
             for planned, batch in zip(passes, batches, strict=True):
                 with autocast(run):
                     run.loss(batch)
                 if not planned.is_filler:
-                    found[[places[sample_id] for sample_id in planned.sample_ids]] = reader.found
-        return found
+                    logprobs[[places[sample_id] for sample_id in planned.sample_ids]] = reader.logprobs
+        return logprobs
 
     return list(run.strategy.sum_values(take_passes(run, plan, chunk, loader, "reference", take)).tolist())
 
@@ -199,7 +206,7 @@ def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:
         )
 
 
-def _keep(run: Run, store: TokenStore, key: str, meaning: str) -> None:
+def _keep(run: TrainingRun, store: TokenStore, key: str, meaning: str) -> None:
     if not run.rank.is_first:
         return
     try:
@@ -211,7 +218,7 @@ def _keep(run: Run, store: TokenStore, key: str, meaning: str) -> None:
         run.reporter.stage("reference", f"{error}; this run goes on, but the next computes the reference again")
 
 
-def reference_key(run: Run, store: TokenStore) -> str:
+def reference_key(run: TrainingRun, store: TokenStore) -> str:
     """Return what decides the reference's log-probabilities of a data set, as 32 hexadecimal digits.
 
     Tokens, the weights and how they are stored and computed with, and the adapter; not the learning rate, beta, the

@@ -35,7 +35,7 @@ from flatout.io.redact import redacted
 from flatout.parallel.shards import as_global, global_tensors, local_state
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun
-from flatout.trainer.state import LossHistory, Progress, Run
+from flatout.trainer.state import LossHistory, Progress, TrainingRun
 
 # the state of torch.amp.GradScaler; empty if the run has no loss scale
 _SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -81,9 +81,9 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
     history = asdict(saved.loss_history)
     if not all(math.isfinite(value) for value in history.values()) or history["variance"] < 0:
         raise CheckpointError(f"facts: loss_history: found {history}, expected finite numbers")
-    found = saved.progress.step
-    if found != step:
-        raise CheckpointError(f"facts: progress.step: found {found}, but this is the checkpoint of step {step}")
+    saved_step = saved.progress.step
+    if saved_step != step:
+        raise CheckpointError(f"facts: progress.step: found {saved_step}, but this is the checkpoint of step {step}")
     for name, value in asdict(saved.progress).items():
         least = -math.inf if name.endswith(("_loss", "_figure")) else 0
         if value is not None and not (math.isfinite(value) and value >= least):
@@ -97,7 +97,7 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def take_snapshot(run: Run) -> Snapshot:
+def take_snapshot(run: TrainingRun) -> Snapshot:
     """Collect everything the next step depends on; tensors are not copied, so write them before the next update.
 
     Collective. Raises NumericError on every rank if a tensor is not finite, as it could not be resumed from, and
@@ -135,16 +135,16 @@ def take_snapshot(run: Run) -> Snapshot:
 
 
 @torch.no_grad()
-def _require_finite(run: Run, tensors: Mapping[str, Tensor]) -> None:
+def _require_finite(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     """Check the state, as an update can overflow even with a finite gradient (say, with a learning rate of 1e308)."""
-    held = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
     # the infinity norm is not finite if any value is not, and allocates no tensor-sized temporary
-    largest = torch._foreach_norm(list(held.values()), torch.inf) if held else ()
+    largest = torch._foreach_norm(list(floats.values()), torch.inf) if floats else ()
     values = torch.stack([value.to(run.device, torch.float64) for value in (*largest, torch.zeros(()))])
     is_bad = ~values.isfinite()
     num_bad = int(run.strategy.sum_values(is_bad.sum(dtype=torch.float64)[None]).item())
     if num_bad:
-        names = [name for name, bad in zip(held, is_bad.tolist(), strict=False) if bad]
+        names = [name for name, bad in zip(floats, is_bad.tolist(), strict=False) if bad]
         where = f"{names[0]} ({num_bad} tensors)" if names else f"{num_bad} tensors of other ranks"
         raise NumericError(
             f"after step {run.progress.step}: {where} is not finite, so this state was not saved; earlier checkpoints "
@@ -200,18 +200,18 @@ def _find_checkpoint(
         try:
             if best_dir.exists():
                 verify_final(best_dir)
-            found = verify_final(final_dir).progress
+            final_progress = verify_final(final_dir).progress
         except CheckpointError as error:
             reporter.event("damaged", {"why": str(error), "next": "exported again from the newest checkpoint"})
             return None
         # a run whose last save failed exported its last weights only
-        best_step = found.get("best_step")
-        is_whole = best_step in (None, found.get("step")) or best_dir.exists()
-        return found if is_whole or not (checkpoints.folder / f"step-{best_step}").exists() else None
+        best_step = final_progress.get("best_step")
+        is_whole = best_step in (None, final_progress.get("step")) or best_dir.exists()
+        return final_progress if is_whole or not (checkpoints.folder / f"step-{best_step}").exists() else None
 
-    if (found := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
+    if (final_progress := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
         return checkpoint, None
-    progress = validated(TypeAdapter(Progress), found, str(final_dir))
+    progress = validated(TypeAdapter(Progress), final_progress, str(final_dir))
     if not progress.stopped_early and progress.step < planned.plan.num_steps:
         return checkpoint, None
     refuse_without_effect(changes, config.folder)
@@ -244,7 +244,7 @@ def _accepted_changes(
     return changes
 
 
-def restore(run: Run, saved: SavedCheckpoint) -> None:
+def restore(run: TrainingRun, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's whole state into the run. Raises CheckpointError if it has other parameters."""
     run.reporter.phase("reading the checkpoint")
     restore_weights(run, saved)
@@ -266,7 +266,7 @@ def restore(run: Run, saved: SavedCheckpoint) -> None:
         raise CheckpointError(f"the checkpoint of step {saved.step} has no loss scale; use its settings") from error
 
 
-def restore_weights(run: Run, saved: SavedCheckpoint) -> None:
+def restore_weights(run: TrainingRun, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
     weights, trained = saved.tensors["model"], {**run.named_parameters, **run.terms.buffers}
     if odd := sorted(set(weights) ^ set(trained)):

@@ -53,7 +53,7 @@ from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
 from flatout.trainer.run_facts import gather_gpus, run_start
-from flatout.trainer.state import Progress, Run
+from flatout.trainer.state import Progress, TrainingRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, rec
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
 
 
-def run_to_end(run: Run, final_dir: Path) -> None:
+def run_to_end(run: TrainingRun, final_dir: Path) -> None:
     """Take the remaining steps and finish. Raises PreemptedError after saving when a stop was requested."""
     try:
         with run.stop:
@@ -247,7 +247,7 @@ def run_to_end(run: Run, final_dir: Path) -> None:
         run.close()
 
 
-def finish(run: Run, final_dir: Path) -> None:
+def finish(run: TrainingRun, final_dir: Path) -> None:
     """Evaluate, save, export the last weights to final/ and, if an earlier step was better, its weights to best/."""
     run.watch.set_phase("finish", run.progress.step)
     is_best = run.progress.last_eval_step != run.progress.step and evaluate_now(run)
@@ -281,7 +281,7 @@ def finish(run: Run, final_dir: Path) -> None:
         run.reporter.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
 
 
-def export(run: Run, folder: Path) -> None:
+def export(run: TrainingRun, folder: Path) -> None:
     """Write the adapter (PEFT format) or the model (transformers format) with its tokenizer, atomically.
 
     Collective: sharded tensors are gathered one by one to the first rank's host memory, in the dtype of the files.
@@ -291,9 +291,9 @@ def export(run: Run, folder: Path) -> None:
     state: dict[str, Tensor] | None = None
     gather = run.strategy.engine_state.weight if run.strategy.engine_state else None
     if gather or any(is_sharded(parameter) for parameter in run.model.parameters()):
-        held = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
+        parameters = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
         group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
-        state = global_tensors(held, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
+        state = global_tensors(parameters, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
         state = in_peft_shapes(state) if is_lora else state
 
     def write(half_done: Path) -> None:

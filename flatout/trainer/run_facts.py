@@ -24,7 +24,7 @@ from flatout.planner.steps.step_plan import MicroBatch, padding_share
 from flatout.track.record import GpuFacts, PlanFacts, RunStart
 from flatout.track.run_log import read_start
 from flatout.trainer.decide import PlannedRun
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "triton", "torchao")
 # a page draws this many steps of the packing and bins of the lengths
@@ -34,7 +34,7 @@ NUM_SAMPLED_STEPS = 128
 MAX_MODEL_TEXT = 20_000
 
 
-def gather_gpus(run: Run) -> tuple[GpuFacts, ...]:
+def gather_gpus(run: TrainingRun) -> tuple[GpuFacts, ...]:
     """Return the GPUs of all ranks; none on the CPU. Collective on GPUs."""
     if run.device.type != "cuda":
         return ()
@@ -43,7 +43,7 @@ def gather_gpus(run: Run) -> tuple[GpuFacts, ...]:
     return tuple(GpuFacts(*gpu) for gpu in gpus)
 
 
-def run_start(run: Run, gpus: tuple[GpuFacts, ...]) -> RunStart:
+def run_start(run: TrainingRun, gpus: tuple[GpuFacts, ...]) -> RunStart:
     """Return the facts of a run that is built and starts its next step, for the first rank, which writes them."""
     config, planned, now = run.config, run.planned, time.time()
     earlier = None
@@ -77,13 +77,13 @@ def run_start(run: Run, gpus: tuple[GpuFacts, ...]) -> RunStart:
 
 def versions() -> dict[str, str]:
     """Return the versions of flatout, Python and the packages that compute, as far as they are installed."""
-    found = {"flatout": __version__, "python": platform.python_version()}
+    version_of = {"flatout": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            version_of[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return version_of
 
 
 def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:

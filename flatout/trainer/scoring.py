@@ -51,8 +51,8 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore, reporter
     if objective.reads != "scores":
         return None
     tokenizer = tokenizer_of(config.data, config.model.name)
-    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if found is None:
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if pad_token_id is None:
         raise DataError(
             f"tokenizer {config.data.tokenizer or config.model.name!r} has no pad_token and no eos_token, so "
             "batches of texts could not be padded; set one in tokenizer_config.json"
@@ -61,7 +61,7 @@ def scoring_of(config: Config, objective: Objective, store: TokenStore, reporter
     if adapter is not None and (saved := saved_scoring(adapter)) is not None:
         instead = "remove lora.continue_from, or train on the same labels"
         check_labels(saved.labels, labels, f"lora.continue_from: {adapter}", instead)
-    return Scoring(labels, int(found))
+    return Scoring(labels, int(pad_token_id))
 
 
 def with_used_labels(store: TokenStore, objective: Objective, reporter: Reporter) -> TokenStore:

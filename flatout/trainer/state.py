@@ -86,7 +86,7 @@ class LoopState:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold.
 
     `memory` is the plan's, at the level at which layers recompute: `full` where they do not compile as planned.
@@ -164,3 +164,6 @@ class Run:
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters as the optimizer holds them; flat ones if it flattens them."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+Run = TrainingRun  # the name that benchmarks/pictures.py imports

@@ -32,7 +32,7 @@ from flatout.trainer.estimates import start_estimates
 from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import autocast
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
 
 
@@ -60,14 +60,14 @@ class StepOutcome:
 Pending = Callable[[], StepOutcome | None]
 
 
-def step_launcher(run: Run) -> Callable[[Run, StepPlan], Pending]:
+def step_launcher(run: TrainingRun) -> Callable[[TrainingRun, StepPlan], Pending]:
     """Return what launches this run's steps: it updates after all gradients, or each weight in the backward pass."""
     if run.config.full.update == "backward":
         return partial(launch_backward_update, BackwardUpdate(run.optimizer, run.parameters))
     return launch_step
 
 
-def launch_step(run: Run, step: StepPlan) -> Pending:
+def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     """Start a step, without waiting for it if the optimizer can skip a bad update on the device.
 
     At most one later step may be launched before calling the returned function. It waits for the step's outcome:
@@ -91,7 +91,7 @@ def launch_step(run: Run, step: StepPlan) -> Pending:
     return apply_update(run, step, totals, figures)
 
 
-def skip_step(run: Run) -> Pending:
+def skip_step(run: TrainingRun) -> Pending:
     """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
     run.rank_meter.start_step(run.loader.wait_s)
     figures = run.rank_meter.figures(run.loader.wait_s)
@@ -100,14 +100,14 @@ def skip_step(run: Run) -> Pending:
     return lambda: StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered.tolist()) or (figures,))
 
 
-def accumulate_gradients(run: Run, step: StepPlan) -> Tensor:
+def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
     """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `take_passes`."""
     start_estimates(run, step)
     return take_passes(run, run.plan, step, run.loader, "training", partial(_backward_each, run, step))
 
 
 def _backward_each(
-    run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+    run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
 ) -> Tensor:
     run.fused_lora.refresh()
     normalizer = normalizer_of(run, step)
@@ -121,16 +121,16 @@ def _backward_each(
         seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-                found = run.loss(batch)
+                pass_sums = run.loss(batch)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
-                run.scaler.scale(found[0] / normalizer).backward()
-        for total, value in zip(each, found, strict=True):
+                run.scaler.scale(pass_sums[0] / normalizer).backward()
+        for total, value in zip(each, pass_sums, strict=True):
             total += value.detach()
     return sums
 
 
-def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
+def start_terms(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
     """Start a step of the run's terms, with passes without gradients if any needs them."""
     facts = StepFacts(step.index, step.num_tokens, normalizer_of(run, step), run.device, run.strategy.sum_values)
     with run.terms.passes_before(facts, len(micro_batches)) as any_needed:
@@ -142,12 +142,12 @@ def start_terms(run: Run, step: StepPlan, micro_batches: Sequence[MicroBatch]) -
                 run.loss(batch)
 
 
-def normalizer_of(run: Run, step: StepPlan) -> float:
+def normalizer_of(run: TrainingRun, step: StepPlan) -> float:
     """Return what the summed loss of a step is divided by."""
     return run.planned.normalizers.of_loss(step)
 
 
-def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
+def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
     `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `Terms.sums`;
@@ -186,14 +186,14 @@ def apply_update(run: Run, step: StepPlan, totals: Tensor, figures: RankFigures)
     return wait
 
 
-def next_lr(run: Run) -> float:
+def next_lr(run: TrainingRun) -> float:
     """Return the learning rate of the next update."""
     # updates in flight count as done: a non-finite one ends the run anyway
     num_updates = run.progress.num_updates + run.state.num_in_flight
     return run.config.optim.lr * lr_factor(run.config.schedule, num_updates, run.plan.num_steps)
 
 
-def _update(run: Run, norm: Tensor, lr: float) -> None:
+def _update(run: TrainingRun, norm: Tensor, lr: float) -> None:
     """Clip to `optim.max_grad_norm` and step."""
     set_lr(run.optimizer, lr)
     with run.rank_meter.phase("checkpoint_wait"):
@@ -212,7 +212,7 @@ def _update(run: Run, norm: Tensor, lr: float) -> None:
 
 
 def _read_totals(
-    run: Run,
+    run: TrainingRun,
     step: StepPlan,
     lr: float,
     totals: list[float],
@@ -254,7 +254,7 @@ def seed_micro_batch(seed: int, *, step: int, rank: int, micro_batch: int) -> No
     torch.manual_seed(int(state[0]) << 32 | int(state[1]))
 
 
-def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> Pending:
+def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepPlan) -> Pending:
     """Run a step with `full.update: backward`: a forward pass, and a backward pass that updates.
 
     The step is one micro-batch of one process (`check_backward_update`). The host waits for the loss before the
@@ -272,8 +272,8 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     start_terms(run, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-        found = run.loss(batch)
-    loss_sum, *others = torch.stack([value.detach().double() for value in found]).tolist()
+        sums = run.loss(batch)
+    loss_sum, *others = torch.stack([value.detach().double() for value in sums]).tolist()
     require_finite(run, step, loss_sum, 0.0)
     lr, named = next_lr(run), run.planned.normalizers.metrics([loss_sum, *others], step)
     if skipped := guard_spike(run, step, loss_sum / normalizer):
@@ -285,7 +285,7 @@ def launch_backward_update(update: BackwardUpdate, run: Run, step: StepPlan) -> 
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (found[0] / normalizer).backward()
+        (sums[0] / normalizer).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(

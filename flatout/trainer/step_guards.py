@@ -9,7 +9,7 @@ from flatout.errors import NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.state import LossHistory, Run
+from flatout.trainer.state import LossHistory, TrainingRun
 
 MAX_NAMED_SAMPLES = 8
 # steps after which losses are judged, and over which their mean and variance reach back
@@ -19,7 +19,7 @@ LEAST_DEVIATION = 0.01
 SKIPPED_SPIKE = "loss spike"
 
 
-def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> None:
+def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: float) -> None:
     """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
 
     The message names the step (counted from 1), the samples with their file and row, and this rank's first parameter
@@ -53,7 +53,7 @@ def require_finite(run: Run, step: StepPlan, loss: float, grad_norm: float) -> N
     )
 
 
-def origins_of(run: Run, step: StepPlan) -> dict[int, str]:
+def origins_of(run: TrainingRun, step: StepPlan) -> dict[int, str]:
     """Return the file and row of each sample of a step."""
     return {sample_id: str(run.loader.store.origin(sample_id)) for sample_id in step.sample_ids}
 
@@ -66,14 +66,14 @@ def judge(history: LossHistory, loss: float, sigmas: float) -> tuple[LossHistory
     """
     deviation = max(math.sqrt(history.variance), LEAST_DEVIATION * abs(history.mean))
     limit = history.mean + sigmas * deviation if history.count >= LEAST_LOSSES else math.inf
-    share = 1.0 / min(history.count + 1, WINDOW)
+    weight = 1.0 / min(history.count + 1, WINDOW)
     delta = min(loss, limit) - history.mean
-    variance = (1.0 - share) * (history.variance + share * delta * delta)
-    added = LossHistory(history.count + 1, history.mean + share * delta, variance)
+    variance = (1.0 - weight) * (history.variance + weight * delta * delta)
+    added = LossHistory(history.count + 1, history.mean + weight * delta, variance)
     return added, limit if loss > limit else None
 
 
-def guard_spike(run: Run, step: StepPlan, loss: float) -> str | None:
+def guard_spike(run: TrainingRun, step: StepPlan, loss: float) -> str | None:
     """Judge a step's loss by `faults.spike`; return why its update is to be skipped, None if it is not.
 
     All ranks get the same loss, and so decide alike. A spike is an event, and the first rank writes the step's samples

@@ -40,11 +40,13 @@ def load_stopped(folder: Path, device: torch.device) -> tuple[PreTrainedModel, A
     model = load_for_inference(config.model.name, revision=config.model.revision, device=device)
     if config.method == "lora":
         add_lora(model, config.lora, seed=config.seed)
-    held = dict(model.state_dict(keep_vars=True))
-    if odd := next((name for name in weights if name not in held or held[name].shape != weights.shapes[name]), None):
+    tensors = dict(model.state_dict(keep_vars=True))
+    if odd := next(
+        (name for name in weights if name not in tensors or tensors[name].shape != weights.shapes[name]), None
+    ):
         raise CheckpointError(f"{saved.path} trains {odd}, which {config.model.name} does not have; {resume}")
     for name in weights:
-        weights.copy_into(name, held[name])
+        weights.copy_into(name, tensors[name])
     tokenizer = tokenizer_of(config.data, config.model.name)
     root = config.data.root
     meta = TokenStore.open(registry.entry_dir(root, registry.find(root, config.data.name)), verify=False).meta

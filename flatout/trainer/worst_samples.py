@@ -19,7 +19,7 @@ from flatout.errors import FlatoutError
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import WorstSample
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 # of a long sample this much is recorded: characters before its first label token, and after
 MAX_CONTEXT, MAX_TEXT = 400, 800
@@ -31,7 +31,7 @@ class WorstSamples:
     Nothing is recorded if `eval.worst_samples` is 0, or if an own objective over whole answers does not tell `each`.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run, self._count, self._scope = run, run.config.eval.worst_samples, run.planned.objective.scope
         self._ids = [self._firsts(each.store, each.plan.sample_ids) for each in run.eval_sets] if self._count else []
         self._sums = [torch.zeros(len(ids), dtype=torch.float64, device=run.device) for ids in self._ids]
@@ -64,7 +64,7 @@ class WorstSamples:
         own = torch.from_numpy(np.searchsorted(self._ids[place], ids)).to(sums.device)
         sums.index_add_(0, own[batch.label_samples] if self._scope == "token" else own, losses.double())
 
-    def found(self) -> tuple[WorstSample, ...]:
+    def greatest(self) -> tuple[WorstSample, ...]:
         """Return what has the greatest losses in all evaluation sets, the greatest first; collective."""
         run, ranked = self._run, list[tuple[float, int, int]]()
         for place, (ids, sums) in enumerate(zip(self._ids, self._sums, strict=True)):

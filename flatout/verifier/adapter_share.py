@@ -12,8 +12,8 @@ from torch import Tensor
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.state import Run
-from flatout.verifier.compare import Row
+from flatout.trainer.state import TrainingRun
+from flatout.verifier.compare import Comparison
 
 # a layer may lose this much of the change, beyond what rounding hides in so few tokens
 LIMIT = 0.1
@@ -28,7 +28,7 @@ class _Share(NamedTuple):
     error: float
 
 
-def adapter_rows(run: Run, step: StepPlan, *, has_adapter: bool) -> Iterator[Row]:
+def adapter_rows(run: TrainingRun, step: StepPlan, *, has_adapter: bool) -> Iterator[Comparison]:
     """Yield how much of the adapters' change arrives after a first update and, if it has one, of the run's adapter.
 
     The first update of AdamW moves every value of B from 0 by the learning rate. A layer's share is the projection of
@@ -39,7 +39,7 @@ def adapter_rows(run: Run, step: StepPlan, *, has_adapter: bool) -> Iterator[Row
         return
     if has_adapter:
         yield _row(run, step, layers, "adapter's change that arrives")
-    kept = {name: layer.lora_b.detach().clone() for name, layer in layers.items()}
+    saved_b = {name: layer.lora_b.detach().clone() for name, layer in layers.items()}
     generator = torch.Generator().manual_seed(run.config.seed)
     with torch.no_grad():
         for layer in layers.values():
@@ -48,12 +48,12 @@ def adapter_rows(run: Run, step: StepPlan, *, has_adapter: bool) -> Iterator[Row
     yield _row(run, step, layers, "first update's change that arrives")
     with torch.no_grad():
         for name, layer in layers.items():
-            layer.lora_b.copy_(kept[name])
+            layer.lora_b.copy_(saved_b[name])
 
 
 @torch.no_grad()
-def _row(run: Run, step: StepPlan, layers: dict[str, LoraLinear], case: str) -> Row:
-    shares: dict[str, _Share] = {}
+def _row(run: TrainingRun, step: StepPlan, layers: dict[str, LoraLinear], case: str) -> Comparison:
+    estimates: dict[str, _Share] = {}
 
     def record(name: str, layer: LoraLinear, args: tuple[Any, ...], output: Tensor) -> None:
         x, y = (rows.flatten(0, -2)[:MAX_TOKENS].float() for rows in (args[0], output))
@@ -65,7 +65,7 @@ def _row(run: Run, step: StepPlan, layers: dict[str, LoraLinear], case: str) -> 
         error = y - frozen if layer.bias is None else y - layer.bias.float() - frozen
         if size := float(change.double().square().sum()):
             noise = float(((error - change) * change).double().square().sum()) ** 0.5
-            shares[name] = _Share(float((error * change).double().sum()) / size, noise / size)
+            estimates[name] = _Share(float((error * change).double().sum()) / size, noise / size)
 
     hooks = [
         layer.register_forward_hook(lambda layer, args, output, name=name: record(name, layer, args, output))
@@ -81,13 +81,15 @@ def _row(run: Run, step: StepPlan, layers: dict[str, LoraLinear], case: str) -> 
         run.model.train(was_training)
         for hook in hooks:
             hook.remove()
-    if not shares:
-        return Row(case, verdict="left out", note="no adapter changes anything yet")
+    if not estimates:
+        return Comparison(case, verdict="left out", note="no adapter changes anything yet")
     # a layer without noise, such as in fp32, counts as one with very little
-    weights = {name: 1 / max(share.error, 1e-6) ** 2 for name, share in shares.items()}
-    mean = math.fsum(weights[name] * share.value for name, share in shares.items()) / math.fsum(weights.values())
-    lost = {name: abs(1 - share.value) - 4 * share.error for name, share in shares.items()}
+    weights = {name: 1 / max(estimate.error, 1e-6) ** 2 for name, estimate in estimates.items()}
+    mean = math.fsum(weights[name] * estimate.value for name, estimate in estimates.items()) / math.fsum(
+        weights.values()
+    )
+    lost = {name: abs(1 - estimate.value) - 4 * estimate.error for name, estimate in estimates.items()}
     worst = max(lost, key=lambda name: lost[name])
     difference = max(lost[worst], abs(1 - mean))
-    row = Row(case, share=mean, worst_difference=difference, worst_parameter=worst, limit=LIMIT)
+    row = Comparison(case, share=mean, worst_difference=difference, worst_parameter=worst, limit=LIMIT)
     return row.judged(LIMIT)

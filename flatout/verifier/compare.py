@@ -29,7 +29,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.gpu import weakest_gpu
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
 GRADIENTS, FACTS, LOGPROBS = "gradients.safetensors", "facts.json", "reference.json"
@@ -41,7 +41,7 @@ Verdict = Literal["ok", "FAIL", "left out", "noise"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """One way of computing the step, compared with the reference.
 
     Differences are relative; `cosine` is over all gradients. `worst_parameter` has the largest difference of all
@@ -67,12 +67,12 @@ class Row:
     @property
     def largest(self) -> float:
         """The largest of the three differences (of a share, the one); infinite when one is missing or not finite."""
-        found = [self.worst_difference]
+        differences = [self.worst_difference]
         if self.share is None:
-            found += [self.loss_difference, self.norm_difference]
-        return max(math.inf if value is None or not math.isfinite(value) else value for value in found)
+            differences += [self.loss_difference, self.norm_difference]
+        return max(math.inf if value is None or not math.isfinite(value) else value for value in differences)
 
-    def judged(self, limit: float) -> Row:
+    def judged(self, limit: float) -> Comparison:
         """Return the row with its verdict under this limit; a row with a note, such as on missing gradients, fails."""
         return replace(self, limit=limit, verdict="ok" if self.largest <= limit and not self.note else "FAIL")
 
@@ -106,7 +106,9 @@ class Reference:
         facts = read_json(folder / FACTS)
         return cls(folder, facts["loss"], facts["norm"])
 
-    def compare(self, case: str, loss: float, norm: float, gradients: Iterable[tuple[str, Tensor | None]]) -> Row:
+    def compare(
+        self, case: str, loss: float, norm: float, gradients: Iterable[tuple[str, Tensor | None]]
+    ) -> Comparison:
         """Compare a loss, a gradient norm and named gradients (None: all zeros) with the reference; no name twice."""
         worst, worst_name, dot, ours_squared = 0.0, None, 0.0, 0.0
         with safe_open(self.folder / GRADIENTS, "pt") as file:
@@ -129,7 +131,7 @@ class Reference:
                     worst, worst_name = difference, name
             # a missing gradient counts as zeros: text does not reach a vision tower, for example
             odd += [name for name in missing if file.get_tensor(name).any()]
-        return Row(
+        return Comparison(
             case=case,
             loss=loss,
             loss_difference=abs(loss - self.loss) / max(abs(self.loss), 1e-12),
@@ -157,7 +159,7 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
 
 
 @contextmanager
-def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path) -> Iterator[Run]:
+def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path) -> Iterator[TrainingRun]:
     """Set up the run as `flatout train` does, but without its checkpoints; its memory is freed on exit."""
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
     run = build_run(Setup(config, planned, checkpoints, Reporter(), rank))
@@ -183,7 +185,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def measure(run: Run, step: StepPlan, reference: Reference, case: str) -> Row:
+def measure(run: TrainingRun, step: StepPlan, reference: Reference, case: str) -> Comparison:
     """Compare one step's loss, gradients and norm over all ranks with the reference; only rank 0's row is filled."""
     run.optimizer.zero_grad(set_to_none=True)
     sums = accumulate_gradients(run, step)
@@ -200,5 +202,5 @@ def measure(run: Run, step: StepPlan, reference: Reference, case: str) -> Row:
     else:
         # gathering a sharded gradient is collective
         deque(gradients, maxlen=0)
-        row = Row(case)
+        row = Comparison(case)
     return replace(row, num_ranks=run.rank.world, num_micro_batches=max(map(len, step.ranks)))

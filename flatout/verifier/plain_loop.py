@@ -54,8 +54,8 @@ class Sample(NamedTuple):
 
     def given(self, device: torch.device) -> dict[str, Tensor]:
         """Return the arguments of transformers' model for this sample alone."""
-        held = self.inputs or {"input_ids": torch.tensor(self.token_ids.tolist())[None]}
-        return {name: values.to(device) for name, values in held.items()}
+        inputs = self.inputs or {"input_ids": torch.tensor(self.token_ids.tolist())[None]}
+        return {name: values.to(device) for name, values in inputs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class PlainModel:
         model: Any = self.model
         maker = PictureMaker(processor_of(store), model.get_base_model() if hasattr(model, "peft_config") else model)
         files = [[decoded(file) for file in store.pictures(sample_id)] for sample_id in sample_ids]
-        found = [
+        samples = [
             Sample(*pair, maker.alone(pair[0].astype(np.int64), own)) for pair, own in zip(pairs, files, strict=True)
         ]
         maker.close()
-        return found
+        return samples
 
 
 def plain_model(config: Config, device: torch.device, adapter: Path, scoring: Scoring | None = None) -> PlainModel:

@@ -53,14 +53,14 @@ def _readings(
 ) -> tuple[Readings, Tensor, list[int]]:
     """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
     with torch.no_grad():
-        found = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
-    leaf = torch.cat([values for values, *_ in found]).requires_grad_()
-    counts = [len(values) for values, *_ in found]
+        readings = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
+    leaf = torch.cat([values for values, *_ in readings]).requires_grad_()
+    counts = [len(values) for values, *_ in readings]
     columns = [name for name in objective.needed_columns if name in store.extra]
     batch: Any = _gathered(columns, store, sample_ids, counts, leaf.device)
     if objective.reads == "scores":
-        return SampleScores(leaf.view(len(found), -1), batch, lambda rows: rows), leaf, counts
-    return _PlainLabels(leaf, found, batch), leaf, counts
+        return SampleScores(leaf.view(len(readings), -1), batch, lambda rows: rows), leaf, counts
+    return _PlainLabels(leaf, readings, batch), leaf, counts
 
 
 def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,8 +117,8 @@ def _normalizer(objective: Objective, batch: Batch) -> float:
 class _PlainLabels(LabelTokens):
     """Label tokens without hidden states."""
 
-    def __init__(self, leaf: Tensor, found: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
-        is_correct, ids = (torch.cat([own[place] for own in found]) for place in (1, 2))
+    def __init__(self, leaf: Tensor, readings: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
+        is_correct, ids = (torch.cat([own[place] for own in readings]) for place in (1, 2))
         batch.label_ids, batch.label_rows = ids, torch.arange(len(ids), device=ids.device)
         losses = TokenLosses(-leaf, is_correct)
         head: Any = SimpleNamespace(

@@ -29,7 +29,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
-from flatout.verifier.compare import Reference, Row, measure, plan_quietly, set_up_quietly
+from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
 
 # how long a rank waits for the others in its group
 WAIT = timedelta(minutes=10)
@@ -48,7 +48,7 @@ class RankCase:
     limit: float
 
 
-def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Row]:
+def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Comparison]:
     """Run all cases in one set of processes, each in its own session, which are killed when this call ends.
 
     If a process dies, the remaining cases fail with the last line of its log. Raises ResourceError if that process
@@ -75,15 +75,15 @@ def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Row]:
         log_text = (folder / f"rank-{lost}.log").read_text(errors="replace").strip()
         # torch begins each line of a traceback with the rank, once for every process group of the process
         lines = re.sub(r"^(\[rank\d+\]: )+", "", log_text, flags=re.MULTILINE).splitlines()
-        told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        why = (told or lines or ["no output"])[-1]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        why = (errors or lines or ["no output"])[-1]
         if processes[lost].returncode == ResourceError.exit_code:
             raise ResourceError(f"verify, rank {lost}: {why}")
     paths = [folder / f"row-{place}.json" for place in range(len(cases))]
     return [
-        Row(**read_json(path))
+        Comparison(**read_json(path))
         if path.exists()
-        else Row(case.name, num_ranks=case.num_ranks, limit=case.limit, note=f"rank {lost} ended: {why}")
+        else Comparison(case.name, num_ranks=case.num_ranks, limit=case.limit, note=f"rank {lost} ended: {why}")
         for case, path in zip(cases, paths, strict=True)
     ]
 
@@ -119,7 +119,7 @@ def run_process(folder: Path, index: int) -> None:
                 row = measure(run, run.plan.step(case.step_index), reference, case.name).judged(case.limit)
         except UsageError as error:
             # every rank reads the same settings, so all of them raise this
-            row = Row(case.name, num_ranks=case.num_ranks, verdict="left out", note=str(error))
+            row = Comparison(case.name, num_ranks=case.num_ranks, verdict="left out", note=str(error))
         finally:
             leave_group()
         if rank.is_first:

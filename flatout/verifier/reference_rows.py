@@ -18,7 +18,7 @@ from flatout.trainer.decide import PlannedRun
 from flatout.trainer.passes import other_kernels
 from flatout.trainer.reference import compute_step
 from flatout.trainer.step import accumulate_gradients
-from flatout.verifier.compare import LOGPROBS, Row, plan_quietly, set_up_quietly
+from flatout.verifier.compare import LOGPROBS, Comparison, plan_quietly, set_up_quietly
 from flatout.verifier.plain_loop import PlainModel, plain_model
 from flatout.verifier.plain_objective import plain_logprobs
 
@@ -36,16 +36,16 @@ def with_plain_reference(plain: PlainModel, config: Config, planned: PlannedRun,
     if adapter is not None:
         plain = plain_model(config, next(plain.model.parameters()).device, adapter)
     model: Any = plain.model
-    found = []
+    rows = []
     with torch.no_grad(), model.disable_adapter() if adapter is None and config.method == "lora" else nullcontext():
         for store in planned.stores[: 1 if planned.mismatched is None else 2]:
             samples = plain.read(store, step.sample_ids)
-            found.append([plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples])
-    DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": found})
+            rows.append([plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples])
+    DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": rows})
     return plan_quietly(config, Rank())
 
 
-def reference_rows(config: Config, step_index: int) -> Iterator[Row]:
+def reference_rows(config: Config, step_index: int) -> Iterator[Comparison]:
     """Yield a row for the run's model at step 0 in its own precision, if its objective has a reference and rewards.
 
     All differences are the largest of these rewards, which must be 0: the reference is computed by the same passes. If
@@ -61,10 +61,12 @@ def reference_rows(config: Config, step_index: int) -> Iterator[Row]:
     with set_up_quietly(config, planned, Rank(), config.folder) as run:
         case = "rewards before the first update"
         if (why := other_kernels(run)) is not None:
-            yield Row(case, verdict="left out", note=f"not 0 to the bit: {why}, so the reference takes other kernels")
+            yield Comparison(
+                case, verdict="left out", note=f"not 0 to the bit: {why}, so the reference takes other kernels"
+            )
             return
         step = run.plan.step(step_index)
         compute_step(run, step)
         largest = float(accumulate_gradients(run, step)[places].abs().max())
-    row = Row(case, loss_difference=largest, worst_difference=largest)
+    row = Comparison(case, loss_difference=largest, worst_difference=largest)
     yield replace(row, norm_difference=largest).judged(0.0)

@@ -25,9 +25,9 @@ from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows
-from flatout.verifier.compare import Reference, Row, free_memory, measure, plan_quietly, set_up_quietly
+from flatout.verifier.compare import Comparison, Reference, free_memory, measure, plan_quietly, set_up_quietly
 from flatout.verifier.plain_loop import PlainModel, Sample, plain_model, plain_step
 from flatout.verifier.plain_objective import objective_step
 from flatout.verifier.ranks import RankCase, run_rank_cases
@@ -45,7 +45,7 @@ CPU_TOKENS = 8192
 MAX_MICRO_BATCHES = 4
 
 
-def require_equal(rows: Sequence[Row]) -> None:
+def require_equal(rows: Sequence[Comparison]) -> None:
     """Raise NumericError with the number of failed rows and the worst of them, if there are any."""
     failed = [row for row in rows if row.verdict == "FAIL"]
     if not failed:
@@ -65,8 +65,8 @@ def verify(
     num_ranks: int,
     exact: Exact = "fp32",
     tolerance: float | None = None,
-    on_row: Callable[[Row], None] = lambda row: None,
-) -> tuple[list[Row], list[str]]:
+    on_row: Callable[[Comparison], None] = lambda row: None,
+) -> tuple[list[Comparison], list[str]]:
     """Verify every way of computing the first step that has labels, and write verify.json to the run folder.
 
     Returns the rows of the table, and notes on what was changed to make the comparison exact. `tolerance` replaces the
@@ -78,7 +78,7 @@ def verify(
         raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
     limit = LIMITS[exact] if tolerance is None else tolerance
     DurableIO().make_dir(config.folder)
-    rows: list[Row] = []
+    rows: list[Comparison] = []
     # an exception, so that a signal leaves neither processes nor the folder behind
     signals = StopSignals(lambda: None, on_first=lambda: sys.exit(SIGNAL_EXIT_CODE + (signals.number or 0)))
     with signals, tempfile.TemporaryDirectory(prefix=".verify-", dir=config.folder) as work:
@@ -135,7 +135,9 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
         yield f"float8 matmuls are not exact: rows in {exact} take base.backward: same"
 
 
-def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int) -> Iterator[Row]:
+def _rows(
+    own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int
+) -> Iterator[Comparison]:
     """Yield the rows of one process, those in the run's own precision, and those of several processes."""
     # plain transformers would normalize the routers' losses by micro-batch
     experts = own.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
@@ -171,7 +173,7 @@ def _rows(own: Config, exact: Exact, folder: Path, limit: float, device: torch.d
             for row in _cut_rows(run, step, reference):
                 yield row.judged(limit)
     except (UsageError, NumericError) as error:
-        yield Row(planned.plan.layout.name, limit=limit, note=str(error))
+        yield Comparison(planned.plan.layout.name, limit=limit, note=str(error))
         return
     precision = resolve_precision(own.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):
@@ -186,13 +188,15 @@ def _objective_loss(plain: PlainModel, planned: PlannedRun, step: StepPlan) -> f
     return objective_step(plain, planned.objective, planned.store, step.sample_ids, mismatched)
 
 
-def _plain_row(plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str) -> Row:
+def _plain_row(
+    plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str
+) -> Comparison:
     loss = plain_step(plain, samples, max_tokens=max_tokens)
     norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
     return reference.compare(case, loss, norm, plain.gradients.items())
 
 
-def _cut_rows(run: Run, step: StepPlan, reference: Reference) -> Iterator[Row]:
+def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterator[Comparison]:
     """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per unit."""
     layout, samples = run.plan.layout, run.plan.samples
     items = samples.take(samples.indices_of(step.sample_ids)).items(layout.cost)
@@ -221,7 +225,7 @@ def _largest_unit(planned: PlannedRun) -> int:
 
 def _own_rows(
     own: Config, trained: Config, device: torch.device, reference: Reference, step_index: int
-) -> Iterator[Row]:
+) -> Iterator[Comparison]:
     """Yield rows in the run's own precision: the error of plain transformers, and the run with a limit based on it."""
     config = own.model_copy(
         update={

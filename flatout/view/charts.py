@@ -114,15 +114,15 @@ class _Frame:
         self, label: str, marks: Sequence[str], tips: Sequence[object], show: Show, rows: Sequence[str] = ()
     ) -> str:
         """Return the marks with their axes; `rows` are names of strips, in place of the y axis."""
-        ticks = [(1.0 - share, tick) for share, tick in self.up.ticks(5)]
-        grid = "" if rows else "".join(f"M0 {share * HEIGHT:.1f}H{WIDTH}" for share, _ in ticks)
+        ticks = [(1.0 - position, tick) for position, tick in self.up.ticks(5)]
+        grid = "" if rows else "".join(f"M0 {position * HEIGHT:.1f}H{WIDTH}" for position, _ in ticks)
         if rows:
             every = -(-len(rows) // 8)
             ticks = [((index + 0.5) / len(rows), rows[index]) for index in range(0, len(rows), every)]
-        left = "".join(f'<span style="top:{share:.2%}">{text(tick)}</span>' for share, tick in ticks)
+        left = "".join(f'<span style="top:{position:.2%}">{text(tick)}</span>' for position, tick in ticks)
         below = "".join(
-            f'<span{" class=last" if share > 0.96 else ""} style="left:{share:.2%}">{tick}</span>'
-            for share, tick in self.across.ticks(6)
+            f'<span{" class=last" if position > 0.96 else ""} style="left:{position:.2%}">{tick}</span>'
+            for position, tick in self.across.ticks(6)
         )
         values = {"x": self.x_name, "series": tips, "rows": bool(rows)}
         tip = escape(json.dumps(values, separators=(",", ":")))
@@ -217,8 +217,8 @@ def heat_plot(
     Above MAX_HEAT_ROWS rows, neighbours share a strip, which shows their greatest value.
     """
     num_rows = values.shape[0]
-    share = -(-num_rows // MAX_HEAT_ROWS)
-    starts = np.arange(0, num_rows, share)
+    rows_per_band = -(-num_rows // MAX_HEAT_ROWS)
+    starts = np.arange(0, num_rows, rows_per_band)
     xs, values = bucket_means(xs, np.fmax.reduceat(values, starts, axis=0), max(24, max_cells // (8 + len(starts))))
     frame = _Frame(x_scale(float(xs[0]), float(xs[-1]), WIDTH), y_scale(0.0, full, HEIGHT), x_name)
     columns = np.concatenate([[0.0], frame.across.place((xs[1:] + xs[:-1]) / 2), [WIDTH]])
@@ -229,9 +229,10 @@ def heat_plot(
         width = columns[column + 1] - columns[column]
         outline = f"M{columns[column]:.1f} {row * height:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
         cells.setdefault(int(shades[row, column]), []).append(outline)
-    marks = [f'<path class="heat s{shade}" d="{"".join(found)}"/>' for shade, found in sorted(cells.items())]
+    marks = [f'<path class="heat s{shade}" d="{"".join(paths)}"/>' for shade, paths in sorted(cells.items())]
     names = [
-        f"{row_name} {one}" + (f" to {min(one + share, num_rows) - 1}" if share > 1 else "") for one in starts.tolist()
+        f"{row_name} {one}" + (f" to {min(one + rows_per_band, num_rows) - 1}" if rows_per_band > 1 else "")
+        for one in starts.tolist()
     ]
     tips = [frame.tip(name, 0, xs, ys) for name, ys in zip(names, values, strict=True)]
     return frame.plot(row_name, marks, tips, show, names)
@@ -244,19 +245,19 @@ def downsampled(xs: Floats, ys: Floats, num_buckets: int = NUM_BUCKETS) -> tuple
     """
     if len(xs) <= 2 * num_buckets:
         return xs, ys
-    kept: list[int] = []
+    indices: list[int] = []
     for start, stop in _buckets(xs, num_buckets):
         part = ys[start:stop]
         finite = np.flatnonzero(np.isfinite(part))
         if not len(finite):
-            kept.append(start)
+            indices.append(start)
             continue
         ends = {int(finite[part[finite].argmin()]), int(finite[part[finite].argmax()])}
-        kept += [start + offset for offset in sorted(ends)]
+        indices += [start + offset for offset in sorted(ends)]
     # the last point says where a run is now
-    if kept[-1] != len(xs) - 1:
-        kept.append(len(xs) - 1)
-    return xs[kept], ys[kept]
+    if indices[-1] != len(xs) - 1:
+        indices.append(len(xs) - 1)
+    return xs[indices], ys[indices]
 
 
 def bucket_means(xs: Floats, values: Floats, num_buckets: int) -> tuple[Floats, Floats]:

@@ -129,7 +129,7 @@ def curves(logs: Mapping[str, RunLog]) -> str:
     runs = [_on_axes(name, log, seconds) for name, log in logs.items()]
     charts: list[str] = []
     metrics = (one.metrics for log in logs.values() for ones in (log.steps, log.evals) for one in ones)
-    names = dict.fromkeys(name for found in metrics for name in found)
+    names = dict.fromkeys(name for metric in metrics for name in metric)
     for measure in (*_MEASURES[:2], *map(_named, names), *_MEASURES[2:]):
         of_runs = [(run.name, run.lines(measure)) for run in runs]
         if len(runs) == 1:
@@ -138,7 +138,7 @@ def curves(logs: Mapping[str, RunLog]) -> str:
         for title, is_eval in ((measure.title, False), (f"{measure.title}, evaluation", True)):
             # the first line stands for its run
             firsts = [(name, [one for one in lines if one.is_eval == is_eval][:1]) for name, lines in of_runs]
-            lines = [replace(line, name=name) for name, found in firsts for line in found]
+            lines = [replace(line, name=name) for name, metric in firsts for line in metric]
             charts.append(_chart(title, measure, lines, x_names))
     if len(runs) == 1:
         charts += [_step_time(runs[0], x_names), _waiting(runs[0], x_names), *_experts(runs[0], x_names)]
@@ -186,13 +186,13 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
     steps = after_warm_up(run.log)
     if not steps:
         return ""
-    kept = np.isin(run.axes["step"], [record.step for record in steps])
+    is_measured = np.isin(run.axes["step"], [record.step for record in steps])
     parts = np.array([[getattr(record, f"{part}_s") for record in steps] for part in PARTS])
     parts = np.vstack([parts, np.maximum(0.0, np.array([record.step_s for record in steps]) - parts.sum(axis=0))])
     names = [part.replace("_", " ") for part in (*PARTS, "other")]
     means = np.average(parts, axis=1, weights=[record.num_recorded for record in steps])
     total = float(means.sum()) or 1.0
-    plots = [area_plot(names, run.axes[axis][kept], parts, x, {"axis": axis}) for axis, x in x_names.items()]
+    plots = [area_plot(names, run.axes[axis][is_measured], parts, x, {"axis": axis}) for axis, x in x_names.items()]
     shares = [f"{mean / total:.1%}" for mean in means]
     entries = list(zip(names, range(len(names)), shares, strict=True))
     return figure("Step time", plots, unit=f"seconds; {total:.3g} in the mean", entries=entries, is_wide=True)
@@ -200,15 +200,15 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
 
 def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
     """Return how long each rank waits for the slowest one, as a strip for each rank."""
-    kept = [index for index, record in enumerate(run.log.steps) if max(record.rank_busy_s, default=0.0) > 1e-9]
-    if not kept:
+    with_wait = [index for index, record in enumerate(run.log.steps) if max(record.rank_busy_s, default=0.0) > 1e-9]
+    if not with_wait:
         return ""
     # a resumed run may have another number of ranks
-    by_rank = zip_longest(*(run.log.steps[index].rank_busy_s for index in kept), fillvalue=math.nan)
+    by_rank = zip_longest(*(run.log.steps[index].rank_busy_s for index in with_wait), fillvalue=math.nan)
     busy = np.clip(np.array(list(by_rank)), 0.0, MAX_NUMBER)
     waits = 100 * (1.0 - busy / np.fmax.reduce(busy, axis=0))
     plots = [
-        heat_plot("rank", run.axes[axis][kept], waits, x_name, 100 * _DARKEST_WAIT, {"axis": axis})
+        heat_plot("rank", run.axes[axis][with_wait], waits, x_name, 100 * _DARKEST_WAIT, {"axis": axis})
         for axis, x_name in x_names.items()
     ]
     unit = f"% of its busy time; darkest: {_DARKEST_WAIT:.0%} or more"
@@ -217,10 +217,10 @@ def _waiting(run: _Run, x_names: Mapping[str, str]) -> str:
 
 def _experts(run: _Run, x_names: Mapping[str, str]) -> Iterator[str]:
     """Yield how unevenly each layer's experts are used, as a strip for each layer: by step, and by expert at last."""
-    kept = [index for index, record in enumerate(run.log.steps) if record.expert_peak_load]
-    if not kept:
+    with_experts = [index for index, record in enumerate(run.log.steps) if record.expert_peak_load]
+    if not with_experts:
         return
-    records = [run.log.steps[index] for index in kept]
+    records = [run.log.steps[index] for index in with_experts]
     peaks = np.array(list(zip_longest(*(record.expert_peak_load for record in records), fillvalue=math.nan)))
     entropy = np.array(list(zip_longest(*(record.expert_entropy for record in records), fillvalue=math.nan)))
     for title, unit, values, full in (
@@ -229,7 +229,7 @@ def _experts(run: _Run, x_names: Mapping[str, str]) -> Iterator[str]:
     ):
         shown = np.clip(values, 0.0, MAX_NUMBER)
         plots = [
-            heat_plot("layer", run.axes[axis][kept], shown, x_name, full, {"axis": axis})
+            heat_plot("layer", run.axes[axis][with_experts], shown, x_name, full, {"axis": axis})
             for axis, x_name in x_names.items()
         ]
         yield figure(title, plots, unit=unit, is_wide=True)

@@ -24,30 +24,30 @@ _OWN_NAMES = ("name", "run_dir")
 
 def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return the figures that a run is judged by: (name, value, note)."""
-    first, last, found = summary.first_loss, summary.last_loss, []
+    first, last, facts = summary.first_loss, summary.last_loss, []
     if first is not None and last is not None:
-        found.append(("Training loss", f"{last:.4f}", f"{first:.4f} at the start"))
+        facts.append(("Training loss", f"{last:.4f}", f"{first:.4f} at the start"))
     if one := summary.evaluation:
-        found.append(("Evaluation loss", f"{one.last:.4f}", f"{one.first:.4f} at the first evaluation"))
-        found.append(("Best evaluation loss", f"{one.best:.4f}", f"after step {one.best_step:,}"))
-    found.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
+        facts.append(("Evaluation loss", f"{one.last:.4f}", f"{one.first:.4f} at the first evaluation"))
+        facts.append(("Best evaluation loss", f"{one.best:.4f}", f"after step {one.best_step:,}"))
+    facts.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
     if summary.num_steps:
         label = f"{short_count(summary.num_label_tokens)} label tokens"
-        found.append(("Tokens", short_count(summary.num_tokens), label))
-        found.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
+        facts.append(("Tokens", short_count(summary.num_tokens), label))
+        facts.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
     if summary.tokens_per_s is not None:
         warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
-        found.append(("Throughput", f"{summary.tokens_per_s:,.0f}", f"tokens/s{warm}"))
+        facts.append(("Throughput", f"{summary.tokens_per_s:,.0f}", f"tokens/s{warm}"))
     if summary.mfu is not None:
-        found.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
+        facts.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
     if summary.peak_memory_bytes:
-        found.append(("Peak memory", gib(summary.peak_memory_bytes), "highest of all ranks"))
+        facts.append(("Peak memory", gib(summary.peak_memory_bytes), "highest of all ranks"))
     parts = {name.removesuffix("_s").replace("_", " "): lost_s for name, lost_s in asdict(summary.lost).items()}
     greatest = sorted(parts, key=lambda name: -parts[name])[:2]
     if summary.num_steps and parts[greatest[0]]:
         note = ", ".join(f"{name} {short_time(parts[name])}" for name in greatest if parts[name])
-        found.append(("Lost time", short_time(sum(parts.values())), note))
-    return found
+        facts.append(("Lost time", short_time(sum(parts.values())), note))
+    return facts
 
 
 # figures of which one run's is the best, and which it is
@@ -78,8 +78,8 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
     padding = 1.0 - tokens / padded if padded else 0.0
     shared = sum(r.num_tokens * r.num_recorded * r.shared_share for r in steps) / max(1, tokens)
     balance = sum(record.balance for record in steps) / len(steps) if steps else 0.0
-    found = [one for record in steps if (one := measured_balance(record)) is not None]
-    measured = f", {sum(found) / len(found):.1%} measured" if found else ""
+    balances = [one for record in steps if (one := measured_balance(record)) is not None]
+    measured = f", {sum(balances) / len(balances):.1%} measured" if balances else ""
     peak = max((record.peak_memory_bytes for record in steps), default=0)
     return [
         ("steps", f"{plan.num_steps:,}", f"{num_steps:,}"),
@@ -137,9 +137,11 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def different_settings(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     """Return the settings in which runs differ: (name, value of each run)."""
-    found = [settings_of(log) for log in logs]
-    names = dict.fromkeys(name for settings in found for name in settings if name not in _OWN_NAMES)
-    rows = [(name, *(show(settings[name]) if name in settings else NONE for settings in found)) for name in names]
+    settings_of_runs = [settings_of(log) for log in logs]
+    names = dict.fromkeys(name for settings in settings_of_runs for name in settings if name not in _OWN_NAMES)
+    rows = [
+        (name, *(show(settings[name]) if name in settings else NONE for settings in settings_of_runs)) for name in names
+    ]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -154,10 +156,10 @@ def notes_rows(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
 
 def results(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     """Return the headline figures of several runs: (name, value of each run)."""
-    found = [{name: value for name, value, _ in headline(summary)} for summary in summaries]
+    headlines = [{name: value for name, value, _ in headline(summary)} for summary in summaries]
     outcomes = ("Outcome", *(summary.state for summary in summaries))
-    names = dict.fromkeys(name for figures in found for name in figures)
-    return [outcomes, *((name, *(figures.get(name, NONE) for figures in found)) for name in names)]
+    names = dict.fromkeys(name for figures in headlines for name in figures)
+    return [outcomes, *((name, *(figures.get(name, NONE) for figures in headlines)) for name in names)]
 
 
 def show(value: Any) -> str:

@@ -38,8 +38,8 @@ def find_run(target: str | Path, runs: Path = RUNS) -> Path:
     if near:
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
-    found = f"the runs here are {', '.join(known[:8])}" if known else f"there are no runs in {runs}/ yet"
-    raise UsageError(f"{target}: no such folder, and no run of that name; {found}")
+    listing = f"the runs here are {', '.join(known[:8])}" if known else f"there are no runs in {runs}/ yet"
+    raise UsageError(f"{target}: no such folder, and no run of that name; {listing}")
 
 
 def find_model(target: str) -> str:
@@ -69,10 +69,10 @@ def run_folders(folder: Path) -> list[Path]:
     """Return the run folders in a folder and in those below it, sorted by name; the folder alone if it is a run's."""
     if _is_run(folder):
         return [folder]
-    found: list[Path] = []
+    folders: list[Path] = []
     for path in _folders(folder):
-        found += [path] if _is_run(path) else filter(_is_run, _folders(path))
-    return found
+        folders += [path] if _is_run(path) else filter(_is_run, _folders(path))
+    return folders
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -110,9 +110,9 @@ def _open_run(folder: Path) -> RunLog:
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     if not (log.steps or log.evals or log.start or (has_settings and not log.num_bad_lines)):
-        found = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "its files are empty"
-        found = "; ".join(log.problems.values()) or found
-        raise DataError(f"{folder} holds no record of a run: {found}; name the folder of a run")
+        problem = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "its files are empty"
+        problem = "; ".join(log.problems.values()) or problem
+        raise DataError(f"{folder} holds no record of a run: {problem}; name the folder of a run")
     return log
 
 
@@ -152,21 +152,21 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             row = RunRow(name, str(path), "damaged", None, None, 0, 0, None, None, None, None, 0.0, size, None)
             yield replace(row, problems=(str(error),))
             continue
-        found, start = summarize(log), log.start
-        losses = found.evaluation
+        summary, start = summarize(log), log.start
+        losses = summary.evaluation
         yield RunRow(
             name=name,
             folder=str(path),
-            state=found.state,
+            state=summary.state,
             model=redacted(start.model) if start else None,
             data=start.data if start else None,
-            steps=found.num_steps,
-            planned_steps=found.num_planned_steps,
-            loss_before=losses.first if losses else found.first_loss,
-            loss_after=losses.last if losses else found.last_loss,
+            steps=summary.num_steps,
+            planned_steps=summary.num_planned_steps,
+            loss_before=losses.first if losses else summary.first_loss,
+            loss_after=losses.last if losses else summary.last_loss,
             best=losses.best if losses else None,
             best_step=losses.best_step if losses else None,
-            time_s=found.train_s,
+            time_s=summary.train_s,
             size_bytes=size,
             started_at=start.first_started_at if start else None,
             tags=log.notes.tags,

@@ -44,7 +44,7 @@ def text(value: object, *, mark: str = "{}") -> str:
     shown = str(value)
     if len(shown) > MAX_TEXT:
         shown = f"{shown[:MAX_TEXT]} ... ({len(shown):,} characters)"
-    return _HIDDEN.sub(lambda found: mark.format(f"U+{ord(found[0]):04X}"), escape(shown))
+    return _HIDDEN.sub(lambda match: mark.format(f"U+{ord(match[0]):04X}"), escape(shown))
 
 
 def visible(value: str) -> str:

@@ -115,12 +115,12 @@ def _lead(log: RunLog) -> str:
 
 def _answers(log: RunLog) -> Iterator[tuple[str, str | None, list[tuple[int, str]], list[tuple[int, str]]]]:
     """Yield each prompt with its reference, some of its answers over the steps as (step, answer), and all of them."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    answers: dict[str, list[tuple[int, str]]] = {}
     references = {one.prompt: one.reference for record in log.answers for one in record.answers}
     for record in log.answers:
         for one in record.answers:
-            found.setdefault(one.prompt, []).append((record.step, one.answer))
-    for prompt, every in found.items():
+            answers.setdefault(one.prompt, []).append((record.step, one.answer))
+    for prompt, every in answers.items():
         count = min(MAX_ANSWERS, len(every))
         shown = sorted({index * (len(every) - 1) // max(1, count - 1) for index in range(count)})
         yield prompt, references[prompt], [every[index] for index in shown], every

@@ -129,7 +129,7 @@ def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> t
 def split_turns(pieces: Sequence[Piece], end_of_turn: str) -> Iterator[list[Piece]]:
     """Yield the pieces of each turn: up to `end_of_turn` and the line breaks after it, or all if there is none."""
     whole = "".join(piece for piece, _ in pieces)
-    ends = [found.end() for found in re.finditer(re.escape(end_of_turn) + r"\n*", whole)] if end_of_turn else []
+    ends = [match.end() for match in re.finditer(re.escape(end_of_turn) + r"\n*", whole)] if end_of_turn else []
     turn: list[Piece] = []
     place = 0
     for piece, is_trained in pieces:
@@ -149,7 +149,7 @@ def _turn(pieces: Sequence[Piece]) -> str:
     spaces = {" ": "<i> </i>", "\t": '<i class="tab">\t</i>', "\n": '<i class="end"></i>\n'}
     marked = []
     for piece, is_trained in pieces:
-        spaced = re.sub(r"[ \t\n]", lambda found: spaces[found[0]], visible(piece))
+        spaced = re.sub(r"[ \t\n]", lambda match: spaces[match[0]], visible(piece))
         marked.append(f'<span class="{"t" if is_trained else "k"}">{spaced}</span>')
     trained = " trained" if any(is_trained for _, is_trained in pieces) else ""
     return f'<div class="turn{trained}">{"".join(marked)}</div>'

@@ -24,18 +24,18 @@ class Scale:
 
     def place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the places of `values` in the plot; NaN stays NaN."""
-        share = self._share(values)
-        return (1.0 - share if self.is_down else share) * self.size
+        position = self._share(values)
+        return (1.0 - position if self.is_down else position) * self.size
 
     def ticks(self, count: int) -> list[tuple[float, str]]:
         """Return about `count` round values as (share of the axis, label)."""
         powers = self._log_ticks(count) if self.is_log else []
-        found = powers or nice_ticks(self.low, self.high, count)
-        step = min((b - a for a, b in pairwise(found)), default=abs(self.high - self.low) or 1.0)
+        values = powers or nice_ticks(self.low, self.high, count)
+        step = min((b - a for a, b in pairwise(values)), default=abs(self.high - self.low) or 1.0)
         # a tick at an end of the axis may round to a value beyond it
-        shares = self._share(np.array(found)).clip(0.0, 1.0).tolist()
+        positions = self._share(np.array(values)).clip(0.0, 1.0).tolist()
         # values of many sizes are labelled each by its own
-        return [(share, tick_label(v, v if powers else step)) for share, v in zip(shares, found, strict=True)]
+        return [(position, tick_label(v, v if powers else step)) for position, v in zip(positions, values, strict=True)]
 
     def _share(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         low, high = self.low, self.high
@@ -88,7 +88,7 @@ def tick_label(value: float, step: float) -> str:
     """Return a value as an axis shows it, as exact as `step` needs: 0.25, 1.5k, 2e-4."""
     if value == 0 or abs(value) < step * 1e-6:
         return "0"
-    size, suffix = next((found for found in _SUFFIXES if abs(value) >= found[0]), (1.0, ""))
+    size, suffix = next((unit for unit in _SUFFIXES if abs(value) >= unit[0]), (1.0, ""))
     if suffix == "k" and abs(value) < 10_000 and step < 1000 and step >= 1:
         size, suffix = 1.0, ""
     if abs(value) < 1e-3:

@@ -25,11 +25,11 @@ from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.run import export
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import launch_step
 
 
-def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resume: bool) -> Run:
+def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resume: bool) -> TrainingRun:
     """A Run that writes its checkpoints to `folder`, and goes on from the newest there with `resume`."""
     config = make_config({**values, "run_dir": str(folder)})
     reporter = Reporter()
@@ -39,7 +39,7 @@ def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resum
     return build_run(Setup(config, planned, checkpoints, reporter, messages.rank), snapshot)
 
 
-def train(run: Run, end: int) -> dict[str, Any]:
+def train(run: TrainingRun, end: int) -> dict[str, Any]:
     """Steps up to `end`: their losses and norms, and the weights after them."""
     outcomes = []
     for step in run.plan.steps(start=run.progress.step):
@@ -56,7 +56,7 @@ def train(run: Run, end: int) -> dict[str, Any]:
     }
 
 
-def refuse_poison(run: Run) -> None:
+def refuse_poison(run: TrainingRun) -> None:
     """A gradient that is not finite, under a finite loss, stops the run and changes no weight."""
     before = {name: whole(weight_of(run, parameter)) for name, parameter in run.named_parameters.items()}
 

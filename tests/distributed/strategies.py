@@ -32,11 +32,11 @@ from flatout.trainer.answers import generate
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.evaluate import evaluate
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import launch_step
 
 
-def build(values: dict[str, Any], folder: Path, rank: Rank) -> Run:
+def build(values: dict[str, Any], folder: Path, rank: Rank) -> TrainingRun:
     """A Run by the public functions, without its loop and checkpoints."""
     config = make_config({**values, "run_dir": str(folder)})
     reporter = Reporter()
@@ -54,12 +54,12 @@ def whole(tensor: Tensor, parameter: Tensor | None = None) -> Tensor:
     return found["it"].cpu().clone()
 
 
-def weight_of(run: Run, parameter: Tensor) -> Tensor:
+def weight_of(run: TrainingRun, parameter: Tensor) -> Tensor:
     """The weight where it lies."""
     return run.strategy.engine_state.weight(parameter) if run.strategy.engine_state else parameter
 
 
-def never_recompiling(run: Run) -> AbstractContextManager[object]:
+def never_recompiling(run: TrainingRun) -> AbstractContextManager[object]:
     """Within, a layer that start-up compiled for other weights than the strategy's raises."""
     if run.device.type == "cpu" or run.config.compile == "off":
         return nullcontext()
@@ -68,7 +68,7 @@ def never_recompiling(run: Run) -> AbstractContextManager[object]:
     return dynamo_config.patch(error_on_recompile=True)
 
 
-def answered(run: Run) -> Tensor:
+def answered(run: TrainingRun) -> Tensor:
     """The tokens that answer the prompts; none where rounding may change the likeliest token, in bf16 or quantized."""
     answers = generate(run, run.planned.prompts) if run.planned.prompts else None
     if answers is None or run.dtype == torch.bfloat16 or run.config.base.storage != "model":
@@ -76,7 +76,7 @@ def answered(run: Run) -> Tensor:
     return torch.tensor([token_id for answer in answers for token_id in (-1, *answer)], dtype=torch.float64)
 
 
-def take(run: Run, num_steps: int) -> dict[str, Any]:
+def take(run: TrainingRun, num_steps: int) -> dict[str, Any]:
     """Loss and norm of each step, gradients of the first, weights and evaluation after the last."""
     losses, norms, grads = [], [], {}
     for index, step in enumerate(run.plan.steps()):
@@ -103,7 +103,7 @@ def take(run: Run, num_steps: int) -> dict[str, Any]:
     }
 
 
-def take_masked(run: Run) -> dict[str, Any]:
+def take_masked(run: TrainingRun) -> dict[str, Any]:
     """Loss and gradients of a step whose only label tokens are the first rank's; the others' passes carry no loss."""
     first = run.plan.step(0)
     lengths = run.plan.samples.lengths[run.plan.samples.indices_of(first.sample_ids)].tolist()
@@ -138,7 +138,7 @@ def difference(got: Any, expected: Any, *, rms: bool) -> float:
     return error if error == error else float("inf")
 
 
-def take_stopped(run: Run) -> dict[str, Any]:
+def take_stopped(run: TrainingRun) -> dict[str, Any]:
     """Weights after a step during which the last rank alone was asked to stop: those of before, on all ranks."""
     if run.rank.index == run.rank.world - 1:
         run.stop.__enter__()
@@ -150,7 +150,7 @@ def take_stopped(run: Run) -> dict[str, Any]:
     return {"weights": {name: whole(parameter) for name, parameter in run.named_parameters.items()}}
 
 
-def take_poisoned(run: Run) -> dict[str, Any]:
+def take_poisoned(run: TrainingRun) -> dict[str, Any]:
     """Weights after a step whose loss is not finite, the weight that made it so put back: no other one has moved."""
     last = list(run.named_parameters.values())[-1]
     kept = last.detach().clone()
@@ -168,7 +168,7 @@ def inner_loss(loss: Any) -> Any:
     return loss.engine.module if hasattr(loss, "engine") else loss
 
 
-def take_proved(run: Run, num_steps: int) -> dict[str, Any]:
+def take_proved(run: TrainingRun, num_steps: int) -> dict[str, Any]:
     """Steps after start-up's proof of compiled layers, which leaves nothing behind; here both sides run eagerly."""
     kept = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def take_proved(run: Run, num_steps: int) -> dict[str, Any]:
     return take(run, num_steps)
 
 
-def measure(run: Run, case: dict[str, Any]) -> dict[str, Any]:
+def measure(run: TrainingRun, case: dict[str, Any]) -> dict[str, Any]:
     """What a case compares."""
     others = {"masked": take_masked, "stopped": take_stopped, "poisoned": take_poisoned}
     if case["kind"] == "proved":
@@ -192,7 +192,7 @@ def measure(run: Run, case: dict[str, Any]) -> dict[str, Any]:
     return others[kind](run) if kind in others else take(run, case["num_steps"])
 
 
-def held_share(run: Run) -> float:
+def held_share(run: TrainingRun) -> float:
     """The share of the quantized bytes that this rank holds; 1.0 where nothing is quantized."""
     stored = [parameter for parameter in run.model.parameters() if parameter.itemsize == 1]
     num_bytes = sum(parameter.numel() for parameter in stored)

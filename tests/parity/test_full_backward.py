@@ -14,7 +14,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import check_backward_update, plan_run
 from flatout.trainer.run import train
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import step_launcher
 
 
@@ -30,7 +30,7 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
     return tiny.config(run_dir, **values)
 
 
-def make_run(config: Any) -> Run:
+def make_run(config: Any) -> TrainingRun:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))

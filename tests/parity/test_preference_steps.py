@@ -26,7 +26,7 @@ from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 KINDS = ["dpo", "kto", "reward"]
@@ -75,7 +75,7 @@ def config_of(tiny: Any, folder: Path, kind: str, device: str, **sections: Any) 
     return make_config(values | sections)
 
 
-def built(config: Config) -> Run:
+def built(config: Config) -> TrainingRun:
     torch._dynamo.reset()
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)

@@ -13,7 +13,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 WARM_UP_STEPS = 3
 
 
-def build(tiny: Any, folder: Path, layout: str, attention: str, **sections: Any) -> Run:
+def build(tiny: Any, folder: Path, layout: str, attention: str, **sections: Any) -> TrainingRun:
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "vocab_size": 512}
     save_tiny_model(folder / "model", "qwen3", **shape)
     for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
@@ -40,7 +40,7 @@ def build(tiny: Any, folder: Path, layout: str, attention: str, **sections: Any)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
 
 
-def gradient(run: Run, step: int) -> torch.Tensor:
+def gradient(run: TrainingRun, step: int) -> torch.Tensor:
     run.optimizer.zero_grad(set_to_none=True)
     accumulate_gradients(run, run.plan.step(step))
     grads = [parameter.grad.double().flatten() for parameter in run.named_parameters.values()]

@@ -20,28 +20,28 @@ from flatout.trainer import build
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.evaluate import evaluate
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 
-def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[Run, PlannedRun]:
+def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[TrainingRun, PlannedRun]:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
 
 
-def gradients(run: Run) -> Tensor:
+def gradients(run: TrainingRun) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in run.parameters if p.grad is not None]).clone()
 
 
-def wake_adapter(run: Run) -> None:
+def wake_adapter(run: TrainingRun) -> None:
     """LoRA's B starts at zero, where A has no gradient; random values make every gradient count."""
     generator = torch.Generator().manual_seed(1)
     for parameter in run.parameters:
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def padded_reference(run: Run, planned: PlannedRun, step: StepPlan) -> tuple[float, Tensor]:
+def padded_reference(run: TrainingRun, planned: PlannedRun, step: StepPlan) -> tuple[float, Tensor]:
     """Mean loss over the step's label tokens and its gradient, from right-padded rows through model(...).logits."""
     samples = [planned.store.sample(i).pair for i in step.sample_ids]
     longest = max(len(ids) for ids, _ in samples)

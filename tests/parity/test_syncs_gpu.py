@@ -17,7 +17,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import plan_run
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 pytestmark = [
@@ -38,7 +38,7 @@ def sync_debug(mode: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TrainingRun]:
     torch._dynamo.reset()
     has_experts = request.param.startswith("experts")
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "vocab_size": 512}
@@ -71,7 +71,7 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[R
 
 
 @pytest.mark.parametrize("run", ["lora", "dropout", "fp8-backward", "full", "experts", "experts-fp8"], indirect=True)
-def test_forward_and_backward_never_wait_nor_compile(run: Run) -> None:
+def test_forward_and_backward_never_wait_nor_compile(run: TrainingRun) -> None:
     steps = run.loader.prefetching(run.plan.steps(), run.rank.index)
     compiled_s: list[float] = []
     for index, step in enumerate(steps):
@@ -93,7 +93,7 @@ def test_the_debug_mode_sees_a_wait() -> None:
 
 
 @pytest.mark.parametrize("run", ["lora", "dropout", "full", "lean"], indirect=True)
-def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: Run) -> None:
+def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: TrainingRun) -> None:
     """From the first forward to the update and the figures of the last step: no synchronisation at all."""
     before = None
     for index, step in enumerate(run.loader.prefetching(run.plan.steps(), run.rank.index)):

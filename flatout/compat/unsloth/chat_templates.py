@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.compat.translation import any_value, each, off, translate
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, Origin, Preference, is_empty
+from flatout.data.conversation import Conversation, Origin, PreferenceRow, is_empty
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
 from flatout.data.rows.formats.parser import make_parser
@@ -60,8 +60,8 @@ def get_chat_template(
     keys = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", **(mapping or {})}
     if mapping or system_message:
         roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
-        told = {"roles": roles, "role": keys["role"], "content": keys["content"], "system": system_message or ""}
-        source = _PRELUDE % {name: json.dumps(value, ensure_ascii=False) for name, value in told.items()} + source
+        settings = {"roles": roles, "role": keys["role"], "content": keys["content"], "system": system_message or ""}
+        source = _PRELUDE % {name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()} + source
     template = ChatTemplate.checked(str(chat_template), source, tokenizer)
     end = Masker(template).end_of_turn() if end is None else end
     if map_eos_token and end and end != tokenizer.eos_token:
@@ -87,7 +87,7 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
 
     def standardize(row: dict[str, Any], index: int) -> dict[str, Any]:
         sample = parser.parse(RawRow(Origin("dataset", index + 1), row))
-        if isinstance(sample, Preference):
+        if isinstance(sample, PreferenceRow):
             raise UsageError(f"dataset:{index + 1} has {parser.format} rows; pass the data set to the trainer as it is")
         turns = sample.messages if isinstance(sample, Conversation) else ()
         is_flagged = any(turn.silent or (turn.train is not None and not is_empty(turn)) for turn in turns)

@@ -66,14 +66,14 @@ class DPOTrainer(SFTTrainer):
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *more: Any, **given: Any) -> None:
         super().__init__(model, args, *more, ref_model=ref_model, **given)
 
-    def _told(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        told, _ = super()._told()
-        if "seed" in told:  # their notebooks give another to get_peft_model; here one seed does both
-            told.pop("random_state", None)
-        defaults = defaults_of(self.config.method, told)  # type: ignore[attr-defined]
-        if "max_seq_length" in told:
+    def _given_and_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        settings, _ = super()._given_and_defaults()
+        if "seed" in settings:  # their notebooks give another to get_peft_model; here one seed does both
+            settings.pop("random_state", None)
+        defaults = defaults_of(self.config.method, settings)  # type: ignore[attr-defined]
+        if "max_seq_length" in settings:
             defaults.pop("max_length")
-        return told, defaults
+        return settings, defaults
 
     def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
         from datasets import Dataset, IterableDataset

@@ -164,33 +164,33 @@ class SFTTrainer:
         evals = self.model.trained().log.evals
         if not evals:
             raise UsageError("evaluate: the run has no evaluation; pass eval_dataset")
-        found, accuracy = {"eval_loss": evals[-1].eval_loss}, evals[-1].eval_token_accuracy
-        return found if accuracy is None else {**found, "eval_token_accuracy": accuracy}
+        metrics, accuracy = {"eval_loss": evals[-1].eval_loss}, evals[-1].eval_token_accuracy
+        return metrics if accuracy is None else {**metrics, "eval_token_accuracy": accuracy}
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the trained adapter or model to a folder (None: that of the arguments), on rank 0."""
         self.model.save_pretrained(output_dir or self._settings()["run_dir"])
 
-    def _told(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _given_and_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the arguments of all calls, and the defaults of their library."""
         if isinstance(self.args, SFTConfig):
             of_args, defaults = self.args.given, dict(self.args.defaults)
         else:
             of_args = changed_fields(self.args, output_dir=self.args.output_dir)
             defaults = dict(SFT_DEFAULTS if hasattr(self.args, "max_length") else TRANSFORMERS_DEFAULTS)
-        told = {**self.model.given, **of_args, **self._given}
+        settings = {**self.model.given, **of_args, **self._given}
         # how long samples may be: as the trainer says, else the model, else the default
-        if "max_length" in told:
-            told.pop("max_seq_length", None)
-        elif "max_seq_length" in told:
+        if "max_length" in settings:
+            settings.pop("max_seq_length", None)
+        elif "max_seq_length" in settings:
             defaults.pop("max_length", None)
-        return told, defaults
+        return settings, defaults
 
     def _settings(self) -> dict[str, Any]:
-        told, defaults = self._told()
-        gpus = _gpus(told, self.model.device_map)
+        given, defaults = self._given_and_defaults()
+        gpus = _gpus(given, self.model.device_map)
         world, table = len(gpus) if gpus else this_rank().world, self.config.table
-        settings = settings_of(told, type(self).__name__, defaults, world, table)
+        settings = settings_of(given, type(self).__name__, defaults, world, table)
         root = f"{settings['run_dir']}/data"
         settings["data"] = {**settings.get("data", {}), "too_long": self.too_long, "root": root}
         if paths := self.model.paths:
@@ -208,8 +208,8 @@ class SFTTrainer:
         """Return the rows with the column that is read, and the settings of `data` for them. Raises UsageError."""
         from datasets import Dataset, IterableDataset
 
-        told, _ = self._told()
-        field, formatting_func = told.get("dataset_text_field") or "text", told.get("formatting_func")
+        settings, _ = self._given_and_defaults()
+        field, formatting_func = settings.get("dataset_text_field") or "text", settings.get("formatting_func")
         if dataset is None:
             raise UsageError("train_dataset is missing; pass a datasets.Dataset, rows, or the path of a file")
         if formatting_func is not None:
@@ -223,8 +223,8 @@ class SFTTrainer:
         if field not in names:
             if names and field != "text":
                 raise UsageError(f"dataset_text_field: there is no column {field!r}; columns: {', '.join(names)}")
-            is_pair = {"prompt", "completion"} <= {*names} and told.get("completion_only_loss") is not False
-            answers = is_pair or self._parts or told.get("assistant_only_loss")
+            is_pair = {"prompt", "completion"} <= {*names} and settings.get("completion_only_loss") is not False
+            answers = is_pair or self._parts or settings.get("assistant_only_loss")
             return dataset, {"loss_type": "response_only" if answers else "all"}
         end = self.tokenizer.eos_token or "\n"
         # a text whose template ends it by eos and a line break does not get another eos
@@ -252,9 +252,9 @@ def _wrapped(model: Any, peft_config: Any) -> Model:
     return Model(model, **{**always, **changed_fields(peft_config)})
 
 
-def _gpus(told: Mapping[str, Any], device_map: Any) -> list[int] | None:
+def _gpus(settings: Mapping[str, Any], device_map: Any) -> list[int] | None:
     """Return the GPUs to start a rank on each; None: this process, or the ranks of a launcher. Raises UsageError."""
-    rank, wanted, num_gpus = this_rank(), told.get("enable_distributed_training"), torch.cuda.device_count()
+    rank, wanted, num_gpus = this_rank(), settings.get("enable_distributed_training"), torch.cuda.device_count()
     is_forced = environment().get("UNSLOTH_FORCE_SINGLE_GPU") == "1"
     if rank.world > 1 and (is_forced or wanted is False):
         why = "UNSLOTH_FORCE_SINGLE_GPU=1" if is_forced else "enable_distributed_training=False"

@@ -136,8 +136,8 @@ class Masker:
             if any(message.silent for message in messages):
                 spans = self._without_silent(rendering, runs, messages, spans, len(text))
             if self._empty_reasoning is not None:
-                found = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
-                spans = tuple((empty.end() if empty else start, end) for start, end, empty in found)
+                matches = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
+                spans = tuple((empty.end() if empty else start, end) for start, end, empty in matches)
             if layout is not None and self._marked_source is None and self.loss_type == "response_only":
                 _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
             if self.stops.texts and self.loss_type == "response_only":
@@ -162,7 +162,7 @@ class Masker:
         if control := self._control.search(data):
             raise UnprovenMaskError(f"the data contains {control[0]!r}, which acts on the text around it; remove it")
         parts = [(start, end) for _, start, end in layout.spans] if layout else []
-        return tuple(found.span() for part in parts for found in self._control.finditer(rendering.text, *part))
+        return tuple(match.span() for part in parts for match in self._control.finditer(rendering.text, *part))
 
     def _render(self, origin: Origin, raw: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
@@ -206,8 +206,8 @@ class Masker:
                 f"found {len(marked)} marked ranges for {len(answers)} assistant turns, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
-        found = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, runs, [k]) for k in wanted)
-        return tuple(chain.from_iterable(found))
+        turn_spans = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, runs, [k]) for k in wanted)
+        return tuple(chain.from_iterable(turn_spans))
 
     def _with_stops(
         self, text: str, spans: Sequence[Span], messages: Sequence[Message], typed: Sequence[Span]
@@ -223,10 +223,10 @@ class Masker:
         widened = []
         for (start, end), (after, _) in zip(spans, [*spans[1:], (len(text), 0)], strict=True):
             behind = len(text) - len(text[end:].lstrip())
-            found = next((stop for stop in self.stops.texts if text.startswith(stop, behind)), "")
+            stop_text = next((stop for stop in self.stops.texts if text.startswith(stop, behind)), "")
             is_ended = text[start:end].endswith(self.stops.texts) and end not in ends
-            takes = found and not is_ended and behind + len(found) <= after
-            widened.append((start, behind + len(found) if takes else end))
+            takes = stop_text and not is_ended and behind + len(stop_text) <= after
+            widened.append((start, behind + len(stop_text) if takes else end))
         return text, tuple(widened)
 
     def _check_ended(
@@ -243,15 +243,15 @@ class Masker:
         """
         ends, stops = [end for _, end in spans], self.stops.texts
         own = {turn: runs.around(turn)[2] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
-        found = []
+        unended = []
         for turn, own_end in own.items():
             goes_on = turn + 1 < len(messages) and messages[turn + 1].role == "assistant"
             span = bisect_left(ends, own_end)
             if not goes_on and span < len(spans) and spans[span][0] < own_end:
-                found.append((f"messages[{turn}] (assistant)", spans[span][0], own_end, text[own_end : ends[span]]))
+                unended.append((f"messages[{turn}] (assistant)", spans[span][0], own_end, text[own_end : ends[span]]))
         if not own:  # without its parts, an answer is known by its end alone
-            found = [("an answer", 0, 0, stops[0] if text[a:b].endswith(stops) else "") for a, b in spans]
-        for where, start, own_end, behind in found:
+            unended = [("an answer", 0, 0, stops[0] if text[a:b].endswith(stops) else "") for a, b in spans]
+        for where, start, own_end, behind in unended:
             inside = text[start:own_end]
             # earlier answers may have an end of their own
             if not any(map(behind.count, stops)) and not self._turns.has_marker(behind, stops):
@@ -326,13 +326,13 @@ class Masker:
         asked = max((k for k in range(turn) if messages[k]["role"] == "user" and k in runs), default=turn)
         (first, begin), gaps = runs.between(asked, turn)
         key = (*(m["role"] for m in messages[asked:turn]), *(text[a:b] for a, b in gaps), turn == len(messages) - 1)
-        if (found := self._unlike.get(key)) is None:
+        if (unlike := self._unlike.get(key)) is None:
             shown, anchor = rendering.attempt(messages[:turn], prompt=True), text[first:begin]
-            found = shown is not None and not text.startswith(shown.rpartition(anchor)[2] if anchor else shown, begin)
+            unlike = shown is not None and not text.startswith(shown.rpartition(anchor)[2] if anchor else shown, begin)
             if len(self._unlike) >= _MAX_EDGES:
                 self._unlike.clear()
-            self._unlike[key] = found
-        return found
+            self._unlike[key] = unlike
+        return unlike
 
     def _proved(self, rendering: Rendering, turn: int, runs: PartRuns) -> Span:
         try:

@@ -129,14 +129,14 @@ class PartFinder:
                     self._shapes.clear()
                 probes = [message | dict.fromkeys(message.keys() - {"role"}, PROBES[0]) for message in messages]
                 self._shapes[key] = self._rendered(probes, ())
-            if found := self._shapes[key]:
+            if shapes := self._shapes[key]:
                 given = [message[name] for message in messages for name in (_REASONING, "content") if name in message]
-                texts = [given[part] for part in found[0].order]
+                texts = [given[part] for part in shapes[0].order]
                 # many templates trim
-                layout = found[0].fit(texts, text) or found[0].fit([text.strip() for text in texts], text)
-        if layout is None and (found := self._rendered(messages, rendering.tools)):
-            layout = found[0].fit(found[1], text)
-            if layout is not None and (cut := found[0].cut(found[1])):
+                layout = shapes[0].fit(texts, text) or shapes[0].fit([text.strip() for text in texts], text)
+        if layout is None and (shapes := self._rendered(messages, rendering.tools)):
+            layout = shapes[0].fit(shapes[1], text)
+            if layout is not None and (cut := shapes[0].cut(shapes[1])):
                 layout = replace(layout, lost=(*layout.lost, *cut))
         # a template may write a tool's result inside the turn that called it, but turns begin in order
         turns = list(dict.fromkeys(turn for turn, _, _ in layout.spans if turn >= 0)) if layout else []

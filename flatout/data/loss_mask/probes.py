@@ -47,10 +47,10 @@ class Stops:
         return tuple(dict.fromkeys(text for text in (self.after_text, self.after_call) if text))
 
 
-def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
-    """Return what ends an answer of a template: its own end, `told`, or the marker that opens the next turn.
+def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> Stops:
+    """Return what ends an answer of a template: its own end, `end_of_turn`, or the marker that opens the next turn.
 
-    Raises DataError if the template has an end of its own, and `told` is not exactly the stop in it.
+    Raises DataError if the template has an end of its own, and `end_of_turn` is not exactly the stop in it.
     """
     markup = markup_pattern(template.tokenizer)
     last = _end(mask, [ASK, ANSWER], PROBES[0])
@@ -61,20 +61,20 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
     opened, _, asked = (_render(template, [ASK]) or "").partition(QUESTION)
     if not own and (marker not in opened or marker in asked):
         own = marker
-    if told not in (None, "none") and not own:
-        return Stops(told, told, True, "setting")
+    if end_of_turn not in (None, "none") and not own:
+        return Stops(end_of_turn, end_of_turn, True, "setting")
     between = "".join((_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1])
     tokens = {token.content: token.special for token in template.tokenizer.added_tokens_decoder.values()}
     if own:
         # the last token of an end of several: the first may stand behind reasoning, too; some end only the whole text
-        ends = [found[0] for found in markup.finditer(own)]
+        ends = [match[0] for match in markup.finditer(own)]
         ends = [end for end in ends if end in earlier] or ends
         after_text = next((end for end in reversed(ends) if end in tokens), ends[0] if ends else own)
-        if told not in (None, after_text):
+        if end_of_turn not in (None, after_text):
             whole = "" if own == after_text else f", of which {after_text!r} stops it"
             raise DataError(
-                f"data.end_of_turn {told!r}: chat template {template.name!r} ends an answer with {own!r}{whole}; "
-                "remove the setting, or choose another template"
+                f"data.end_of_turn {end_of_turn!r}: chat template {template.name!r} ends an answer with {own!r}{whole}"
+                "; remove the setting, or choose another template"
             )
         # a template may write calls, and leave out the tools
         call = _end(mask, [ASK, CALL], PROBES[1], TOOLS) or _end(mask, [ASK, CALL], PROBES[1])
@@ -86,7 +86,7 @@ def find_stops(template: ChatTemplate, mask: Mask, told: str | None) -> Stops:
             tags = [_marker(template, [ASK, CALL], PROBES[1] + call)]
         after_call = (*filter(None, tags), after_text)[0]
         return Stops(after_text, after_call, not last or is_cut, "template")
-    if told == "none" or not marker:
+    if end_of_turn == "none" or not marker:
         return Stops()
     closed = (_render(template, [ASK, CALL], TOOLS) or "").partition(PROBES[1])[2].rstrip()
     after_call = _marker(template, [ASK, CALL, RESULT, ANSWER], PROBES[1] + closed)
@@ -112,15 +112,15 @@ def _marker(template: ChatTemplate, turns: Sequence[Message], behind: str) -> st
     """Return the token that stands behind a text, if the tokenizer has it: a text of several tokens stops nothing."""
     text = _render(template, turns, TOOLS if CALL in turns else ()) or ""
     known = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
-    found = markup_pattern(template.tokenizer).match(text.rpartition(behind)[2].lstrip()) if behind in text else None
-    return found[0] if found and found[0] in known else ""
+    match = markup_pattern(template.tokenizer).match(text.rpartition(behind)[2].lstrip()) if behind in text else None
+    return match[0] if match and match[0] in known else ""
 
 
 def unknown_marker(template: ChatTemplate) -> str:
     """Return what looks like the marker of the next turn, though the tokenizer has no such token; empty if nothing."""
     text = (_render(template, [ASK, ANSWER, NEXT]) or "").partition(PROBES[0])[2].lstrip()
-    found = markup_pattern(template.tokenizer).match(text)
-    return found[0] if found else ""
+    match = markup_pattern(template.tokenizer).match(text)
+    return match[0] if match else ""
 
 
 def _render(
@@ -140,7 +140,7 @@ def reasoning_tags(template: ChatTemplate) -> tuple[str, str]:
     """Return the tags that a template writes around reasoning; <think> and </think> if it writes none."""
     opened, _, closed = (_render(template, [ASK, replace(ANSWER, reasoning=THOUGHT)]) or "").partition(THOUGHT)
     markup = markup_pattern(template.tokenizer)
-    starts = [found.start() for found in markup.finditer(opened)]
+    starts = [match.start() for match in markup.finditer(opened)]
     end = markup.search(closed.partition(PROBES[0])[0])
     return ("<think>", "</think>") if not starts or end is None else (opened[starts[-1] :].strip(), end[0])
 
@@ -162,8 +162,8 @@ def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescr
     earlier = [ASK, replace(ANSWER, reasoning=THOUGHT), NEXT, ANSWER]
     answered = [ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER]
     by_text = dict[tuple[str, str], Mismatch]()
-    found = list(find_mismatches(template))
-    for mismatch in found:
+    mismatches = list(find_mismatches(template))
+    for mismatch in mismatches:
         by_text.setdefault((mismatch.trained, mismatch.shown), mismatch)
     return TemplateDescription(
         name=template.name,
@@ -181,7 +181,7 @@ def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescr
         calls=_treatment(_render(template, [ASK, CALL], TOOLS), PROBES[1]),
         results=_treatment(_render(template, answered, TOOLS), THOUGHT),
         mismatches=tuple(by_text.values()),
-        problems=tuple(_problems(template, stops, by_text.values(), {mismatch.answer for mismatch in found})),
+        problems=tuple(_problems(template, stops, by_text.values(), {mismatch.answer for mismatch in mismatches})),
     )
 
 

@@ -60,7 +60,7 @@ class TurnFinder:
         self._tokens = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
         # Phi-3's template ends every text with eos unless it asks for an answer
         self._eos = template.tokenizer.eos_token or ""
-        ends = [self._eos, *(found[0] for found in self._markup.finditer(plain))]
+        ends = [self._eos, *(match[0] for match in self._markup.finditer(plain))]
         stems = (plain, plain.removesuffix(ends[0]), plain.removesuffix(ends[-1]))
         stem = next((stem for stem in stems if asked.startswith(stem)), None)
         if stem is None:
@@ -90,7 +90,7 @@ class TurnFinder:
 
     def has_marker(self, text: str, like: Sequence[str]) -> bool:
         """Whether a text holds a token; a tag will do if none of `like` is a token. What closes a tag is neither."""
-        tags = (found[0] for found in self._markup.finditer(text) if found[0][1] != "/" or found[0] == self._eos)
+        tags = (match[0] for match in self._markup.finditer(text) if match[0][1] != "/" or match[0] == self._eos)
         return any(tag in self._tokens or self._tokens.isdisjoint(like) for tag in tags)
 
     def shared_whole(self, text: str, prompt: str) -> int:
@@ -102,9 +102,9 @@ class TurnFinder:
         if length == len(prompt) or length == len(text):
             return length
         for one in (text, prompt):
-            for found in self._markup.finditer(one, max(0, length - _MARKUP_CHARS), length + _MARKUP_CHARS):
-                if found.start() < length < found.end():
-                    length = found.start()
+            for match in self._markup.finditer(one, max(0, length - _MARKUP_CHARS), length + _MARKUP_CHARS):
+                if match.start() < length < match.end():
+                    length = match.start()
         while length and text[length - 1].isalnum() and (text[length].isalnum() or prompt[length].isalnum()):
             length -= 1
         return length

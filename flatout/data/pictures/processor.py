@@ -64,8 +64,8 @@ def processor_files(name: str) -> list[Path]:
     """Return the files of a hub id's or folder's image processor; empty if it has none."""
     if is_folder(name):
         return [path for file in _FILES if (path := Path(name, file)).is_file()]
-    found = (hub_file(name, file, None) for file in _FILES)
-    return [path for path in found if path is not None]
+    paths = (hub_file(name, file, None) for file in _FILES)
+    return [path for path in paths if path is not None]
 
 
 def processor_digest(name: str) -> str:
@@ -113,7 +113,7 @@ class PictureProcessor:
 
         Raises DataError as `read_picture` does, and for a size that the processor refuses.
         """
-        found = []
+        pictures = []
         for source in conversation.pictures:
             file = read_picture(source, conversation.origin, media_root)
             where = f"{conversation.origin}: {source.place}"
@@ -122,8 +122,8 @@ class PictureProcessor:
                 self._num_compared += 1
                 self._require_same(file, standing, where)
             picture = Picture(*file[:4], standing.num_tokens, standing.num_values)
-            found.append((picture, standing.text, file.has_alpha))
-        return found
+            pictures.append((picture, standing.text, file.has_alpha))
+        return pictures
 
     def standing(self, height: int, width: int, where: str = "a picture") -> Standing:
         """Return what stands for a picture of this size. Raises DataError for a size that the processor refuses."""
@@ -205,11 +205,11 @@ def _picture_token(name: str, files: Sequence[Path]) -> int | None:
     if config is None or not config.is_file():
         return None
     try:
-        held = AutoConfig.from_pretrained(config.parent, trust_remote_code=False)
+        model_config = AutoConfig.from_pretrained(config.parent, trust_remote_code=False)
     except Exception as error:
         raise DataError(f"{config}: transformers rejects it: {reason_of(error)}") from error
-    found = getattr(held, "image_token_id", getattr(held, "image_token_index", None))
-    return found if isinstance(found, int) else None
+    token_id = getattr(model_config, "image_token_id", getattr(model_config, "image_token_index", None))
+    return token_id if isinstance(token_id, int) else None
 
 
 def expanded(masked: MaskedText, texts: Sequence[str]) -> MaskedText:
@@ -240,22 +240,22 @@ def _load(name: str, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) 
     import transformers  # lazy: image processors take half a second
     from transformers import AutoImageProcessor
 
-    held: Mapping[str, Any] = {key: value for file in reversed(files) for key, value in _json(file).items()}
-    made_of = held.get("processor_class")
+    settings: Mapping[str, Any] = {key: value for file in reversed(files) for key, value in _json(file).items()}
+    made_of = settings.get("processor_class")
     if made_of is None:
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         kind = read_json(files[0].with_name("config.json"), DataError).get("model_type")
         made_of = PROCESSOR_MAPPING_NAMES.get(kind)
-    found = getattr(transformers, str(made_of), None)
-    if found is None:
+    processor_class = getattr(transformers, str(made_of), None)
+    if processor_class is None:
         raise DataError(f"{files[0]}: processor_class is {made_of!r}, which the installed transformers does not have")
     source = files[0].parent
     images = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
-    fields, _ = found.get_processor_dict(source)
+    fields, _ = processor_class.get_processor_dict(source)
     parts = {"image_processor": images, "tokenizer": tokenizer}
-    of_pictures: Any = type(found.__name__, (_WithoutVideos, found), {})
-    return of_pictures.from_args_and_dict([parts.get(part) for part in found.get_attributes()], fields)
+    of_pictures: Any = type(processor_class.__name__, (_WithoutVideos, processor_class), {})
+    return of_pictures.from_args_and_dict([parts.get(part) for part in processor_class.get_attributes()], fields)
 
 
 class _WithoutVideos:
@@ -267,5 +267,5 @@ class _WithoutVideos:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

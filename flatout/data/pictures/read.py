@@ -115,19 +115,19 @@ def _content(source: PictureSource, where: str, root: Path) -> bytes:
     value = source.value
     if isinstance(value, bytes):
         return value
-    if found := _DATA_URI.match(value):
+    if match := _DATA_URI.match(value):
         try:
-            return base64.b64decode(value[found.end() :], validate=True)
+            return base64.b64decode(value[match.end() :], validate=True)
         except (binascii.Error, ValueError) as error:
             raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
     if _ADDRESS.match(value):
         raise DataError(f"{where}: {value[:80]!r} is an address; download the pictures and give their paths")
     try:
         path = root / Path(value).expanduser()
-        held = path.stat()
-        if held.st_size > MAX_FILE_BYTES:
+        status = path.stat()
+        if status.st_size > MAX_FILE_BYTES:
             raise DataError(f"{where}: {path} has over {MAX_FILE_BYTES >> 20} MiB; resize it")
-        if not stat.S_ISREG(held.st_mode):  # a pipe or a device may have no end
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device may have no end
             raise OSError("it is no file")
         return path.read_bytes()
     except (OSError, RuntimeError, ValueError) as error:

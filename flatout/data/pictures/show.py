@@ -56,10 +56,10 @@ def picture_statistics(store: TokenStore) -> Iterator[str]:
 
 def thumbnails(store: TokenStore, index: int) -> list[str]:
     """Return small copies of a sample's pictures as data URIs."""
-    found = []
+    images = []
     for content in store.pictures(index) if store.num_pictures else ():
         image, file = decoded(content), io.BytesIO()
         image.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
         image.save(file, format="JPEG", quality=80)
-        found.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
-    return found
+        images.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return images

@@ -108,12 +108,12 @@ def _wanted(archive: DataFile, path: str, is_file: bool, unread: Unread) -> bool
     """Return whether a member is read; hidden files and files about the rows are not, and need no word."""
     if any(part.startswith(".") for part in PurePosixPath(path).parts):
         return False
-    held = holds_rows(path)
-    if not is_file or (held and row_type(PurePosixPath(path)) in ARCHIVES):
-        held = False
-    if held is False:
+    has_rows = holds_rows(path)
+    if not is_file or (has_rows and row_type(PurePosixPath(path)) in ARCHIVES):
+        has_rows = False
+    if has_rows is False:
         unread(f"{archive}/{path}")
-    return bool(held)
+    return bool(has_rows)
 
 
 def _read_zip(file: DataFile, content: BinaryIO, bad_row: BadRow, unread: Unread) -> Iterator[RawRow]:

@@ -90,14 +90,15 @@ def _of_files(source: SourceConfig, name: str, facts: Mapping[str, Any], log: Lo
 
 def _addresses(builder: Any, split: str, name: str) -> list[str]:
     """Return the files of a split; none if only `datasets` can read them as the set's page says. Raises DataError."""
-    config, found = builder.config, {str(key): list(files) for key, files in (builder.config.data_files or {}).items()}
-    if split not in (*found, "all") and _SPLIT_NAME.fullmatch(split):
-        raise DataError(f"{name}: no split {split!r}; set split to one of {', '.join(found)}")
+    config = builder.config
+    files_of = {str(key): list(files) for key, files in (config.data_files or {}).items()}
+    if split not in (*files_of, "all") and _SPLIT_NAME.fullmatch(split):
+        raise DataError(f"{name}: no split {split!r}; set split to one of {', '.join(files_of)}")
     options, defaults = vars(config), vars(type(config)())
     has_options = any(options[key] != defaults.get(key) for key in options.keys() - _NO_OPTIONS)
-    if type(config).__name__ not in _READ_AS_FILES or has_options or split not in found:
+    if type(config).__name__ not in _READ_AS_FILES or has_options or split not in files_of:
         return []
-    return found[split] if all(row_type(PurePath(address)) for address in found[split]) else []
+    return files_of[split] if all(row_type(PurePath(address)) for address in files_of[split]) else []
 
 
 def _loaded(source: SourceConfig, split: str, name: str, commit: str | None, log: Log) -> HubSet:

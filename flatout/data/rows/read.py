@@ -183,12 +183,12 @@ def _decoded(raw: bytes, path: DataFile, line: int, line_start: int) -> str:
     except UnicodeDecodeError as error:
         at = line_start + error.start
         line += raw.count(b"\n", 0, error.start)
-        found = raw[error.start : max(error.end, error.start + 1)].hex(" ")
+        bytes_text = raw[error.start : max(error.end, error.start + 1)].hex(" ")
         letter = raw[error.start : error.start + 1].decode("latin-1")
         if letter.isalpha():
-            found += f": {letter!r} in Latin-1"
+            bytes_text += f": {letter!r} in Latin-1"
         raise DataError(
-            f"{path}:{line}: invalid UTF-8 at byte {at} of the file (hex {found}); convert the file to UTF-8"
+            f"{path}:{line}: invalid UTF-8 at byte {at} of the file (hex {bytes_text}); convert the file to UTF-8"
         ) from None
 
 
@@ -259,8 +259,8 @@ def _read_json(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawR
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
-        found = f"an object with keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
-        raise DataError(f'{path}: expected a list of rows or {{"data": [rows]}}, found {found}')
+        got = f"an object with keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+        raise DataError(f'{path}: expected a list of rows or {{"data": [rows]}}, found {got}')
     return _rows_of(path, enumerate(value, start=1), bad_row)
 
 
@@ -275,9 +275,9 @@ def _read_csv(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRo
         header = next(reader, None)
         if header is None:
             return
-        if len(header) == 1 and (found := re.search(r"[;|,]" if delimiter == "\t" else r"[;|\t]", header[0])):
+        if len(header) == 1 and (match := re.search(r"[;|,]" if delimiter == "\t" else r"[;|\t]", header[0])):
             raise DataError(
-                f"{path}:1: the header separates columns with {found[0]!r}, not {delimiter!r}; convert the file"
+                f"{path}:1: the header separates columns with {match[0]!r}, not {delimiter!r}; convert the file"
             )
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice is not None:

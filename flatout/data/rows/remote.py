@@ -78,10 +78,10 @@ def _asked(name: str, address: str, what: str, log: Log, ask: Callable[[], _Foun
         except (NoRangesError, UsageError):
             raise
         except Exception as error:  # each client has errors of its own; `failure` names them
-            told = failure(error, address.partition(":")[0])
-            if isinstance(told, DataError) or attempt == _ATTEMPTS:
-                raise type(told)(f"{name}: {told}") from error
-            log(f"{name}: {str(told).partition(';')[0]}; asking again to {what} it")
+            reason = failure(error, address.partition(":")[0])
+            if isinstance(reason, DataError) or attempt == _ATTEMPTS:
+                raise type(reason)(f"{name}: {reason}") from error
+            log(f"{name}: {str(reason).partition(';')[0]}; asking again to {what} it")
             time.sleep(attempt - 1)
     raise AssertionError("unreachable")
 
@@ -162,11 +162,11 @@ def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPat
     """
     shown = printable(redacted(source.path))
     scheme, path = _parts(source, shown)
-    store, found, top = _asked(shown, source.path, "look at", log, lambda: _look(scheme, path))
-    if len(found) > _MAX_FILES:
+    store, stats, top = _asked(shown, source.path, "look at", log, lambda: _look(scheme, path))
+    if len(stats) > _MAX_FILES:
         raise DataError(f"{shown}: over {_MAX_FILES:,} files; give a smaller folder, or a pattern")
     before = "" if scheme.startswith("http") else f"{scheme}://"
-    files = [RemoteFile(before + stat.path, stat, store, log) for stat in sorted(found, key=lambda stat: stat.path)]
+    files = [RemoteFile(before + stat.path, stat, store, log) for stat in sorted(stats, key=lambda stat: stat.path)]
     size = sum(file.stat.size or 0 for file in files)
     kinds = ", ".join(sorted({file.stat.kind or "a hash of its content" for file in files}))
     log(f"{shown}: {len(files)} file{'s' if files[1:] else ''}, {size / 1e6:,.1f} MB, known by {kinds}")
@@ -213,10 +213,10 @@ def _look(scheme: str, path: str) -> tuple[Store, list[Stat], str]:
             if is_web:
                 raise
     top = place[: magic.start()] if magic else place
-    found = store.find(top.rstrip("/"))
+    stats = store.find(top.rstrip("/"))
     if magic:
         wanted = re.compile(glob_translate(place))
-        found = [stat for stat in found if wanted.match(stat.path)]
-    if not found:
+        stats = [stat for stat in stats if wanted.match(stat.path)]
+    if not stats:
         raise FileNotFoundError(place)
-    return store, found, top.rstrip("/") + "/"
+    return store, stats, top.rstrip("/") + "/"

@@ -104,12 +104,12 @@ class RowSource:
         empty = True
         for row in self.read(count_bad):
             try:
-                found = RawRow(row.origin, row.columns) if parse else row
+                raw = RawRow(row.origin, row.columns) if parse else row
             except DataError as error:
                 count_bad(error)
                 continue
             empty = False
-            yield found
+            yield raw
         if empty:
             why = f"all {num_bad} rows are bad; the first: {first}" if num_bad else "all of its files are empty"
             raise DataError(f"{self.name}: no rows: {why}")
@@ -131,14 +131,14 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
         if not read:
             raise DataError(f"{redacted(source.path)}: no data files there; known types: {_TYPES}")
         return _source_of(source, Found(read, others, is_folder=len(at_address) > 1))
-    found = Found({}) if source.hub else _local_files(source.path)
-    if found.files:
+    files = Found({}) if source.hub else _local_files(source.path)
+    if files.files:
         for setting, value in (("subset", source.subset), ("revision", source.revision)):
             if value is not None:
                 raise DataError(
                     f"{source.path}: {setting}: {value!r} is for hub ids, but these are local files; remove it"
                 )
-        return _source_of(source, found)
+        return _source_of(source, files)
     looks_local = _HUB_ID.fullmatch(source.path) is None or _FILE_NAME.search(source.path) is not None
     looks_local = looks_local or row_type(Path(source.path)) is not None
     if source.hub is False or (source.hub is None and looks_local):
@@ -146,9 +146,9 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
     return _open_hub(source, log)
 
 
-def _source_of(source: SourceConfig, found: Found) -> RowSource:
-    name, files = _of_split(source, found)
-    unread = Unread(redacted(source.path), source.unread_files, found.others, len(files))
+def _source_of(source: SourceConfig, listing: Found) -> RowSource:
+    name, files = _of_split(source, listing)
+    unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
     return _of_files(name, files, unread, total_rows(files))
 
 
@@ -206,9 +206,9 @@ class Unread:
         for name in self._names:
             types.setdefault(PurePath(name).suffix.lower() or "no ending", []).append(PurePath(name).name)
         most = sorted(types.items(), key=lambda item: -len(item[1]))
-        told = [f"{len(names)} {suffix} ({names[0]})" for suffix, names in most[:_MAX_TOLD]]
+        parts = [f"{len(names)} {suffix} ({names[0]})" for suffix, names in most[:_MAX_TOLD]]
         rest = f", and {len(most) - _MAX_TOLD} more types" if most[_MAX_TOLD:] else ""
-        return f"{len(self._names)} file{'s' if len(self._names) > 1 else ''} {what}: {', '.join(told)}{rest}"
+        return f"{len(self._names)} file{'s' if len(self._names) > 1 else ''} {what}: {', '.join(parts)}{rest}"
 
 
 def _local_files(pattern: str) -> Found:
@@ -218,10 +218,10 @@ def _local_files(pattern: str) -> Found:
         for where, folders, names in os.walk(path):
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
             for name in names:
-                held = holds_rows(name)
-                if held:
+                has_rows = holds_rows(name)
+                if has_rows:
                     files.append(Path(where, name))
-                elif held is False:
+                elif has_rows is False:
                     others.append(str(Path(where, name)))
             num_seen += len(names)
             if num_seen > _MAX_FILES:
@@ -240,18 +240,18 @@ def _local_files(pattern: str) -> Found:
     return Found({file: Path(file.name) for file in matches if row_type(file) is not None}, others)
 
 
-def _of_split(source: SourceConfig, found: Found) -> tuple[str, list[Path | RemoteFile]]:
+def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | RemoteFile]]:
     """Return the source's name and its files of the requested split, which is read from the names below the source.
 
     Files listed one by one, or all from one split, are used as given unless `split` is set.
     """
-    files = list(found.files)
+    files = list(listing.files)
     # `datasets` saved each split to its own folder
-    saved = found.is_folder and (Path(source.path).expanduser() / "dataset_dict.json").exists()
-    splits = {file: path.parts[0] if saved else _split_of(path) for file, path in found.files.items()}
+    saved = listing.is_folder and (Path(source.path).expanduser() / "dataset_dict.json").exists()
+    splits = {file: path.parts[0] if saved else _split_of(path) for file, path in listing.files.items()}
     named = sorted({split for split in splits.values() if split})
     if source.split in (None, "train") and (
-        not named or (source.split is None and not (found.is_folder and named[1:]))
+        not named or (source.split is None and not (listing.is_folder and named[1:]))
     ):
         return redacted(source.path), files
     wanted = source.split or "train"
@@ -293,14 +293,16 @@ def _digest(path: Path) -> str:
 def _open_hub(source: SourceConfig, log: Callable[[str], None]) -> RowSource:
     from flatout.data.rows.hub_sets import find_hub_set  # lazy, as are its libraries
 
-    found = find_hub_set(source, log)
-    if found.loaded is None:
+    hub_set = find_hub_set(source, log)
+    if hub_set.loaded is None:
         unread = Unread(redacted(source.path), source.unread_files)
-        return _of_files(found.name, found.files, unread, found.num_rows, found.address)
-    digests = {f"{found.name}/{k}": _digest(Path(file["filename"])) for k, file in enumerate(found.loaded.cache_files)}
+        return _of_files(hub_set.name, hub_set.files, unread, hub_set.num_rows, hub_set.address)
+    digests = {
+        f"{hub_set.name}/{k}": _digest(Path(file["filename"])) for k, file in enumerate(hub_set.loaded.cache_files)
+    }
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row
-        return table_rows(found.name, found.loaded.with_format("arrow").iter(batch_size=1024))
+        return table_rows(hub_set.name, hub_set.loaded.with_format("arrow").iter(batch_size=1024))
 
-    return RowSource(found.name, digests, found.num_rows, read, address=found.address)
+    return RowSource(hub_set.name, digests, hub_set.num_rows, read, address=hub_set.address)

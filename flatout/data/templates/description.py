@@ -82,22 +82,22 @@ class TemplateDescription:
             return self.last_reasoning
         return f"written between {self.reasoning[0]!r} and {self.reasoning[1]!r}"
 
-    def told(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Return what a build prints: one sentence of what is learnt, and one for each problem."""
         stops = ", ".join(map(repr, self.stops)) or "nothing"
-        told = [f"chat template {self.name!r}: an answer follows {self.prompt!r}, and ends with {stops}"]
-        return told + [f"chat template {self.name!r}: {problem.what}; {problem.remedy}" for problem in self.problems]
+        lines = [f"chat template {self.name!r}: an answer follows {self.prompt!r}, and ends with {stops}"]
+        return lines + [f"chat template {self.name!r}: {problem.what}; {problem.remedy}" for problem in self.problems]
 
     def lines(self) -> list[str]:
         """Return a line for each fact and each problem, wrapped at 80 columns."""
-        told = [f"chat template {self.name!r}"]
+        lines = [f"chat template {self.name!r}"]
         for name, value in self.facts():
             first, *more = textwrap.wrap(value, _WIDTH - _INDENT, break_on_hyphens=False)
-            told += [f"  {name + ':':<{_INDENT - 2}}{first}", *(" " * _INDENT + line for line in more)]
+            lines += [f"  {name + ':':<{_INDENT - 2}}{first}", *(" " * _INDENT + line for line in more)]
         for problem in self.problems:
             text = f"{problem.what}; {problem.remedy}"
-            told += textwrap.wrap(f"! {text}", _WIDTH, subsequent_indent="  ", break_long_words=False)
-        return told
+            lines += textwrap.wrap(f"! {text}", _WIDTH, subsequent_indent="  ", break_long_words=False)
+        return lines
 
 
 def _shown(text: str) -> str:

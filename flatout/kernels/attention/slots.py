@@ -32,7 +32,7 @@ def slot_attention(
         return _flash(query, key, value, lengths, starts, scale, window)
     num_slots, groups = len(query), query.shape[1] // key.shape[1]
     # (N, K, longest, size)
-    key, value = (held.unflatten(0, (num_slots, -1))[:, :longest].transpose(1, 2) for held in (key, value))
+    key, value = (slots.unflatten(0, (num_slots, -1))[:, :longest].transpose(1, 2) for slots in (key, value))
     places = torch.arange(key.shape[2], device=key.device)
     mask = places < lengths[:, None]
     if window is not None:
@@ -62,8 +62,8 @@ def _flash(
     # without bounds on the right, heads that share keys are computed together
     left, right = (-1, -1) if window is None else (window - 1, 0)
     boundaries = torch.arange(num_slots + 1, dtype=torch.int32, device=query.device)
-    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+    outputs: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
         query, key, value, boundaries, starts, 1, len(key) // num_slots, 0.0, False, False,
         scale=scale, window_size_left=left, window_size_right=right, seqused_k=lengths,
     )  # fmt: skip
-    return found[0]
+    return outputs[0]

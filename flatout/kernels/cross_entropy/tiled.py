@@ -136,9 +136,9 @@ class _TiledLoss(torch.autograd.Function):
         ctx.save_for_backward(hidden_grad, weight_grad, rows_grad, *again)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if row_values is None else row_values.dtype)
         ctx.tiles, ctx.trained = tiles, trained
-        found = (losses, is_correct) if tiles.by_row else (loss_sum, num_correct)
-        ctx.mark_non_differentiable(found[1])
-        return found
+        outputs = (losses, is_correct) if tiles.by_row else (loss_sum, num_correct)
+        ctx.mark_non_differentiable(outputs[1])
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -216,5 +216,5 @@ def token_loss(
     if fused is None:
         fused = is_fused(hidden.device, dtype)
     tiles = _Tiles(scale, softcap, tile_rows, dtype, fused, torch.is_grad_enabled(), by_row)
-    found: tuple[Tensor, Tensor] = _TiledLoss.apply(hidden, weight, *(trained_rows or (None, None)), targets, tiles)
-    return found
+    outputs: tuple[Tensor, Tensor] = _TiledLoss.apply(hidden, weight, *(trained_rows or (None, None)), targets, tiles)
+    return outputs

@@ -30,12 +30,12 @@ def low_product(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `flatout.kernels.low_rank.low_product`, in fp32 (fp64 for fp64) until it is rounded."""
-    exact, found = torch.promote_types(dtype, torch.float32), []
+    exact, products = torch.promote_types(dtype, torch.float32), []
     own_terms = terms.split([part.shape[1] for part in parts], dim=2)
     for part, row_scale, own, scale, rank in zip(parts, row_scales, own_terms, scales, ranks, strict=True):
         matrix = (own[0, :rank].to(exact) + own[1, :rank].to(exact) * SECOND_TERM) * scale[:rank, None].to(exact)
-        found.append((part.to(exact) @ matrix.T * row_scale.to(exact)).to(dtype))
-    return torch.cat(found, dim=1)
+        products.append((part.to(exact) @ matrix.T * row_scale.to(exact)).to(dtype))
+    return torch.cat(products, dim=1)
 
 
 def narrow_gradient(

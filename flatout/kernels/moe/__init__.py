@@ -298,8 +298,8 @@ def _empty_swiglu_backward(
     rows: Tensor, grad: Tensor, row_weights: Tensor, *routing_and_scale: Tensor | None
 ) -> list[Tensor]:
     wide = torch.promote_types(rows.dtype, torch.float32)
-    found = [torch.empty_like(grad), torch.empty_like(rows), grad.new_empty(grad.shape[0], dtype=wide)]
-    return found if routing_and_scale[-1] is None else [*found, *_empty_float8(rows)]
+    grads = [torch.empty_like(grad), torch.empty_like(rows), grad.new_empty(grad.shape[0], dtype=wide)]
+    return grads if routing_and_scale[-1] is None else [*grads, *_empty_float8(rows)]
 
 
 def _empty_float8(values: Tensor) -> list[Tensor]:

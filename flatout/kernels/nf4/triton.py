@@ -48,8 +48,8 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     values = tl.reshape(tl.join(first, second), (ROWS, BLOCKS * BLOCK))
     columns = tl.program_id(0) * (BLOCKS * BLOCK) + tl.arange(0, BLOCKS * BLOCK)
     targets = rows[:, None].to(tl.int64) * row_stride + columns[None, :].to(tl.int64) * column_stride
-    kept = (rows < num_rows)[:, None] & (columns < blocks_per_row * BLOCK)[None, :]
-    tl.store(out_ptr + targets, values.to(out_ptr.dtype.element_ty), mask=kept)
+    in_range = (rows < num_rows)[:, None] & (columns < blocks_per_row * BLOCK)[None, :]
+    tl.store(out_ptr + targets, values.to(out_ptr.dtype.element_ty), mask=in_range)
 
 
 def dequantize_into(weight: Nf4Weight, out: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor | None) -> None:

@@ -94,8 +94,8 @@ class GraphedDecoder:
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
 
     def _add_gradients(self, states: Tensor, states_grad: Tensor) -> None:
-        found = torch.autograd.grad(states, self._parameters, states_grad, allow_unused=True)
-        pairs = [(total, grad) for total, grad in zip(self._gradients, found, strict=True) if grad is not None]
+        grads = torch.autograd.grad(states, self._parameters, states_grad, allow_unused=True)
+        pairs = [(total, grad) for total, grad in zip(self._gradients, grads, strict=True) if grad is not None]
         torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
 
 

@@ -249,11 +249,9 @@ def _compile(
     except (TorchDynamoException, InductorError) as error:
         regions.run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})")
     eager, split = regions.eager, regions.split
-    kept = [cosine for layer, cosine in cosines.items() if layer not in eager]
-    reason, split_reason = ("; ".join(dict.fromkeys(found.values())) or None for found in (eager, split))
-    return CompileOutcome(
-        len(layers) - len(eager), len(layers), reason, min(kept, default=1.0), num_compared, len(split), split_reason
-    )
+    least = min((cosine for layer, cosine in cosines.items() if layer not in eager), default=1.0)
+    reason, split_reason = ("; ".join(dict.fromkeys(reasons.values())) or None for reasons in (eager, split))
+    return CompileOutcome(len(layers) - len(eager), len(layers), reason, least, num_compared, len(split), split_reason)
 
 
 def _has_dropout(model: PreTrainedModel) -> bool:

@@ -33,11 +33,11 @@ def check_share(loaded: LoadedModel, share: ContextShare, *, fp8: bool = False) 
     model.eval()
     try:
         autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
-        with torch.no_grad(), autocast, first_states(model) as found:
+        with torch.no_grad(), autocast, first_states(model) as states:
             hidden_states(model, batch)
             hidden_states(model, share.of(on_host, number).to(model.device))
-        whole = widened(found[0]).index_select(0, numbered.token_ids.to(model.device)[own])
-        ours = widened(found[1])[own]
+        whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[own])
+        ours = widened(states[1])[own]
     finally:
         model.train(was_training)
     # in fp64, rope's float32 cosines vary at lengths off the SIMD width

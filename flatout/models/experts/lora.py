@@ -84,24 +84,24 @@ class ExpertLora(nn.Module):
 
 def expert_parameters(model: nn.Module) -> dict[str, tuple[str, str, Tensor | FrozenExperts]]:
     """Return the matrices of fused experts by full name: the experts module's name, the parameter's, and its values."""
-    found: dict[str, tuple[str, str, Tensor | FrozenExperts]] = {}
+    parameters: dict[str, tuple[str, str, Tensor | FrozenExperts]] = {}
     for path, experts in experts_modules(model).items():
         for name, parameter in experts.named_parameters(recurse=False):
             if parameter.dim() == 3:
-                found[f"{plain_name(path)}.{name}"] = (path, name, parameter)
+                parameters[f"{plain_name(path)}.{name}"] = (path, name, parameter)
         for name, child in experts.named_children():
             if isinstance(child, FrozenExperts):
-                found[f"{plain_name(path)}.{name}"] = (path, name, child)
-    return found
+                parameters[f"{plain_name(path)}.{name}"] = (path, name, child)
+    return parameters
 
 
 def num_expert_tensors(model: nn.Module) -> int:
     """Count the tensors that hold all experts of a layer, as transformers keeps them; convolutions have no experts."""
-    found = 0
+    num_tensors = 0
     for module in model.modules():
         own = [] if isinstance(module, _ConvNd | ExpertLora) else module.parameters(recurse=False)
-        found += 1 if isinstance(module, FrozenExperts) else sum(parameter.dim() == 3 for parameter in own)
-    return found
+        num_tensors += 1 if isinstance(module, FrozenExperts) else sum(parameter.dim() == 3 for parameter in own)
+    return num_tensors
 
 
 def plain_name(name: str) -> str:

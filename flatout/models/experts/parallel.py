@@ -25,13 +25,13 @@ def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
     Weights, biases, quantized storage and adapters are sliced; meta tensors as well. Raises UsageError for experts that
     our block does not compute, that are trained as a whole beside LoRA, or whose quantized bytes cannot be cut.
     """
-    kind, found = model.config.model_type, experts_modules(model)
-    if not found or not all(map(is_grouped, found.values())):
+    kind, modules = model.config.model_type, experts_modules(model)
+    if not modules or not all(map(is_grouped, modules.values())):
         raise UsageError(
             f"experts.parallel: {group.size} does not work for model type {kind}, whose experts are not computed as "
             "grouped products; set experts.parallel: 1"
         )
-    if whole := next((path for path in found if "trained" in path.split(".")), None):
+    if whole := next((path for path in modules if "trained" in path.split(".")), None):
         raise UsageError(
             f"lora.modules_to_save has the experts {plain_name(whole)}, which experts.parallel: {group.size} cannot "
             "split; set experts.parallel: 1, or target them by lora.targets"
@@ -47,7 +47,7 @@ def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
             module.set_num_experts(module.shape[0] // group.size)
         elif isinstance(module, ExpertLora):
             module.num_experts //= group.size
-        elif path in found:
+        elif path in modules:
             compute_as_group(module, group)
     return slices
 

@@ -208,12 +208,12 @@ class Routers:
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
     """Return the router beside each layer's experts: in transformers, it returns logits, weights and choices."""
-    found = []
+    routers = []
     for path in experts_modules(model):
         block = model.get_submodule(plain_name(path).rpartition(".")[0])
         beside = [module for module in block.children() if "Router" in type(getattr(module, "base", module)).__name__]
-        found += beside if len(beside) == 1 else []
-    return found
+        routers += beside if len(beside) == 1 else []
+    return routers
 
 
 def prepare_biases(model: nn.Module) -> None:
@@ -231,10 +231,10 @@ def prepare_biases(model: nn.Module) -> None:
 
 def _bias_places(model: nn.Module) -> dict[str, int]:
     """Return the full names of the routers' correction biases, and the indices of their layers; some have none."""
-    found = {}
+    places = {}
     for index, path in enumerate(experts_modules(model)):
         name = plain_name(path).rpartition(".")[0]
         block = model.get_submodule(name)
-        held = [own for own, _ in (*block.named_parameters(), *block.named_buffers())]
-        found.update({f"{name}.{own}": index for own in held if own.rpartition(".")[2] in _BIASES})
-    return found
+        names = [own for own, _ in (*block.named_parameters(), *block.named_buffers())]
+        places.update({f"{name}.{own}": index for own in names if own.rpartition(".")[2] in _BIASES})
+    return places

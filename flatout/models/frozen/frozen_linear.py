@@ -255,11 +255,11 @@ def num_weights(model: nn.Module) -> int:
     total = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, Fp8Linear | Nf4Linear | FrozenExperts):
-            held = sum(parameter.numel() for parameter in module.parameters())
+            count = sum(parameter.numel() for parameter in module.parameters())
             dense = (
                 module.shape.numel() if isinstance(module, FrozenExperts) else module.in_features * module.out_features
             )
-            total += dense - held
+            total += dense - count
     return total
 
 
@@ -319,8 +319,8 @@ def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> t
         whole = torch.cat([base.bytes.detach() for base in fp8_layers])
         for base, part, own_scale in zip(fp8_layers, whole.split(sizes), scale.split(sizes), strict=True):
             base.bytes, base.row_scale = nn.Parameter(part, requires_grad=False), own_scale
-        kept = [whole.t().contiguous()] if transposed else []
-        return _fp8_matmul(sizes, transposed=transposed), [scale, whole, *kept]
+        transposed_copies = [whole.t().contiguous()] if transposed else []
+        return _fp8_matmul(sizes, transposed=transposed), [scale, whole, *transposed_copies]
     whole = torch.cat([base.weight.detach() for base in dense_layers])
     for linear, part in zip(dense_layers, whole.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)

@@ -109,11 +109,11 @@ class FrozenMatmul:
 
 def blocks(b: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
     """Return views (N_i, r_i) of a matrix (sum of N_i, sum of r_i) on its diagonal, or of (sum of N_i, largest r_i)."""
-    found, row, column = [], 0, 0
+    products, row, column = [], 0, 0
     for size, rank in zip(sizes, ranks, strict=True):
-        found.append(b[row : row + size, column : column + rank])
+        products.append(b[row : row + size, column : column + rank])
         row, column = row + size, column + (rank if b.shape[1] == sum(ranks) else 0)
-    return found
+    return products
 
 
 class FrozenLinearFunction(torch.autograd.Function):

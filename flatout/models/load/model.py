@@ -293,8 +293,8 @@ def load_pretrained(
     try:
         source, revision = hub_source(name, revision)
         # it would report a new `score` as a fault of the files
-        told = _without_reports() if is_scoring(config) else nullcontext()
-        with hub_errors(name), told:
+        quiet = _without_reports() if is_scoring(config) else nullcontext()
+        with hub_errors(name), quiet:
             model, loading = auto_class(config).from_pretrained(
                 source, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
                 device_map=device_map, output_loading_info=True, **options,
@@ -306,11 +306,11 @@ def load_pretrained(
         raise CheckpointError(
             f"{name}: its downloaded weights are damaged ({error}); remove them from the hub cache and load again"
         ) from error
-    found = set(map(str, loading["missing_keys"]))
-    if is_scoring(config) and NEW_WEIGHT in found:
+    missing_keys = set(map(str, loading["missing_keys"]))
+    if is_scoring(config) and NEW_WEIGHT in missing_keys:
         start_score(model, seed)
-        found.discard(NEW_WEIGHT)
-    missing = sorted(found) + sorted(map(str, loading["mismatched_keys"]))
+        missing_keys.discard(NEW_WEIGHT)
+    missing = sorted(missing_keys) + sorted(map(str, loading["mismatched_keys"]))
     if missing:
         raise CheckpointError(
             f"{name}: {len(missing)} weights are missing or have a different shape ({', '.join(missing[:3])}); "

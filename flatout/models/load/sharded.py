@@ -98,22 +98,22 @@ def compute_buffers(model: PreTrainedModel, empty: PreTrainedModel) -> None:
     with torch.random.fork_rng(devices=[]):
         for name, module in empty.named_modules():
             owner = module if isinstance(module, PreTrainedModel) else owner
-            held = model.get_submodule(name)
+            holder = model.get_submodule(name)
             # computed buffers are recognized by their absence from the state dict
-            saved = held.state_dict(keep_vars=True)
-            computed = [buffer for buffer, _ in held.named_buffers(recurse=False) if buffer not in saved]
+            saved = holder.state_dict(keep_vars=True)
+            computed = [buffer for buffer, _ in holder.named_buffers(recurse=False) if buffer not in saved]
             if not computed:
                 continue
             module.to_empty(device="cpu", recurse=False)
             owner._init_weights(module)
             for buffer in computed:
-                old, new = held.get_buffer(buffer), module.get_buffer(buffer)
+                old, new = holder.get_buffer(buffer), module.get_buffer(buffer)
                 if not torch.equal(new.to(old.dtype), old):
                     raise UsageError(
                         f"model type {model.config.model_type}: {name}.{buffer} cannot be computed without its "
                         "weights, as loading in shards requires; set strategy: ddp or zero2"
                     )
-                setattr(held, buffer, new)
+                setattr(holder, buffer, new)
 
 
 @torch.no_grad()

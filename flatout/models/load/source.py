@@ -153,10 +153,10 @@ def _read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _as_float(held: dict[str, Any]) -> Any:
+def _as_float(values: dict[str, Any]) -> Any:
     """Return the number that transformers writes as {"__float__": "Infinity"}, and other objects as they are."""
-    is_special = list(held) == ["__float__"] and held["__float__"] in ("Infinity", "-Infinity", "NaN")
-    return float(held["__float__"]) if is_special else held
+    is_special = list(values) == ["__float__"] and values["__float__"] in ("Infinity", "-Infinity", "NaN")
+    return float(values["__float__"]) if is_special else values
 
 
 def _walk(value: object) -> Iterator[tuple[str, Any]]:
@@ -199,10 +199,10 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
         content = read_json(index)
         weight_map = content.get("weight_map") if isinstance(content, dict) else content
         shards = validated(TypeAdapter(dict[str, str]), weight_map, f"{index}: weight_map").values()
-        found = {shard: hub_file(name, shard, revision) for shard in sorted(set(shards))}
-        if absent := [shard for shard, file in found.items() if file is None]:
+        files = {shard: hub_file(name, shard, revision) for shard in sorted(set(shards))}
+        if absent := [shard for shard, file in files.items() if file is None]:
             raise CheckpointError(f"{index}: weight file {absent[0]} is missing; download or copy it again")
-        return [file for file in found.values() if file]
+        return [file for file in files.values() if file]
     if not is_folder(name):
         raise UsageError(f"{name} has no *.safetensors weights; choose a model with them, or set model.init: random")
     return sorted(Path(name).glob("*.safetensors"))
@@ -214,16 +214,16 @@ def cached_file_hash(path: Path, memory: Path) -> FileFacts:
     Its hash is kept in a small file in the folder `memory`, which is created if missing; if it is not writable, the
     file is hashed every time. Raises OSError.
     """
-    found = path.stat()
-    if found.st_size < REMEMBERED_BYTES:
+    stat = path.stat()
+    if stat.st_size < REMEMBERED_BYTES:
         return digest(path)
     # ctime changes with every write and rename, even if a program restores the old mtime
-    stamp = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    stamp = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     note = memory / f"{xxhash.xxh3_128_hexdigest(str(path.resolve()).encode())}.json"
     with suppress(CheckpointError, KeyError, TypeError):
         known = read_own(note)
         if known["stamp"] == stamp:
-            return FileFacts(found.st_size, str(known["xxh3"]))
+            return FileFacts(stat.st_size, str(known["xxh3"]))
     facts = digest(path)
     with suppress(ResourceError):
         write_own(note, {"path": str(path), "stamp": stamp, "xxh3": facts.xxh3})

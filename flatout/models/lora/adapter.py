@@ -58,14 +58,14 @@ def in_peft_shapes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _saved_parameters(model: PreTrainedModel) -> dict[str, tuple[nn.Parameter, torch.dtype]]:
     """Return what is trained beside LoRA by PEFT's tensor names, with the base's dtype."""
-    found: dict[str, tuple[nn.Parameter, torch.dtype]] = {}
-    for name, held in saved_modules(model).items():
-        if isinstance(held, SavedModule):
-            trained = held.trained.named_parameters()
-            found |= {f"{PREFIX}{name}.{leaf}": (own, held.dtypes[leaf]) for leaf, own in trained}
-        elif not held.is_tied:
-            found[f"{PREFIX}{name}{ROWS}"] = (held.rows, held.base.weight.dtype)
-    return found
+    parameters: dict[str, tuple[nn.Parameter, torch.dtype]] = {}
+    for name, saved in saved_modules(model).items():
+        if isinstance(saved, SavedModule):
+            trained = saved.trained.named_parameters()
+            parameters |= {f"{PREFIX}{name}.{leaf}": (own, saved.dtypes[leaf]) for leaf, own in trained}
+        elif not saved.is_tied:
+            parameters[f"{PREFIX}{name}{ROWS}"] = (saved.rows, saved.base.weight.dtype)
+    return parameters
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -159,11 +159,11 @@ def _expert_targets(model: PreTrainedModel) -> list[str]:
 def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
     """Return PEFT's fields for ranks and alphas of single layers, and for what is trained beside LoRA."""
     saved = saved_modules(model)
-    masters = [held.trained.weight for held in saved.values() if isinstance(held, SavedModule)]
+    masters = [module.trained.weight for module in saved.values() if isinstance(module, SavedModule)]
     return {
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,
-        "modules_to_save": [name for name, held in saved.items() if isinstance(held, SavedModule)] or None,
+        "modules_to_save": [name for name, module in saved.items() if isinstance(module, SavedModule)] or None,
         "ensure_weight_tying": len(set(map(id, masters))) < len(masters),
         "trainable_token_indices": _rows_of(model) or None,
     }
@@ -183,8 +183,8 @@ def _as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str
 
 def _rows_of(model: PreTrainedModel) -> dict[str, list[int]]:
     """Return the ids of trained rows by module name; PEFT ties a tied head itself."""
-    rows = {name: held for name, held in saved_modules(model).items() if isinstance(held, TrainedRows)}
-    return {name: held.token_ids.tolist() for name, held in rows.items() if not held.is_tied}
+    rows = {name: module for name, module in saved_modules(model).items() if isinstance(module, TrainedRows)}
+    return {name: module.token_ids.tolist() for name, module in rows.items() if not module.is_tied}
 
 
 def save_adapter(
@@ -329,8 +329,8 @@ def _outputs_of_short_text(model: Any) -> Tensor:
     """
     embedding, scores = model.get_input_embeddings().weight, is_scoring(model.config)
     token_ids = (torch.arange(16, device=embedding.device) * 7919 + 3) % len(embedding)
-    found = model(input_ids=token_ids[None], use_cache=False, **({"output_hidden_states": True} if scores else {}))
-    outputs: Tensor = found.hidden_states[-1][0] if scores else found.logits[0]
+    output = model(input_ids=token_ids[None], use_cache=False, **({"output_hidden_states": True} if scores else {}))
+    outputs: Tensor = output.hidden_states[-1][0] if scores else output.logits[0]
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
@@ -357,10 +357,10 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str,
             problems[f"lora.dora is {layer.magnitude is not None}, but the adapter's is {saved.dora}"] = None
     if odd := sorted(set(saved.targets) ^ {target_name(name, layer) for name, layer in layers.items()}):
         problems[f"lora.targets and the adapter differ in {len(odd)} layers, such as {odd[0]}"] = None
-    full = {name for name, held in beside.items() if isinstance(held, SavedModule)}
+    full = {name for name, module in beside.items() if isinstance(module, SavedModule)}
     if odd := sorted(set(saved.modules_to_save) ^ full):
         problems[f"lora.modules_to_save and the adapter differ: only one of them has {', '.join(odd)}"] = None
-    masters = [held.trained.weight for held in beside.values() if isinstance(held, SavedModule)]
+    masters = [module.trained.weight for module in beside.values() if isinstance(module, SavedModule)]
     if masters and (shared := len(set(map(id, masters))) < len(masters)) != saved.keep_tied and ties_ends(model):
         problems[f"lora.keep_tied is {shared}, but the adapter's is {saved.keep_tied}"] = None
     if (own := _rows_of(model)) != rows:

@@ -99,8 +99,8 @@ def _targets_of(names: list[str], parameters: list[str]) -> list[str]:
     targets = []
     for name in dict.fromkeys(name.replace(".base_layer", "") for name in names):
         # a parameter without a module is of any experts
-        found = {leaf for path, _, leaf in split if f".{name}".endswith(f".{path or 'experts'}")}
-        targets += [f"{name}.{leaf}" for leaf in found] or [name]
+        leaves = {leaf for path, _, leaf in split if f".{name}".endswith(f".{path or 'experts'}")}
+        targets += [f"{name}.{leaf}" for leaf in leaves] or [name]
     return sorted(targets)
 
 
@@ -108,9 +108,9 @@ def _saved_name(tensor_name: str, config: LoraConfig) -> str | None:
     """Return the module of `modules_to_save` (by endings, as PEFT matches them) that a tensor belongs to, or None."""
     parts = tensor_name.split(".")
     names = [".".join(parts[:end]) for end in range(1, len(parts))]
-    found = next((name for name in names if name.endswith(tuple(config.modules_to_save))), None)
+    own = next((name for name in names if name.endswith(tuple(config.modules_to_save))), None)
     # with ensure_weight_tying, a tied head is saved without being listed
-    return names[-1] if found is None and config.modules_to_save and config.keep_tied and len(names) == 1 else found
+    return names[-1] if own is None and config.modules_to_save and config.keep_tied and len(names) == 1 else own
 
 
 def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]:
@@ -127,9 +127,9 @@ def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]
         if not targets or not isinstance(targets, str | list):
             raise CheckpointError(f"{file}: target_modules is {targets!r:.100}; copy the adapter again")
         if kind != "LORA" or odd:
-            found = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
+            problem = f"peft_type is {kind!r}" if kind != "LORA" else f"{odd} is not supported"
             raise UsageError(
-                f"{file}: {found}; only plain LoRA adapters of linear layers and fused experts are supported"
+                f"{file}: {problem}; only plain LoRA adapters of linear layers and fused experts are supported"
             )
         content = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, **content}
         saved = content.get("modules_to_save") or []

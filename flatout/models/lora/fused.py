@@ -96,8 +96,8 @@ def _b_grads(
     """Return the gradients (N_i, r_i) of all B from those of the outputs, in float8 if there are `grad_scales`."""
     lows = low.split(ctx.ranks, dim=-1)
     if operands is None or grad_scales is None:
-        found = [over_tokens(grad, own, ctx.dtype) for grad, own in zip(grads, lows, strict=True)]
-        return found if ctx.scaling == 1 else [grad * ctx.scaling for grad in found]
+        b_grads = [over_tokens(grad, own, ctx.dtype) for grad, own in zip(grads, lows, strict=True)]
+        return b_grads if ctx.scaling == 1 else [grad * ctx.scaling for grad in b_grads]
     columns = grad_scales.split(ctx.product.sizes)
     return [
         narrow_gradient(part, row_scale, own, ctx.dtype, column_scale=scale)
@@ -169,7 +169,7 @@ class FusedLora(nn.Module):
 
     def matrix_copies(self) -> list[MatrixCopy]:
         """Describe how to write the copies from the masters."""
-        copies, found, rank, column = self._copies, [], 0, 0
+        copies, current, rank, column = self._copies, [], 0, 0
         all_b = blocks(copies.b, self.product.sizes, self.ranks)
         for index, (member, b) in enumerate(zip(self.members, all_b, strict=True)):
             ranks, columns = slice(rank, rank + member.rank), slice(column, column + member.out_features)
@@ -183,9 +183,9 @@ class FusedLora(nn.Module):
                 divisor = self._folded_scales()[columns] if self.product.fp8_forward else None
                 terms, scales = copies.b_terms[:, : member.rank, columns], copies.b_scales[index, : member.rank]
                 b_copy = b_copy._replace(terms=terms, scales=scales, divisor=divisor)
-            found += [a_copy, b_copy]
+            current += [a_copy, b_copy]
             rank, column = ranks.stop, columns.stop
-        return found
+        return current
 
     def output(self, index: int, x: Tensor) -> Tensor:
         """Return member `index`'s output for x (..., K); the first member computes the outputs of all."""

@@ -317,10 +317,10 @@ def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, Froz
     everything: dict[str, FrozenLinear | ExpertMatrix] = {**linears, **experts}
     matched: set[str] = set()
     for target in config.listed_targets:
-        found = {name for name in everything if config.selects(target, name, of_experts=name in experts)}
+        targets = {name for name in everything if config.selects(target, name, of_experts=name in experts)}
         if target == "all-linear":
-            found = {name for name in found if linears[name] is not head}
-        if not found:
+            targets = {name for name in targets if linears[name] is not head}
+        if not targets:
             kind = model.config.model_type
             if target == "all-linear":
                 raise UsageError(f"lora.targets: model type {kind} has no linear layer besides its head")
@@ -328,7 +328,7 @@ def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, Froz
             near = difflib.get_close_matches(target, leaves, n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"
             raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}")
-        matched |= found
+        matched |= targets
     chosen = {name: target for name, target in everything.items() if name in matched}
     embedding = model.get_input_embeddings()
     if any(chosen.get(name) is head and module.weight is embedding.weight for name, module in linears.items()):

@@ -50,10 +50,10 @@ class LoraProduct(torch.autograd.Function):
             if mask is None:
                 (x_grad,) = operands.total_with(low_grad, a.t(), use_kernel=False)
             else:
-                kept = low_grad @ a
+                grad_in = low_grad @ a
                 for dropped_grad in grads[1:-1]:
-                    kept = ctx.matmul.backward([dropped_grad], *storage).added_to(kept)
-                x_grad = operands.added_to(torch.ops.aten.native_dropout_backward(kept, mask, 1 / (1 - ctx.dropout)))
+                    grad_in = ctx.matmul.backward([dropped_grad], *storage).added_to(grad_in)
+                x_grad = operands.added_to(torch.ops.aten.native_dropout_backward(grad_in, mask, 1 / (1 - ctx.dropout)))
         a_grad = over_tokens(low_grad, dropped, ctx.dtype)
         return x_grad, a_grad, over_tokens(adapter_grad, low, ctx.dtype), *(None,) * (4 + len(storage))
 

@@ -29,11 +29,11 @@ class SavedModule(nn.Module):
         super().__init__()
         # first, as transformers takes a model's dtype from its first parameter
         self.base = base.requires_grad_(False)
-        self.dtypes = {name: held.dtype for name, held in base.named_parameters()}
+        self.dtypes = {name: parameter.dtype for name, parameter in base.named_parameters()}
         self.trained = copy.deepcopy(base)
-        for name, held in list(self.trained.named_parameters()):
+        for name, parameter in list(self.trained.named_parameters()):
             path, _, leaf = name.rpartition(".")
-            master = nn.Parameter(held.detach().to(torch.promote_types(held.dtype, torch.float32)))
+            master = nn.Parameter(parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)))
             setattr(self.trained.get_submodule(path), leaf, master if tied is None else tied)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,14 +49,14 @@ class SavedModule(nn.Module):
         if type(self.trained) is nn.Embedding:
             # the same rows as of a narrow copy, without that copy, and with gradients summed in fp32
             return self.trained(*args, **kwargs).to(self.dtypes["weight"])
-        narrow = {name: held.to(self.dtypes[name]) for name, held in self.trained.named_parameters()}
+        narrow = {name: parameter.to(self.dtypes[name]) for name, parameter in self.trained.named_parameters()}
         return torch.func.functional_call(self.trained, narrow, args, kwargs)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Copy the trained weights into the base."""
-        for own, held in zip(self.base.parameters(), self.trained.parameters(), strict=True):
-            own.copy_(held)
+        for own, trained in zip(self.base.parameters(), self.trained.parameters(), strict=True):
+            own.copy_(trained)
 
 
 class TrainedRows(nn.Module):
@@ -149,23 +149,23 @@ def add_saved_modules(model: PreTrainedModel, config: LoraConfig, rows: Mapping[
 def saved_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the full names of `lora.modules_to_save`; tied embeddings and head come together with `lora.keep_tied`."""
     modules = dict(model.named_modules())
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for wanted in config.modules_to_save:
         matched = [name for name in modules if name and f".{name}".endswith(f".{wanted}")]
         if not matched:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1:].isdigit()} - {""}))
             raise UsageError(f"lora.modules_to_save: {wanted!r} matches no module of this model; it has {ends}")
-        found |= dict.fromkeys(matched)
-    inner = [name for name in found if any(name.startswith(f"{other}.") for other in found)]
+        names |= dict.fromkeys(matched)
+    inner = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if inner:
         raise UsageError(f"lora.modules_to_save: {inner[0]} is inside another module of the list; remove one")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.keep_tied and ties_ends(model):
         tied = [name for name, module in modules.items() if module in (embedding, head)]
-        if found.keys() & set(tied):
+        if names.keys() & set(tied):
             # the embedding first, as PEFT ties the head to it
-            found = dict.fromkeys(sorted(tied, key=lambda name: modules[name] is head)) | found
-    return list(found)
+            names = dict.fromkeys(sorted(tied, key=lambda name: modules[name] is head)) | names
+    return list(names)
 
 
 def rows_of_tokens(model: PreTrainedModel, config: LoraConfig, token_ids: Sequence[int]) -> dict[str, list[int]]:
@@ -184,7 +184,7 @@ def rows_of_tokens(model: PreTrainedModel, config: LoraConfig, token_ids: Sequen
 
 def saved_modules(model: nn.Module) -> dict[str, SavedModule | TrainedRows]:
     """Return what is trained beside LoRA layers, by full module name."""
-    return {name: held for name, held in model.named_modules() if isinstance(held, SavedModule | TrainedRows)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, SavedModule | TrainedRows)}
 
 
 def ties_ends(model: PreTrainedModel) -> bool:

@@ -261,9 +261,9 @@ class PeerWatch:
         slot = failure.rank - (self._rank.index - self._rank.local_index)
         if failure.is_reported or self._board is None or not 0 <= slot < self._rank.local_world:
             return failure
-        if (found := self._board.read(slot)) is None:
+        if (exact := self._board.read(slot)) is None:
             return failure
-        step, phase = found
+        step, phase = exact
         return replace(failure, status=replace(failure.status, step=step, phase=phase), is_exact=True)
 
     def _check_progress(self, server: HeartbeatServer) -> PeerFailure | None:

@@ -29,7 +29,7 @@ def into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_
             continue
         bucket = open_buckets.setdefault(parameter.dtype, [])
         bucket.append(parameter)
-        if sum(held.nbytes for held in bucket) >= bucket_bytes:
+        if sum(grad.nbytes for grad in bucket) >= bucket_bytes:
             buckets.append(open_buckets.pop(parameter.dtype))
     return buckets + list(open_buckets.values())
 

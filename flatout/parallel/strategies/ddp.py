@@ -31,7 +31,9 @@ class DDP(Strategy):
         # it may load the weights
         optimizer = make_optimizer()
         if self._config.method == "full":
-            self._sums = self._make_sums([held for held in model.parameters() if held.requires_grad], overlap=True)
+            self._sums = self._make_sums(
+                [parameter for parameter in model.parameters() if parameter.requires_grad], overlap=True
+            )
         return model, optimizer
 
     @contextmanager
@@ -58,7 +60,7 @@ class DDP(Strategy):
 
     def _make_sums(self, parameters: Sequence[nn.Parameter], *, overlap: bool) -> list[BucketedSum]:
         """Return the sums over all ranks and, for slices of experts, over the ranks that hold the same ones."""
-        parts = [[held for held in parameters if is_slice(held) is sliced] for sliced in (False, True)]
+        parts = [[parameter for parameter in parameters if is_slice(parameter) is sliced] for sliced in (False, True)]
         compress = self._config.comm.compress
         return [
             BucketedSum(part, compress=compress, overlap=overlap, group=replicas_of(part[0])) for part in parts if part

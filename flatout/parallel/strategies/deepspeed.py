@@ -152,11 +152,11 @@ class PartitionedOptimizer(Optimizer):
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         from deepspeed import utils
 
-        held: Mapping[str, Any] = next(iter(self.state.values())) if self._has_stepped else {}
+        tensors: Mapping[str, Any] = next(iter(self.state.values())) if self._has_stepped else {}
         return {
             # `step` is the same for all weights; moments are sharded like their weight
             key: value.clone() if key == STEP else utils.safe_get_full_optimizer_state(parameter, key)
-            for key, value in held.items()
+            for key, value in tensors.items()
             if value is not None
         }
 
@@ -177,8 +177,8 @@ class PartitionedOptimizer(Optimizer):
         if not self._has_stepped:
             self._take_empty_step()
         if key == STEP:
-            for held in self.state.values():
-                held[STEP].copy_(value)
+            for tensors in self.state.values():
+                tensors[STEP].copy_(value)
         else:
             self._put(parameter, value, key)
 

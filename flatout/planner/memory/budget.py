@@ -222,12 +222,15 @@ def spend_spare_memory(
     def num_micro_batches(plan: RunPlan) -> int:
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
 
-    kept, fits, enough = _decide(other, decision.recompute, tokens, device)
+    other_layout, fits, enough = _decide(other, decision.recompute, tokens, device)
     cut = plan.with_layout(
-        kept.micro_batch_tokens, plan.layout.cost, lockstep=plan.layout.lockstep, expert_ranks=plan.layout.expert_ranks
+        other_layout.micro_batch_tokens,
+        plan.layout.cost,
+        lockstep=plan.layout.lockstep,
+        expert_ranks=plan.layout.expert_ranks,
     )
     if fits >= enough and num_micro_batches(cut) <= MORE_PASSES * num_micro_batches(plan):
-        return replace(kept, reason=f"{kept.reason}; {gain}")
+        return replace(other_layout, reason=f"{other_layout.reason}; {gain}")
     if model.transposable_bytes:
         return replace(decision, reason=f"{decision.reason}; fp8 weights are transposed in every pass")
     return decision

@@ -23,9 +23,9 @@ class Correction:
     offset_bytes: int = 0
 
     def __str__(self) -> str:
-        share = f"{abs(self.scale - 1):.1%} {'more' if self.scale >= 1 else 'less'} per token"
+        change = f"{abs(self.scale - 1):.1%} {'more' if self.scale >= 1 else 'less'} per token"
         sign = "more" if self.offset_bytes >= 0 else "less"
-        return f"{share} and {abs(self.offset_bytes) / 2**30:.2f} GiB {sign} per pass"
+        return f"{change} and {abs(self.offset_bytes) / 2**30:.2f} GiB {sign} per pass"
 
     def of(self, activations_bytes: int, working_bytes: int) -> tuple[int, int]:
         """Return the corrected activations and working bytes."""

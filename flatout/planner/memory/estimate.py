@@ -120,15 +120,15 @@ class MemoryModel:
         def of_blocks(count: int, row: int) -> int:
             return count if any(row % size == 0 for size in ADAM_8BIT_BLOCKS) else 0
 
-        lora, found = self.config.lora, 0
+        lora, num_elements = self.config.lora, 0
         for of_experts in (False, True):
             for name, linear in self.shape.targeted(lora, of_experts=of_experts).items():
                 rank = lora.of_layer(name).rank
-                found += of_blocks(rank * linear.num_experts * linear.num_in, linear.num_in)
-                found += of_blocks(
+                num_elements += of_blocks(rank * linear.num_experts * linear.num_in, linear.num_in)
+                num_elements += of_blocks(
                     rank * linear.num_experts * linear.num_out, linear.num_experts if of_experts else rank
                 )
-        return found
+        return num_elements
 
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
@@ -194,7 +194,7 @@ class MemoryModel:
         # one rank may have most labels, as those of an answer at a document's end
         own = MicroBatchSize(own_tokens, min(size.num_labels, own_tokens), own_documents)
         alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
-        share = alone.fitted_estimate(own, recompute, accumulates)
+        estimate = alone.fitted_estimate(own, recompute, accumulates)
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
@@ -205,9 +205,9 @@ class MemoryModel:
         whole = 0 if self.precision in ("bf16", "fp16") else sum(one.pair_width + one.key_width for one in layers)
         whole = whole // len(layers) if recompute in ("full", "offload") else whole
         return replace(
-            share,
-            activations_bytes=share.activations_bytes + elements * whole,
-            working_bytes=max(share.working_bytes, int(beside + elements * keys)),
+            estimate,
+            activations_bytes=estimate.activations_bytes + elements * whole,
+            working_bytes=max(estimate.working_bytes, int(beside + elements * keys)),
         )
 
     def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
@@ -231,16 +231,16 @@ class MemoryModel:
         is_full = self.config.method == "full"
         part = 0.0 if layout.offload else 1 / layout.num_shards
         num_in_flight = 2 + self.config.sharding.prefetch
-        share = min(1.0, num_in_flight / shape.num_layers) if layout.reshard_after_forward else 1.0
+        gathered = min(1.0, num_in_flight / shape.num_layers) if layout.reshard_after_forward else 1.0
         num_root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
         num_blocks = shape.num_params - num_root
         root = num_root * width.trained
         if is_full:
-            weights = (root + num_blocks * width.trained) * part + num_blocks * width.compute * share + root
+            weights = (root + num_blocks * width.trained) * part + num_blocks * width.compute * gathered + root
         else:
             # frozen weights that are never freed stay unsharded
             blocks = self._frozen_bytes() - num_root * width.compute
-            weights = whole.weights_bytes - (blocks * (1 - part - share) if layout.reshard_after_forward else 0)
+            weights = whole.weights_bytes - (blocks * (1 - part - gathered) if layout.reshard_after_forward else 0)
         # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
         num_lora = shape.num_lora_params(self.config.lora)
         two_layers = (num_blocks if is_full else num_lora) * 2 / shape.num_layers
@@ -249,13 +249,15 @@ class MemoryModel:
         unsummed = two_layers * (width.compute + width.trained) + (root if is_full else beside)
         late = layout.sums_late
         # DeepSpeed sums late gradients in place
-        held = late + (0 if late and layout.keeps_gradients else part)
+        summed = late + (0 if late and layout.keeps_gradients else part)
         return replace(
             whole,
             weights_bytes=int(weights),
-            adapter_bytes=int(num_adapter * width.trained * part + (num_adapter and num_lora) * width.trained * share)
+            adapter_bytes=int(
+                num_adapter * width.trained * part + (num_adapter and num_lora) * width.trained * gathered
+            )
             + beside,
-            gradients_bytes=int(whole.gradients_bytes * held + (0 if late else unsummed)),
+            gradients_bytes=int(whole.gradients_bytes * summed + (0 if late else unsummed)),
             optimizer_bytes=int(whole.optimizer_bytes * part),
             working_bytes=whole.working_bytes + layout.buffers_bytes,
         )
@@ -312,18 +314,18 @@ class MemoryModel:
             more += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
             elements += more // shape.num_layers
         wider = 2 * shape.hidden_size * (width.hidden - width.compute)
-        kept: float = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
+        num_bytes: float = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
         if in_float8:
             saved = self._float8_inputs
-            kept -= num_tokens * (saved.norms + (saved.products if with_mlp else 0) - saved.beside)
-        return kept if self.compiled else kept * EAGER_SHARE
+            num_bytes -= num_tokens * (saved.norms + (saved.products if with_mlp else 0) - saved.beside)
+        return num_bytes if self.compiled else num_bytes * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         shape = self.shape
         inputs = self.inputs_bytes(size.num_tokens)
         everything = shape.num_layers * self._layer_bytes(size.num_tokens)
         factors = shape.num_lora_params(self.config.lora, of_experts=True) if self.config.method == "lora" else 0
-        kept = {
+        kept_bytes = {
             "none": everything,
             "selective": everything - shape.num_layers * self._selective_bytes(size.num_tokens),
             "budget": inputs + BUDGET_SHARE * (everything - inputs),
@@ -331,9 +333,9 @@ class MemoryModel:
             "offload": min(OFFLOAD_INPUTS, shape.num_layers) * inputs / shape.num_layers,
         }[recompute]
         # a layer that is computed again makes its experts' adapters anew
-        share = 1 / shape.num_layers if recompute in ("full", "offload") else 1.0
-        copies = factors * self.widths.copies * share if self.widths.copies else 0
-        return int(kept + copies)
+        kept_share = 1 / shape.num_layers if recompute in ("full", "offload") else 1.0
+        copies = factors * self.widths.copies * kept_share if self.widths.copies else 0
+        return int(kept_bytes + copies)
 
     def _selective_bytes(self, num_tokens: int) -> int:
         """Return the bytes that `selective` recomputes in one layer: both norms' outputs and the MLP's product."""
@@ -346,8 +348,8 @@ class MemoryModel:
     def _backward_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
         """Return the bytes of one layer's backward pass: gradients of activations, and what it recomputes."""
         gradients = BACKWARD_SHARE * self._layer_bytes(num_tokens, with_mlp=with_mlp, in_float8=False)
-        share = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
-        recomputed = share * self._layer_bytes(num_tokens, with_mlp=with_mlp)
+        recomputed_share = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
+        recomputed = recomputed_share * self._layer_bytes(num_tokens, with_mlp=with_mlp)
         return gradients + recomputed + (self._selective_bytes(num_tokens) if recompute == "selective" else 0)
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:

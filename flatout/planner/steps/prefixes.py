@@ -99,12 +99,12 @@ class PrefixIndex:
             return np.asarray(np.where(inside, rows[row], infinite).min(axis=1))
 
         is_one = start_row == end_row
-        found = least(start_row, start % _ROW, np.where(is_one, end % _ROW, _ROW))
-        found = np.minimum(found, least(end_row, np.where(is_one, start % _ROW, 0), end % _ROW))
+        lengths = least(start_row, start % _ROW, np.where(is_one, end % _ROW, _ROW))
+        lengths = np.minimum(lengths, least(end_row, np.where(is_one, start % _ROW, 0), end % _ROW))
         between = end_row - start_row - 1
         level = np.log2(np.maximum(between, 1)).astype(np.int64)
         inner = [minima[level, row % len(rows)] for row in (start_row + 1, end_row - (1 << level))]
-        return np.asarray(np.minimum(found, np.where(between > 0, np.minimum(*inner), infinite)))
+        return np.asarray(np.minimum(lengths, np.where(between > 0, np.minimum(*inner), infinite)))
 
     @cached_property
     def _minima(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -167,14 +167,14 @@ class UnitPrefixes:
         Units begin at `unit_offsets` (U + 1,).
         """
         sizes = np.diff(unit_offsets)
-        found = np.zeros(len(sizes), np.int64) if declared is None else np.array(declared, np.int64)
+        lengths = np.zeros(len(sizes), np.int64) if declared is None else np.array(declared, np.int64)
         if declared is None and index is not None:
             first = np.minimum.reduceat(index.places, unit_offsets[:-1])
             last = np.maximum.reduceat(index.places, unit_offsets[:-1])
             known = np.flatnonzero((first >= 0) & (first < last))
-            found[known] = index.common(first[known], last[known])
-        found[(sizes < 2) | (found < MIN_PREFIX_TOKENS)] = 0
-        return cls(np.repeat(np.arange(len(sizes)), sizes), found, index)
+            lengths[known] = index.common(first[known], last[known])
+        lengths[(sizes < 2) | (lengths < MIN_PREFIX_TOKENS)] = 0
+        return cls(np.repeat(np.arange(len(sizes)), sizes), lengths, index)
 
     def groups(self, sample_ids: Sequence[int]) -> list[PrefixGroup]:
         """Group whole units that have a prefix, and samples alone as `PrefixIndex` does."""
@@ -183,8 +183,8 @@ class UnitPrefixes:
             members.setdefault(unit, []).append(index)
         groups = [PrefixGroup(int(self.tokens[unit]), own) for unit, own in members.items() if self.tokens[unit]]
         single = [own[0] for own in members.values() if len(own) == 1]
-        found = [] if self.alone is None else self.alone.groups(ids[single].tolist())
-        return groups + [PrefixGroup(tokens, [single[each] for each in own]) for tokens, own in found]
+        shared = [] if self.alone is None else self.alone.groups(ids[single].tolist())
+        return groups + [PrefixGroup(tokens, [single[each] for each in own]) for tokens, own in shared]
 
 
 def make_bundles(items: Sequence[Item], groups: Sequence[PrefixGroup] = (), most_tokens: int = 0) -> list[Bundle]:
@@ -250,9 +250,9 @@ def find_prefixes(
         count = np.where(agrees.all(axis=1), width, agrees.argmin(axis=1))
         shared[places[1:][is_same_class]] = start + count[is_same_class]
         goes_on = is_same_class & (count == width)
-        kept = np.pad(goes_on, (1, 0)) | np.pad(goes_on, (0, 1))
-        classes = np.cumsum(~np.pad(goes_on, (1, 0)), dtype=np.int32)[kept]
-        places, start = places[kept], start + width
+        in_group = np.pad(goes_on, (1, 0)) | np.pad(goes_on, (0, 1))
+        classes = np.cumsum(~np.pad(goes_on, (1, 0)), dtype=np.int32)[in_group]
+        places, start = places[in_group], start + width
     shared[shared < MIN_PREFIX_TOKENS] = 0
     is_member = (shared > 0) | np.pad(shared[1:] > 0, (0, min(1, len(shared))))
     placed = np.full(len(offsets) - 1, -1, np.int64)

@@ -175,15 +175,15 @@ class BatchLayout:
         groups = self._groups(items)
         if not groups and items[0].unit is None:  # most runs: none to bundle
             alone = partition([item.cost for item in items], self.num_ranks)
-            return [[items[index] for index in share] for share in alone]
+            return [[items[index] for index in of_rank] for of_rank in alone]
         total = sum([item.length for item in items]) - sum(each * (len(own) - 1) for each, own in groups)
         bundles = make_bundles(items, groups, total // self.num_ranks)
         costs = [sum([items[index].cost for index in bundle.members]) for bundle in bundles]
         for index, bundle in enumerate(bundles):
             if bundle.prefix_tokens and (num_again := len(bundle.members) - 1) > 0:
                 costs[index] -= num_again * float(self.cost.flops(bundle.prefix_tokens, 0))
-        shares = [[bundles[index] for index in share] for share in partition(costs, self.num_ranks)]
-        return [[items[index] for index in sorted([i for own in share for i in own.members])] for share in shares]
+        of_ranks = [[bundles[index] for index in of_rank] for of_rank in partition(costs, self.num_ranks)]
+        return [[items[index] for index in sorted([i for own in of_rank for i in own.members])] for of_rank in of_ranks]
 
     def _groups(self, items: Sequence[Item]) -> list[PrefixGroup]:
         return [] if self.prefixes is None else self.prefixes.groups([item.sample_id for item in items])
@@ -195,10 +195,10 @@ class BatchLayout:
             members.setdefault(bundle.group, []).extend(bundle.members)
         alone = members.pop(-1, [])
         alone += [own[0] for own in members.values() if len(own) == 1]
-        kept = [(groups[number].num_tokens, sorted(own)) for number, own in members.items() if len(own) > 1]
-        order = [index for _, own in kept for index in own] + sorted(alone)
+        shared = [(groups[number].num_tokens, sorted(own)) for number, own in members.items() if len(own) > 1]
+        order = [index for _, own in shared for index in own] + sorted(alone)
         batch = self.micro_batch([items[index] for index in order])
-        return replace(batch, shared=tuple((tokens, len(own)) for tokens, own in kept)) if kept else batch
+        return replace(batch, shared=tuple((tokens, len(own)) for tokens, own in shared)) if shared else batch
 
     def load(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
@@ -222,17 +222,17 @@ def assemble(
     for offset, (start, stop) in enumerate(pairwise([*starts, len(items)])):
         group = items[start:stop]
         if layout.pass_tokens is None:
-            shares = layout.deal(group)
-            ranks = [layout.micro_batches(share) for share in shares]
+            of_ranks = layout.deal(group)
+            ranks = [layout.micro_batches(of_rank) for of_rank in of_ranks]
             saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in ranks]
-            loads = [sum([item.cost for item in share]) - less for share, less in zip(shares, saved, strict=True)]
+            loads = [sum([item.cost for item in of_rank]) - less for of_rank, less in zip(of_ranks, saved, strict=True)]
         else:
             ranks, loads = _deal_rows(group, layout, tower)
         if layout.lockstep:
             # equalize the ranks' counts by smaller micro-batches, which cost less than fillers
             most, by_id = max(map(len, ranks)), {item.sample_id: item for item in group}
-            shares = [[by_id[sample_id] for batch in rank for sample_id in batch.sample_ids] for rank in ranks]
-            ranks = [layout.micro_batches(share, at_least=most) for share in shares]
+            of_ranks = [[by_id[sample_id] for batch in rank for sample_id in batch.sample_ids] for rank in ranks]
+            ranks = [layout.micro_batches(of_rank, at_least=most) for of_rank in of_ranks]
         yield _step(first_index + offset, epoch, group, ranks, loads, layout)
 
 
@@ -253,12 +253,12 @@ def _deal_rows(
     units = [[group[index].length for index in bundle.members] for bundle in make_bundles(group)]
     longest = max([len(own) * row_length(max(own)) for own in units])
     total = sum(item.length for item in group)
-    found: list[tuple[list[list[MicroBatch]], list[float]]] = []
+    dealings: list[tuple[list[list[MicroBatch]], list[float]]] = []
     for cuts in ROW_CUTS:
         even = max(longest, int(ROW_SLACK * total / (cuts * layout.num_ranks)))
         batches = layout.micro_batches(group, max_tokens=min(layout.micro_batch_tokens, even))
-        found.append(_deal(batches, [load(batch) for batch in batches], layout.num_ranks))
-    return min(found, key=lambda dealt: max(dealt[1]))
+        dealings.append(_deal(batches, [load(batch) for batch in batches], layout.num_ranks))
+    return min(dealings, key=lambda dealt: max(dealt[1]))
 
 
 def _deal(
@@ -266,8 +266,8 @@ def _deal(
 ) -> tuple[list[list[MicroBatch]], list[float]]:
     """Deal micro-batches of these loads to ranks; also return the ranks' loads."""
     dealt = partition(loads, num_ranks)
-    ranks = [[batches[index] for index in share] for share in dealt]
-    return ranks, [sum([loads[index] for index in share]) for share in dealt]
+    ranks = [[batches[index] for index in of_rank] for of_rank in dealt]
+    return ranks, [sum([loads[index] for index in of_rank]) for of_rank in dealt]
 
 
 def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:

@@ -74,8 +74,8 @@ class MlflowTracker(Tracker):
         experiment_id = None if self.config.project else env.get("MLFLOW_EXPERIMENT_ID")
         if experiment_id is None:
             project = self.config.project or env.get("MLFLOW_EXPERIMENT_NAME", DEFAULT_PROJECT)
-            found = self._client.get_experiment_by_name(project)
-            experiment_id = found.experiment_id if found else self._client.create_experiment(project)
+            experiment = self._client.get_experiment_by_name(project)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
         tags = {RUN_ID_TAG: self.run_id}
         runs = self._client.search_runs([experiment_id], f"tags.`{RUN_ID_TAG}` = '{self.run_id}'")
         started_ms = round(self.first_started_at * 1e3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, Message, Origin, Preference, ToolCall
+from flatout.data.conversation import Conversation, Message, Origin, PreferenceRow, ToolCall
 from flatout.data.rows.formats.conversations import _NAMES
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
@@ -222,7 +222,7 @@ PREFERENCES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("row", PREFERENCES)
 def test_preference_rows_are_pairs_unless_the_chosen_answer_is_named(row: dict[str, Any]) -> None:
     raw = RawRow(ORIGIN, row)
-    assert isinstance(make_parser(SourceConfig(path="x.jsonl"), raw).parse(raw), Preference)
+    assert isinstance(make_parser(SourceConfig(path="x.jsonl"), raw).parse(raw), PreferenceRow)
     chat_format = "sharegpt" if "conversations" in row else "messages" if "messages" in row else "prompt_completion"
     with pytest.raises(DataError, match=r"x\.jsonl:7: .*'rejected'.*preference data: set format: preference, or"):
         parsed(row, format=chat_format)

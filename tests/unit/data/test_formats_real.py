@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, ParsedRow, PlainText, Preference
+from flatout.data.conversation import Conversation, ParsedRow, PlainText, PreferenceRow
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import open_source
 from flatout.errors import DataError
@@ -117,7 +117,7 @@ def test_every_pair_and_every_labelled_answer_parses(name: str, settings: dict[s
     samples, bad = parsed(SourceConfig(path=str(DATA / f"{DEMO}/{name}.json"), **settings))
     assert (len(samples), bad) == (len(rows), [])
     for sample, row in zip(samples, rows, strict=True):
-        assert isinstance(sample, Preference)
+        assert isinstance(sample, PreferenceRow)
         if name == "dpo_en_demo":
             turns = [[*row["conversations"], row[answer]] for answer in ("chosen", "rejected")]
         else:

@@ -14,14 +14,14 @@ from flatout import errors
 from flatout.cli.main import main
 from flatout.errors import UsageError
 from flatout.launch.attempt import RESTARTABLE
-from flatout.launch.jobs import Job, manifest, sbatch_script
+from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
 from flatout.launch.launch_mode import Nodes, SpawnRanks, choose_launch_mode
 
 WORDS = ["train", "it's; $(touch x).yaml", "model.name=a b"]
 
 
 def slurm(**more: Any) -> str:
-    job = Job(more.pop("name", "run"), 2, 4, WORDS, python="/venv/bin/python")
+    job = ClusterJob(more.pop("name", "run"), 2, 4, WORDS, python="/venv/bin/python")
     return sbatch_script(job, **{"folder": Path("/my work"), "log_dir": Path("/runs/a"), **more})
 
 
@@ -55,7 +55,7 @@ def test_what_sbatch_lines_cannot_hold_is_refused(wrong: Any) -> None:
 
 
 def test_a_pytorch_job() -> None:
-    body = yaml.safe_load(manifest(Job("run", 3, 8, WORDS), "img:1", "claim", secret="run-secret"))
+    body = yaml.safe_load(manifest(ClusterJob("run", 3, 8, WORDS), "img:1", "claim", secret="run-secret"))
     assert (body["kind"], body["spec"]["nprocPerNode"]) == ("PyTorchJob", "8")
     replicas = body["spec"]["pytorchReplicaSpecs"]
     assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 2)
@@ -97,7 +97,7 @@ def require_kept(given: Any, kept: Any, place: str = "") -> None:
 
 
 def train_job(**more: Any) -> Any:
-    return yaml.safe_load(manifest(Job("run", 2, 4, WORDS), "img:1", "claim", kind="TrainJob", **more))
+    return yaml.safe_load(manifest(ClusterJob("run", 2, 4, WORDS), "img:1", "claim", kind="TrainJob", **more))
 
 
 def mounts_of(pod: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def mounts_of(pod: Any) -> dict[str, Any]:
 def test_manifests_have_only_fields_of_the_published_api(secret: str | None) -> None:
     checked("TrainerV1alpha1TrainJob", train_job(secret=secret))
     checked("TrainerV1alpha1ClusterTrainingRuntime", yaml.safe_load(EXAMPLE.read_text()))
-    spec = yaml.safe_load(manifest(Job("run", 3, 8, WORDS), "img:1", "claim", secret=secret))["spec"]
+    spec = yaml.safe_load(manifest(ClusterJob("run", 3, 8, WORDS), "img:1", "claim", secret=secret))["spec"]
     assert spec.keys() <= PYTORCH_JOB
     assert spec["runPolicy"].keys() <= RUN_POLICY
     for replicas in spec["pytorchReplicaSpecs"].values():
@@ -131,7 +131,7 @@ def test_every_pod_has_the_volume_the_memory_the_folder_and_the_time_to_save() -
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     (own,) = yaml.safe_load(EXAMPLE.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
     assert job["name"] == own["name"] == "node"
-    pytorch_job = yaml.safe_load(manifest(Job("run", 1, 8, WORDS), "img:1", "claim", "/data"))
+    pytorch_job = yaml.safe_load(manifest(ClusterJob("run", 1, 8, WORDS), "img:1", "claim", "/data"))
     replicas = pytorch_job["spec"]["pytorchReplicaSpecs"]
     pods = {
         "/data": job["template"]["spec"]["template"]["spec"],
@@ -180,7 +180,7 @@ def test_a_train_job_and_what_its_pods_do() -> None:
 def test_names_that_kubernetes_refuses(wrong: Any) -> None:
     values: dict[str, Any] = {"image": "i", "claim": "c", **wrong}
     with pytest.raises(UsageError):
-        manifest(Job(values.pop("name", "run"), 1, 1, WORDS), **values)
+        manifest(ClusterJob(values.pop("name", "run"), 1, 1, WORDS), **values)
 
 
 def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from flatout.trainer.memory_check import (
     reason_not_to_measure,
     size_of,
 )
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 # a GPU that holds about a third of a step of the tiny model in one pass
 GPU = Device("a GPU", int(0.1 * GIB))
@@ -81,7 +81,7 @@ class Start:
         more_bytes: int = 0,
         recalls: bool = False,
         gpu: Device = GPU,
-        measure: Callable[[Run, Sequence[StepPlan], int], list[int]] | None = None,
+        measure: Callable[[TrainingRun, Sequence[StepPlan], int], list[int]] | None = None,
     ) -> None:
         self.told, self.num_measured, self.factor, self.more_bytes = Told(), 0, factor, more_bytes
         reporter, rank = Reporter(self.told), Rank()
@@ -95,7 +95,7 @@ class Start:
         assert run.plan.layout == run.planned.plan.layout
         run.close()
 
-    def measure(self, run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+    def measure(self, run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
         self.num_measured += 1
         model, found = run.memory.model, []
         assert model is not None
@@ -346,7 +346,7 @@ def test_plan_without_a_gpu_reproduces_a_runs_plan(
 
 
 def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -> None:
-    def runs_out(run: Run, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+    def runs_out(run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
         run.state.micro_batch_cap = 512
         return [GIB] * len(steps)
 

@@ -24,7 +24,7 @@ from flatout.trainer.decide import plan_run
 from flatout.trainer.loop import run_steps
 from flatout.trainer.resume import restore, take_snapshot
 from flatout.trainer.run import train
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 
@@ -68,7 +68,7 @@ def limit_memory(model: Any, tokens: int, where: str) -> None:
     decoder_layers(model)[0].register_forward_pre_hook(pass_through)
 
 
-def make_run(config: Any, folder: Path) -> tuple[Run, Events]:
+def make_run(config: Any, folder: Path) -> tuple[TrainingRun, Events]:
     events = Events()
     planned = plan_run(config, events, Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=events.event)
@@ -86,7 +86,7 @@ def config_of(
     return tiny.config(folder, **values)
 
 
-def finished(run: Run) -> list[torch.Tensor]:
+def finished(run: TrainingRun) -> list[torch.Tensor]:
     run_steps(run)
     return [parameter.detach().clone() for parameter in run.parameters]
 

@@ -19,7 +19,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer import build, loop, step
 from flatout.trainer.decide import plan_run
 from flatout.trainer.run import train
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import launch_step
 
 SIGNAL = 15
@@ -46,7 +46,7 @@ def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return {}
 
 
-def make_run(config: Any, tmp_path: Path) -> Run:
+def make_run(config: Any, tmp_path: Path) -> TrainingRun:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     run = build.build_run(build.Setup(config, planned, checkpoints, Reporter(), Rank()))
@@ -54,7 +54,7 @@ def make_run(config: Any, tmp_path: Path) -> Run:
     return run
 
 
-def state(run: Run) -> list[torch.Tensor]:
+def state(run: TrainingRun) -> list[torch.Tensor]:
     """Every weight, moment and update count."""
     moments = [value for states in run.optimizer.state.values() for value in states.values()]
     return [tensor.detach().clone() for tensor in [*run.parameters, *moments]]
@@ -69,7 +69,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, index: int, parameter: int = 3) -> N
     """From step `index` on the first micro-batch's gradient of one parameter is not finite."""
     whole = step.accumulate_gradients
 
-    def accumulate(run: Run, planned: Any) -> Any:
+    def accumulate(run: TrainingRun, planned: Any) -> Any:
         sums = whole(run, planned)
         if planned.index == index:
             list(run.named_parameters.values())[parameter].grad[0, 0] = float("inf")
@@ -141,10 +141,10 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     train(whole)
     original = loop.step_launcher
 
-    def stop_at(run: Run) -> Any:
+    def stop_at(run: TrainingRun) -> Any:
         launch = original(run)
 
-        def launch_or_stop(run: Run, planned: Any) -> Any:
+        def launch_or_stop(run: TrainingRun, planned: Any) -> Any:
             if planned.index == at:
                 run.stop.number = SIGNAL
             return launch(run, planned)

@@ -29,7 +29,7 @@ from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.build import Setup, build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.run import train
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 SIZES = [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 2, 2]
 COLUMNS = ("weight", "ref_logprob", "margin")
@@ -43,7 +43,7 @@ def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
     )  # fmt: skip
 
 
-def made(config: Any, folder: Path) -> tuple[Run, PlannedRun]:
+def made(config: Any, folder: Path) -> tuple[TrainingRun, PlannedRun]:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
@@ -55,7 +55,7 @@ def value(logprobs: Any, samples: Any, weight: Any, reference: Any, units: Any, 
     return -F.logsigmoid(0.1 * logprobs.new_zeros(len(margin)).index_add(0, units, ratios) - margin).sum()
 
 
-def of_batch(run: Run, batch: PackedBatch) -> Any:
+def of_batch(run: TrainingRun, batch: PackedBatch) -> Any:
     states = hidden_states(run.model, batch).index_select(0, batch.label_rows)
     logprobs = run.model.get_output_embeddings()(states).log_softmax(-1).gather(-1, batch.label_ids[:, None])[:, 0]
     columns = batch.columns
@@ -64,7 +64,7 @@ def of_batch(run: Run, batch: PackedBatch) -> Any:
     )
 
 
-def one_by_one(run: Run, store: TokenStore, step: StepPlan) -> tuple[float, torch.Tensor]:
+def one_by_one(run: TrainingRun, store: TokenStore, step: StepPlan) -> tuple[float, torch.Tensor]:
     """The loss over the units of a step, each sample alone through the model's own forward pass."""
     total = torch.zeros((), dtype=torch.float64)
     units = store.units_of(np.array(step.sample_ids))
@@ -93,13 +93,13 @@ def one_by_one(run: Run, store: TokenStore, step: StepPlan) -> tuple[float, torc
     return total.item(), gradients(run)
 
 
-def gradients(run: Run) -> torch.Tensor:
+def gradients(run: TrainingRun) -> torch.Tensor:
     found = torch.cat([each.grad.reshape(-1) for each in run.parameters if each.grad is not None]).clone()
     run.optimizer.zero_grad(set_to_none=True)
     return found
 
 
-def summed(run: Run, store: TokenStore, ranks: Sequence[Sequence[MicroBatch]]) -> tuple[float, torch.Tensor]:
+def summed(run: TrainingRun, store: TokenStore, ranks: Sequence[Sequence[MicroBatch]]) -> tuple[float, torch.Tensor]:
     total = 0.0
     for own in ranks:
         loader = BatchLoader(store, torch.device("cpu"), max_documents=40, max_prefixes=20, columns=COLUMNS)

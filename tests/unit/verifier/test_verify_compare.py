@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatout.errors import NumericError
-from flatout.verifier.compare import Reference, Row
+from flatout.verifier.compare import Comparison, Reference
 from flatout.verifier.run import require_equal
 
 BIG, SMALL = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1e-6])
@@ -22,7 +22,7 @@ def reference(tmp_path: Path) -> Reference:
     return Reference.read(tmp_path / "reference")
 
 
-def row_of(reference: Reference, loss: float = 2.0, norm: float | None = None, **changes: Any) -> Row:
+def row_of(reference: Reference, loss: float = 2.0, norm: float | None = None, **changes: Any) -> Comparison:
     gradients: dict[str, Tensor | None] = {"big": BIG, "small": SMALL, **changes}
     return reference.compare("x", loss, reference.norm if norm is None else norm, gradients.items())
 
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_left_out_is_told(reference: Reference) -> None:
 
 def test_the_report_names_the_worst_row(reference: Reference) -> None:
     good, bad = row_of(reference).judged(1e-4), row_of(reference, big=BIG * 2).judged(1e-4)
-    left_out = Row("zero9", verdict="left out", note="no such thing")
+    left_out = Comparison("zero9", verdict="left out", note="no such thing")
     require_equal((good, left_out))
     with pytest.raises(NumericError, match=r"1 of 2 .* in big; do not train"):
         require_equal((good, bad))

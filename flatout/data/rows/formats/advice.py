@@ -46,8 +46,8 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     texts = {name: value for name, value in row.items() if isinstance(value, str) and value.strip()}
 
     def first(names: Iterable[str], but: Iterable[str | None] = ()) -> str | None:
-        found = (own for name in names for own in texts if own.lower() == name and own not in but)
-        return next(found, None)
+        present = (own for name in names for own in texts if own.lower() == name and own not in but)
+        return next(present, None)
 
     question = first(_QUESTIONS)
     answer = first(_ANSWERS, (question,))
@@ -75,11 +75,11 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
 
 def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
     """Return what maps a row's columns to alpaca's, None if there is nothing that works."""
-    found = alpaca_columns(row)
-    if found is None or not works(found[0]):
+    columns = alpaca_columns(row)
+    if columns is None or not works(columns[0]):
         return None
-    text = f"no known format has these columns; set columns: {written(found[0])}"
-    return Advice(text + (f" ({found[1]})" if found[1] else ""), found[0])
+    text = f"no known format has these columns; set columns: {written(columns[0])}"
+    return Advice(text + (f" ({columns[1]})" if columns[1] else ""), columns[0])
 
 
 def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Reading) -> str:
@@ -98,18 +98,18 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
 
     `missing` are columns that formats need, `known` all that they read.
     """
-    unknown = [found for found in row if found not in set(known)]
+    unknown = [key for key in row if key not in set(known)]
     pairs = [
-        (difflib.SequenceMatcher(None, name, found).ratio(), name, found)
+        (difflib.SequenceMatcher(None, name, key).ratio(), name, key)
         for name in missing
-        for found in difflib.get_close_matches(name, unknown, n=1, cutoff=0.75)
+        for key in difflib.get_close_matches(name, unknown, n=1, cutoff=0.75)
     ]
     if not pairs:
         return None
-    _, name, found = max(pairs)
-    text = f"no column {name!r}; found {found!r} "
-    if works({name: found}):
-        return Advice(f"{text}(did you mean?); rename it, or set columns: {written({name: found})}", {name: found})
+    _, name, key = max(pairs)
+    text = f"no column {name!r}; found {key!r} "
+    if works({name: key}):
+        return Advice(f"{text}(did you mean?); rename it, or set columns: {written({name: key})}", {name: key})
     return Advice(f"{text}(did you mean?); rename it")
 
 

@@ -45,10 +45,10 @@ def wrapped(functions: Iterable[object], place: str) -> tuple[Mapping[str, Any],
 
 def calls_of(value: object, place: str) -> tuple[ToolCall, ...]:
     """Parse a call, or a list of parallel ones; either may be JSON text."""
-    found = unpacked(value, place)
-    if isinstance(found, list):
-        return tuple(call_of(item, f"{place}[{index}]") for index, item in enumerate(found))
-    return (call_of(found, place),)
+    calls = unpacked(value, place)
+    if isinstance(calls, list):
+        return tuple(call_of(item, f"{place}[{index}]") for index, item in enumerate(calls))
+    return (call_of(calls, place),)
 
 
 def call_of(value: object, place: str) -> ToolCall:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.data.conversation import Conversation, Origin, PlainText, Preference
+from flatout.data.conversation import Conversation, Origin, PlainText, PreferenceRow
 from flatout.data.rows.formats.calls import tools_of
 from flatout.data.rows.formats.conversations import finished
 from flatout.data.rows.formats.fields import FieldError, Reading, kind
@@ -17,7 +17,7 @@ CLASSIFY, CLASS = "classify", "class"
 """The format, and the column of the store that it fills."""
 
 
-def parse_classified(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+def parse_classified(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
     """Parse `text`, as it is, or a prompt or chat, which gets the chat template; and `label`."""
     label = label_of(row, reading)
     sample: Conversation | PlainText
@@ -27,7 +27,9 @@ def parse_classified(row: Mapping[str, Any], origin: Origin, reading: Reading) -
         sample = finished(asked, row, origin, tools_of(row, reading))
     else:
         raise FieldError("has neither text nor messages; name its column, such as columns: {text: review}")
-    return Preference((sample,), ((0,),), origin, {CLASS: (reading.classes.index(label),)} if reading.classes else {})
+    return PreferenceRow(
+        (sample,), ((0,),), origin, {CLASS: (reading.classes.index(label),)} if reading.classes else {}
+    )
 
 
 def label_of(row: Mapping[str, Any], reading: Reading) -> str:
@@ -39,6 +41,6 @@ def label_of(row: Mapping[str, Any], reading: Reading) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, int | str) or not str(value).strip():
-        told = "empty" if value == "" else kind(value)
-        raise FieldError(f"{name} is {told}; a label is a text or an integer (a number to predict is not supported)")
+        got = "empty" if value == "" else kind(value)
+        raise FieldError(f"{name} is {got}; a label is a text or an integer (a number to predict is not supported)")
     return str(value).strip()

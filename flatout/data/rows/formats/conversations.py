@@ -60,8 +60,10 @@ def turns_at(value: object, place: str) -> list[Any]:
         return list_at(value, place)
     lengths = {key: len(items) for key, items in value.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise FieldError(f"{place} is an object of lists of different lengths ({told}); each turn needs one of each")
+        lengths_text = ", ".join(f"{key} {length}" for key, length in lengths.items())
+        raise FieldError(
+            f"{place} is an object of lists of different lengths ({lengths_text}); each turn needs one of each"
+        )
     columns = value.items()
     return [
         {key: items[index] for key, items in columns if items[index] is not None}
@@ -109,8 +111,8 @@ def add_history(turns: TurnReader, row: Mapping[str, Any]) -> str:
     pairs = row.get(history)
     for index, pair in enumerate([] if pairs in (None, "") else list_at(pairs, history)):
         if not isinstance(pair, list) or len(pair) != 2:
-            found = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
-            raise FieldError(f"{history}[{index}] is {found}, not a [question, answer] pair")
+            got = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
+            raise FieldError(f"{history}[{index}] is {got}, not a [question, answer] pair")
         turns.add(Message("user", text_at(pair[0], f"{history}[{index}][0]")))
         turns.add(Message("assistant", text_at(pair[1], f"{history}[{index}][1]")))
     return question
@@ -155,14 +157,14 @@ def finished(
     column means none. An answer without content, which would only teach its end of turn, gets no loss unless it has
     `train: true`. Raises FieldError if column and chat both have a system prompt, or for results without a call.
     """
-    reading, messages, found = turns.reading, turns.messages, turns.found
+    reading, messages, remarks = turns.reading, turns.messages, turns.remarks
     check_answers(messages, turns.places)
     check_texts(tools, "tools")
     for message, place in zip(messages, turns.places, strict=True):
         for call in message.tool_calls:
             check_texts(call.arguments, f"{place}: arguments of {call.name}")
     if (ordered := in_call_order(messages)) is not messages:
-        found["sorted_results"] = None
+        remarks["sorted_results"] = None
     placed = with_pictures(ordered, row, reading)
     column = reading.name("system")
     has_system = any(message.role == "system" for message in messages)
@@ -178,10 +180,10 @@ def finished(
     variables = reading.name("chat_template_kwargs")
     args = row.get(variables)
     if args in (None, "") or variables in reading.keys:
-        return Conversation(tuple(completed), origin, tools, found=tuple(found))
+        return Conversation(tuple(completed), origin, tools, remarks=tuple(remarks))
     given = {name: value for name, value in object_at(args, variables).items() if value is not None}
     check_texts(given, variables)
-    return Conversation(tuple(completed), origin, tools, given, tuple(found))
+    return Conversation(tuple(completed), origin, tools, given, tuple(remarks))
 
 
 def _system_text(value: object, place: str) -> str | None:
@@ -199,7 +201,7 @@ def _keys_read(role_key: str, content_key: str) -> frozenset[str]:
 class TurnReader:
     """Reads the turns of one row into `messages`, with the place of each in the row.
 
-    `found` holds what the build report counts (see Conversation).
+    `remarks` holds what the build report counts (see Conversation).
     """
 
     def __init__(self, reading: Reading, role_key: str = "role", content_key: str = "content") -> None:
@@ -207,7 +209,7 @@ class TurnReader:
         self._read = _keys_read(role_key, content_key)
         self.messages: list[Message] = []
         self.places: list[str] = []
-        self.found: dict[str, None] = {}
+        self.remarks: dict[str, None] = {}
 
     def add(self, message: Message, place: str = "") -> None:
         """Append a message."""
@@ -249,7 +251,7 @@ class TurnReader:
         if len(turn) > 2 or content.silent:
             name = optional_text(turn.get("name"), f"{place}.name")
             call_id = _same_in_all(turn, _CALL_ID, place, text_at)
-            train, ranges = turn_flags(turn, place, self.reading, self._read, self.found)
+            train, ranges = turn_flags(turn, place, self.reading, self._read, self.remarks)
         if ranges is not None:
             if content.silent or not isinstance(turn.get(self._content), str):
                 raise FieldError(
@@ -289,13 +291,13 @@ class TurnReader:
         if not isinstance(value, list):
             hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
             raise FieldError(f"{place}.{key} is {kind(value)}, not a string{hint}")
-        found = read_parts(value, f"{place}.{key}", role, self.reading, self.found)
-        if found.calls and role != "assistant":
+        parts = read_parts(value, f"{place}.{key}", role, self.reading, self.remarks)
+        if parts.calls and role != "assistant":
             raise FieldError(f"{place}.{key} is a list in a {role} turn; only an assistant turn has tool calls")
-        if found.results and role not in ("user", "tool"):
+        if parts.results and role not in ("user", "tool"):
             raise FieldError(f"{place}.{key} has tool results; they belong in a user or tool turn, not in role {role}")
-        found.calls += content.calls
-        return found
+        parts.calls += content.calls
+        return parts
 
 
 def _required(turn: Mapping[str, Any], place: str, key: str) -> Any:

@@ -52,7 +52,7 @@ def parse_gemini(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Co
 
 def _read_turn(turn: Mapping[str, Any], place: str, turns: TurnReader) -> None:
     role = role_of(turn.get("role", "user"), f"{place}.role", turns.reading.roles)
-    train, ranges = turn_flags(turn, place, turns.reading, _READ, turns.found)
+    train, ranges = turn_flags(turn, place, turns.reading, _READ, turns.remarks)
     if ranges is not None:
         raise FieldError(f"{place} has ranges with loss, but its parts are not one text; remove them")
     texts, thoughts, calls, num_results = list[str](), list[str](), list[ToolCall](), 0
@@ -100,9 +100,9 @@ def _name_of(part: Mapping[str, Any], place: str) -> tuple[str, str]:
     names = [key for key in _PARTS if part.get(key) is not None]
     others = [key for key, value in part.items() if value is not None and key not in _PARTS and key not in _BESIDE]
     if len(names) != 1 or others:
-        found = ", ".join(part) or "none"
+        keys = ", ".join(part) or "none"
         raise FieldError(
-            f"{place} cannot be trained on; a part is a text, a functionCall or a functionResponse; keys: {found}"
+            f"{place} cannot be trained on; a part is a text, a functionCall or a functionResponse; keys: {keys}"
         )
     return names[0], _PARTS[names[0]]
 

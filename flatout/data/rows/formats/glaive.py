@@ -50,8 +50,8 @@ def parse_glaive(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Co
 
 
 def _call(text: str, place: str) -> ToolCall:
-    if found := _QUOTED.fullmatch(text):
-        return ToolCall(found["name"], arguments_at(found["arguments"].replace("\\'", "'"), f"{place}.arguments"))
+    if match := _QUOTED.fullmatch(text):
+        return ToolCall(match["name"], arguments_at(match["arguments"].replace("\\'", "'"), f"{place}.arguments"))
     call = object_at(text, place)
     return call_of({"arguments": {}, **call}, place)
 

@@ -31,10 +31,10 @@ _MEDIA = re.compile(
 @lru_cache(maxsize=4096)
 def media_kind(name: str) -> str | None:
     """Return what a key or column of this name holds: "image", "video", "audio", or None for no media."""
-    found = _MEDIA.fullmatch(name)
-    if found is None:
+    match = _MEDIA.fullmatch(name)
+    if match is None:
         return None
-    named = found[1].lower()
+    named = match[1].lower()
     return named if named in ("video", "audio") else "image"
 
 
@@ -55,12 +55,12 @@ def holds_something(value: object) -> bool:
 
 
 def turn_flags(
-    turn: Mapping[str, Any], place: str, reading: Reading, read: Container[str], found: dict[str, None]
+    turn: Mapping[str, Any], place: str, reading: Reading, read: Container[str], remarks: dict[str, None]
 ) -> tuple[bool | None, list[tuple[Span, bool]] | None]:
     """Read the keys of a turn, a part or a segment that are not in `read`.
 
     Returns whether it carries loss (None: not said) and its character ranges with their flags (None: not given). A key
-    that is not known goes into `found` as `key:NAME`. Raises FieldError for media, for flags that differ, and for an
+    that is not known goes into `remarks` as `key:NAME`. Raises FieldError for media, for flags that differ, and for an
     unknown key whose value is true, false, 0 or 1, as it may be a flag.
     """
     flags, ranges, unclear = dict[str, bool](), None, list[str]()
@@ -77,12 +77,12 @@ def turn_flags(
                 raise FieldError(media_error(here, media))
             if meaning is None and _may_be_flag(key, value):
                 unclear.append(key)
-            found[f"key:{key if key.isprintable() and len(key) < 100 else ascii(key)[:100]}"] = None
+            remarks[f"key:{key if key.isprintable() and len(key) < 100 else ascii(key)[:100]}"] = None
     if unclear:
-        told = ", ".join(f"{key}: ignored" for key in unclear)
+        advice = ", ".join(f"{key}: ignored" for key in unclear)
         raise FieldError(
             f"{place}.{unclear[0]} is {kind(turn[unclear[0]])}, which may say whether the turn carries loss; set keys: "
-            f"{{{told}}}, or instead of ignored: train (true: loss) or masked (true: no loss)"
+            f"{{{advice}}}, or instead of ignored: train (true: loss) or masked (true: no loss)"
         )
     if len(set(flags.values())) > 1:
         raise FieldError(f"{place} has {' and '.join(flags)} with different values; keep one")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from flatout.config.schema import SourceConfig
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import Origin, ParsedRow, Preference
+from flatout.data.conversation import Origin, ParsedRow, PreferenceRow
 from flatout.data.rows.formats.advice import Advice, Works, near_miss, proposed, unread_meaning, written
 from flatout.data.rows.formats.classify import CLASS, CLASSIFY, parse_classified
 from flatout.data.rows.formats.conversations import (
@@ -221,7 +221,7 @@ class RowParser:
             if why := refusal(row, self.reading, self.format):
                 raise FieldError(why)
             sample = RULES[self.format].parse(row, raw.origin, self.reading)
-            if isinstance(sample, Preference) and MARGIN in self.columns and MARGIN not in sample.columns:
+            if isinstance(sample, PreferenceRow) and MARGIN in self.columns and MARGIN not in sample.columns:
                 raise FieldError(f"has no margin and no scores, but {self.first} has; {_ONE_SCHEMA}")
             return sample
         except FieldError as bad:
@@ -337,12 +337,12 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
     row = first.columns
     advice = proposed(row, works)
     if advice is None:
-        told = [
+        lines = [
             (name, [group[0] for group in rule.required])
             for name, rule in RULES.items()
             if name not in ("reward", CLASSIFY)
         ]
-        known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in told)
+        known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in lines)
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         texts = [name for name, value in row.items() if isinstance(value, str)]
         example = dict(

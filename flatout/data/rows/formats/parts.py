@@ -41,7 +41,7 @@ class Content:
     pictures: tuple[PictureSource, ...] = ()
 
 
-def read_parts(parts: list[Any], place: str, role: str, reading: Reading, found: dict[str, None]) -> Content:
+def read_parts(parts: list[Any], place: str, role: str, reading: Reading, remarks: dict[str, None]) -> Content:
     """Read typed parts; texts are joined without a separator.
 
     Raises FieldError for other kinds, for media, and for an order that no template writes.
@@ -57,7 +57,7 @@ def read_parts(parts: list[Any], place: str, role: str, reading: Reading, found:
             order = "tool results, then text" if name == "tool_result" else "reasoning, then text, then tool calls"
             raise FieldError(f"{here} ({name}) is out of order; parts must be {order}")
         last = _ORDER[name]
-        train, ranges = turn_flags(part, here, reading, _READ, found) if len(part) > 2 else (None, None)
+        train, ranges = turn_flags(part, here, reading, _READ, remarks) if len(part) > 2 else (None, None)
         if ranges is not None or (train is not None and name != "text"):
             raise FieldError(f"{here} says what carries loss; only texts may, each as a whole")
         if name == "tool_result":
@@ -89,13 +89,17 @@ def read_parts(parts: list[Any], place: str, role: str, reading: Reading, found:
 def _name_of(part: object, place: str) -> str:
     if not isinstance(part, dict):
         raise FieldError(f"{place} is {kind(part)}, not an object with type and text")
-    found = part.get("type")
-    if isinstance(found, str) and found not in PICTURE_PARTS and (media := media_kind(found.removeprefix("input_"))):
-        raise FieldError(media_error(f"{place} ({found})", media))
-    name = _NAMES.get(found) if isinstance(found, str) else None
+    part_type = part.get("type")
+    if (
+        isinstance(part_type, str)
+        and part_type not in PICTURE_PARTS
+        and (media := media_kind(part_type.removeprefix("input_")))
+    ):
+        raise FieldError(media_error(f"{place} ({part_type})", media))
+    name = _NAMES.get(part_type) if isinstance(part_type, str) else None
     if name is None:
         raise FieldError(
-            f"{place}.type {found!r} cannot be trained on; only text, image, reasoning and tool_call parts can"
+            f"{place}.type {part_type!r} cannot be trained on; only text, image, reasoning and tool_call parts can"
         )
     return name
 

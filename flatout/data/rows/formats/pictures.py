@@ -44,16 +44,20 @@ def picture_at(value: object, place: str) -> PictureSource:
     Raises FieldError for another value.
     """
     if isinstance(value, Mapping):
-        given = [(name, held) for name, held in value.items() if name in PICTURE_KEYS and held not in (None, "", b"")]
+        given = [
+            (name, content)
+            for name, content in value.items()
+            if name in PICTURE_KEYS and content not in (None, "", b"")
+        ]
         # the bytes of a file come first: the path beside them says where they once were
         order = ("bytes", "base64", "data")
         given.sort(key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-        for name, held in given:
+        for name, content in given:
             if name == "media_type":
                 continue
-            if name in ("base64", "data") and isinstance(held, str) and not held.startswith("data:"):
-                held = f"data:;base64,{held}"
-            return picture_at(held, f"{place}.{name}")
+            if name in ("base64", "data") and isinstance(content, str) and not content.startswith("data:"):
+                content = f"data:;base64,{content}"
+            return picture_at(content, f"{place}.{name}")
         raise FieldError(f"{place} says not where its picture is; give one of image, path, base64, bytes")
     if isinstance(value, bytes):
         return PictureSource(value, place)
@@ -90,8 +94,8 @@ def with_pictures(messages: Sequence[Message], row: Mapping[str, Any], reading: 
         raise FieldError(f"{column} has pictures, but no user turn is there to show them; add one")
     for index, message in enumerate(messages):
         if num_marks and MARK in message.content:
-            found = message.content.count(MARK)
-            placed.append(_replaced(message, [given[next(numbers)] for _ in range(found)], column))
+            num_in_text = message.content.count(MARK)
+            placed.append(_replaced(message, [given[next(numbers)] for _ in range(num_in_text)], column))
         elif num_waiting:
             filled = [given[next(numbers)] if picture is WAITING else picture for picture in message.pictures]
             placed.append(replace(message, pictures=tuple(filled)))
@@ -115,11 +119,11 @@ def _replaced(message: Message, pictures: Sequence[PictureSource], column: str) 
 def pictures_of(row: Mapping[str, Any], reading: Reading) -> tuple[str, list[PictureSource]]:
     """Return the user's name of the row's column of pictures, and these; a null or empty column has none."""
     names = [reading.name(column) for column in PICTURE_COLUMNS]
-    held = [name for name in names if holds_something(row.get(name)) and name not in reading.keys]
-    if len(held) > 1:
-        raise FieldError(f"{' and '.join(held)} both hold pictures; keep one")
-    if not held:
+    columns = [name for name in names if holds_something(row.get(name)) and name not in reading.keys]
+    if len(columns) > 1:
+        raise FieldError(f"{' and '.join(columns)} both hold pictures; keep one")
+    if not columns:
         return names[0], []
-    value = row[held[0]]
+    value = row[columns[0]]
     values = value if isinstance(value, list | tuple) else [value]
-    return held[0], [picture_at(item, f"{held[0]}[{index}]") for index, item in enumerate(values)]
+    return columns[0], [picture_at(item, f"{columns[0]}[{index}]") for index, item in enumerate(values)]

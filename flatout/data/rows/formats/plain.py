@@ -27,18 +27,18 @@ def parse_text(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Plai
 def parse_segments(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PlainText:
     """Parse `segments`: pieces of one text, each {"text", "label"}; those with a true label carry loss. No template."""
     column = reading.name("segments")
-    text, silent, found = "", [], dict[str, None]()
+    text, silent, remarks = "", [], dict[str, None]()
     for index, value in enumerate(list_at(row.get(column), column)):
         segment, place = object_at(value, f"{column}[{index}]"), f"{column}[{index}]"
         start = len(text)
         text += text_at(segment.get("text"), f"{place}.text")
         trained = flag_at(segment.get("label"), f"{place}.label")
-        other, ranges = turn_flags(segment, place, reading, ("text", "label"), found)
+        other, ranges = turn_flags(segment, place, reading, ("text", "label"), remarks)
         if ranges is not None or other not in (None, trained):
             raise FieldError(f"{place} says what carries loss in its label and elsewhere, differently; keep the label")
         if not trained:
             silent.append((start, len(text)))
-    return PlainText(text, origin, silent=tuple(silent), found=tuple(found))
+    return PlainText(text, origin, silent=tuple(silent), remarks=tuple(remarks))
 
 
 def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> TokenRow:

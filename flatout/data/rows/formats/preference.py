@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import Conversation, Message, Origin, Preference, Role, is_empty
+from flatout.data.conversation import Conversation, Message, Origin, PreferenceRow, Role, is_empty
 from flatout.data.rows.formats.calls import tools_of
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS, TurnReader, add_history, finished, turns_at
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, text_at
@@ -48,7 +48,7 @@ Given = tuple[str, object]
 """An answer of a row: its place, and its value."""
 
 
-def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
     """Parse a pair: chosen and rejected, each a text, a turn, or turns; with or without their prompt."""
     good, bad = (_named(row, reading, group) for group in (CHOSEN, REJECTED))
     given: list[Given] = [(good, row.get(good)), (bad, row.get(bad))]
@@ -64,10 +64,10 @@ def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -
     columns, margin = {}, _margin(row, reading)
     if margin is not None:
         columns[MARGIN] = (margin,)
-    return Preference(answers, ((0, 1),), origin, columns)
+    return PreferenceRow(answers, ((0, 1),), origin, columns)
 
 
-def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
     """Parse a list of answers with scores or ranks into pairs, as `reading.pairs` says; equal ones make no pair.
 
     `best_worst` is the first of the best and the first of the worst, `adjacent` neighbours by value, `all` every pair.
@@ -77,25 +77,25 @@ def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Pr
     values, are_scores = _values(row, reading, items, column)
     order = sorted(range(len(items)), key=lambda place: -values[place])
     ends = [(order[0], min(order, key=lambda place: values[place]))] if order else []
-    found = {"best_worst": ends, "adjacent": list(pairwise(order)), "all": list(combinations(order, 2))}
-    pairs = [(one, other) for one, other in found[reading.pairs] if values[one] != values[other]]
+    pairs_of = {"best_worst": ends, "adjacent": list(pairwise(order)), "all": list(combinations(order, 2))}
+    pairs = [(one, other) for one, other in pairs_of[reading.pairs] if values[one] != values[other]]
     if not pairs:
         raise FieldError(f"{column} has no two answers of different value, so none is better; remove the row")
     used = [place for place in order if any(place in pair for pair in pairs)]
     answers = _conversations(row, origin, reading, [(f"{column}[{place}]", _text_of(items[place])) for place in used])
     margins = tuple(values[one] - values[other] for one, other in pairs) if are_scores else ()
     units = tuple((used.index(one), used.index(other)) for one, other in pairs)
-    return Preference(answers, units, origin, {MARGIN: margins} if are_scores else {})
+    return PreferenceRow(answers, units, origin, {MARGIN: margins} if are_scores else {})
 
 
-def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Preference:
+def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
     """Parse a prompt, one answer and whether it is good; of a chat, the answer is what follows its last question."""
     name = _named(row, reading, LABELS)
     label = _label(row.get(name), name)
     completion, answers = _first_column(row, reading, COMPLETIONS), list[Given]()
     if completion is not None:
         answers = [(completion, row[completion])]
-    return Preference(_conversations(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
+    return PreferenceRow(_conversations(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
 
 
 def is_pair(row: Mapping[str, Any], reading: Reading) -> bool:
@@ -108,8 +108,8 @@ def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
     if any(reading.name(name) in reading.keys for name in LABELS):
         return False
     pair = (row.get(reading.name(name)) for name in ("prompt", "completion"))
-    is_told = isinstance(row.get(reading.name("label")), bool) and all(value is not None for value in pair)
-    return is_told or row.get(reading.name("kto_tag")) is not None
+    has_label = isinstance(row.get(reading.name("label")), bool) and all(value is not None for value in pair)
+    return has_label or row.get(reading.name("kto_tag")) is not None
 
 
 def is_ranked(row: Mapping[str, Any], reading: Reading) -> bool:
@@ -229,7 +229,7 @@ def prompt_of(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
 def _joined(asked: TurnReader, answer: TurnReader) -> TurnReader:
     turns = TurnReader(answer.reading)
     turns.messages, turns.places = [*asked.messages, *answer.messages], [*asked.places, *answer.places]
-    turns.found = asked.found | answer.found
+    turns.remarks = asked.remarks | answer.remarks
     return turns
 
 
@@ -290,15 +290,15 @@ def _margin(row: Mapping[str, Any], reading: Reading) -> float | None:
     """Return by how much the chosen answer is better, None if the row does not say."""
     name = reading.name(MARGIN)
     if row.get(name) is not None:
-        margin, told = _number(row[name], name), f"{name} is {row[name]}"
+        margin, text = _number(row[name], name), f"{name} is {row[name]}"
     else:
         scores = next((pair for pair in SCORES if all(row.get(reading.name(one)) is not None for one in pair)), None)
         if scores is None:
             return None
         good, bad = (_number(row[reading.name(one)], reading.name(one)) for one in scores)
-        margin, told = good - bad, f"{reading.name(scores[0])} is {good:g} and {reading.name(scores[1])} {bad:g}"
+        margin, text = good - bad, f"{reading.name(scores[0])} is {good:g} and {reading.name(scores[1])} {bad:g}"
     if margin < 0:
-        raise FieldError(f"{told}, so the rejected answer is the better one; exchange the two, or remove the row")
+        raise FieldError(f"{text}, so the rejected answer is the better one; exchange the two, or remove the row")
     return margin
 
 
@@ -309,11 +309,11 @@ def _values(row: Mapping[str, Any], reading: Reading, items: Sequence[object], c
         given = list_at(row[beside], beside)
         if len(given) != len(items):
             raise FieldError(f"{beside} has {len(given)} values, but {column} has {len(items)}; give one for each")
-        found = [_number(value, f"{beside}[{place}]") for place, value in enumerate(given)]
+        numbers = [_number(value, f"{beside}[{place}]") for place, value in enumerate(given)]
     else:
-        found = list(_own_values(items, column))
+        numbers = list(_own_values(items, column))
     are_scores = _are_scores(row, reading, items)
-    return [value if are_scores else -value for value in found], are_scores
+    return [value if are_scores else -value for value in numbers], are_scores
 
 
 def _own_values(items: Sequence[object], column: str) -> Iterator[float]:

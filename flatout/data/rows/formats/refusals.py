@@ -33,12 +33,12 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
             "answers only, columns: {completion: chosen} or {messages: chosen}"
         )
     label = row.get("label")
-    is_told = isinstance(label, bool) or label in ("false", "False") or format_name not in (None, *_PLAIN)
-    if not is_judged and is_told and _is_in(label, _FALSE) and "label" not in reading.keys:
+    has_judgement = isinstance(label, bool) or label in ("false", "False") or format_name not in (None, *_PLAIN)
+    if not is_judged and has_judgement and _is_in(label, _FALSE) and "label" not in reading.keys:
         return _bad_example("label", label, "false")
     is_media = False
     for name, value in row.items():
-        media, bad, meaning = _told_by(name)
+        media, bad, meaning = _kind_of_mark(name)
         if _is_in(value, bad) and format_name != "tokens" and not {name} & {*reading.keys, *reading.columns.values()}:
             return _bad_example(name, value, meaning)
         if (
@@ -52,13 +52,13 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
             is_media = True
             if name not in reading.keys and holds_something(value):
                 return f"{media_error(f'{name!r}', media)}, or set keys: {{{name}: ignored}} if its text stands alone"
-    if is_media and (mark := next((found for text in _texts(row) if (found := MEDIA_MARKS.search(text))), None)):
+    if is_media and (mark := next((match for text in _texts(row) if (match := MEDIA_MARKS.search(text))), None)):
         return f"the text holds {mark[0]}, which stands for what cannot be trained on yet; remove the row"
     return None
 
 
 @lru_cache(maxsize=4096)
-def _told_by(name: str) -> tuple[str | None, tuple[object, ...], str]:
+def _kind_of_mark(name: str) -> tuple[str | None, tuple[object, ...], str]:
     """Return the media that a column of this name holds, the values that refuse its row, and what those mean."""
     bad = {**dict.fromkeys(_LEARNT, (_FALSE, "false")), **dict.fromkeys(_NOT_LEARNT, (_TRUE, "true"))}
     return media_kind(name), *bad.get(name, ((), ""))
@@ -70,14 +70,14 @@ def _is_in(value: object, values: tuple[object, ...]) -> bool:
 
 def _bad_example(name: str, value: object, meaning: str) -> str:
     shown = str(value).lower() if isinstance(value, bool | str) else value
-    told = f"or set keys: {{{name}: ignored}}"
+    advice = f"or set keys: {{{name}: ignored}}"
     if name == "label":
         return (
             f"label is {shown}, so this answer is a bad example; set format: kto to learn from bad ones too, keep only "
-            f"rows whose label is true, {told}"
+            f"rows whose label is true, {advice}"
         )
     other = "true" if meaning == "false" else "false"
-    return f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, {told}"
+    return f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, {advice}"
 
 
 def _texts(value: object) -> Iterator[str]:
