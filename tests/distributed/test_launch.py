@@ -16,6 +16,8 @@ import pytest
 from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
 
 import flatout
+from flatout.cli.main import main
+from flatout.config.read import dump_config
 from flatout.launch.attempt import RankReport
 
 
@@ -26,7 +28,12 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
     rows = tmp_path / "bad.jsonl"
     rows.write_text('{"messages": [{"role": "user"}]}\n')
     data = {"name": "bad", "root": str(tmp_path / "data"), "sources": [{"path": str(rows)}]}
-    right = launch(tiny.config(tmp_path / "right", **settings(tiny)), tmp_path / "a")
+    # no rank imports a file of the working folder that has a module's name; the `flatout` command does not either
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "random.py").write_text("raise RuntimeError('a file of the working folder')")
+    env = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
+    right = launch(tiny.config(tmp_path / "right", **settings(tiny)), tmp_path / "a", ("-P",), cwd=work, env=env)
     wrong = launch(tiny.config(tmp_path / "wrong", **settings(tiny, data=data)), tmp_path / "b")
     train(tiny.config(tmp_path / "alone", **settings(tiny, gpus=None)))
     output = wrong.communicate(timeout=DEADLINE_S)[0]
@@ -43,41 +50,6 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
     assert [report.exit_code for report in RankReport.read_all(folder)] == [0, 0]
     assert (folder / "rank-0.log").read_text() in output
     assert (folder / "rank-1.log").exists()
-
-
-def test_ranks_import_nothing_of_the_working_folder(tiny: Any, tmp_path: Path) -> None:
-    """Where a file has a module's name; the launcher is started like the `flatout` command, which does not either."""
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "random.py").write_text("raise RuntimeError('a file of the working folder')")
-    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 2}
-    config = tiny.config(tmp_path / "run", **settings(tiny, batch=batch))
-    env = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
-    process = launch(config, tmp_path, ("-P",), cwd=work, env=env)
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 0, output
-
-
-def test_a_signal_to_the_launcher_saves_once(tiny: Any, tmp_path: Path) -> None:
-    """SIGTERM to `flatout train`: every rank exits 75, one checkpoint; `gpus: [1]` goes on in one process."""
-    batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 4000}
-    process = launch(tiny.config(tmp_path / "run", **settings(tiny, batch=batch)), tmp_path)
-    wait_for_steps(tmp_path / "run", 3)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 75, output
-    codes = [report.exit_code for report in RankReport.read_all(tmp_path / "run" / "logs" / "attempt-0")]
-    assert codes == [75, 75]
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
-    assert len(saved) == 1
-    stopped_at = int(saved[0].removeprefix("step-"))
-    shorter = settings(tiny, gpus=[1], batch={**batch, "max_steps": stopped_at + 1})
-    alone = tiny.config(tmp_path / "run", **shorter, checkpoint={"allow_change": ["batch.max_steps"]})
-    process = launch(alone, tmp_path)
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 0, output
-    assert f"from step {stopped_at}" in output
-    assert "Single: 1 rank(s)" in output
 
 
 def processes_under(pid: int) -> list[int]:
@@ -118,7 +90,10 @@ ATTACKS = [
 ]
 
 
-def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tmp_path: Path) -> None:
+def test_one_machine_listens_on_loopback_and_strangers_end_nothing_but_a_signal_saves_once(
+    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM to `flatout train`: every rank exits 75, one checkpoint; `gpus: [1]` goes on in one process."""
     batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}
     run_dir = tmp_path / "run"
     process = launch(tiny.config(run_dir, **settings(tiny, batch=batch)), tmp_path)
@@ -126,12 +101,33 @@ def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tm
     ports = listening(processes_under(process.pid))
     assert len(ports) >= 2
     assert {address for address, _ in ports} <= {"127.0.0.1", "::1"}
+    attack(ports, run_dir)
+    process.terminate()
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 75, output
+    assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [".lock", "attempt-0", "latest"]
+    assert [report.exit_code for report in RankReport.read_all(run_dir / "logs" / "attempt-0")] == [75, 75]
+    saved = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    assert len(saved) == 1
+    stopped_at = int(saved[0].removeprefix("step-"))
+    shorter = settings(tiny, gpus=[1], batch={**batch, "max_steps": stopped_at + 1})
+    alone = tiny.config(run_dir, **shorter, checkpoint={"allow_change": ["batch.max_steps"]})
+    (tmp_path / "alone.yaml").write_text(dump_config(alone))
+    capfd.readouterr()
+    assert main(["train", str(tmp_path / "alone.yaml")]) == 0
+    output = capfd.readouterr().out
+    assert f"from step {stopped_at}" in output
+    assert "Single: 1 rank(s)" in output
+
+
+def attack(ports: list[tuple[str, int]], run_dir: Path) -> None:
+    """Send what no rank sends to each port, while the run takes steps, and open more connections than it may have."""
     with ExitStack() as stack:
         for address, port in ports:
-            for attack in ATTACKS:
+            for content in ATTACKS:
                 stranger = stack.enter_context(socket.create_connection((address, port), timeout=1))
                 with suppress(OSError):
-                    stranger.sendall(attack)
+                    stranger.sendall(content)
             with suppress(OSError):
                 for _ in range(100):
                     stack.enter_context(socket.create_connection((address, port), timeout=1))
@@ -141,10 +137,6 @@ def test_one_machine_listens_on_loopback_and_strangers_end_nothing(tiny: Any, tm
     assert dropped["address"] == "127.0.0.1"
     # on a slow machine, the first to be told is one of the many
     assert dropped["why"] in ("it did not send the secret of this run", "too many connections without the secret")
-    process.terminate()
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 75, output
-    assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [".lock", "attempt-0", "latest"]
 
 
 def rank_processes(supervisor: int) -> list[int]:

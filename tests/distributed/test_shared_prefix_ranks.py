@@ -51,7 +51,7 @@ def test_ranks_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any, num
 
 
 def test_ranks_that_share_micro_batches_share_no_prefixes(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str]
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_of(tiny, tmp_path, "fp32")
     (tmp_path / "run.yaml").write_text(dump_config(config))
@@ -63,6 +63,15 @@ def test_ranks_that_share_micro_batches_share_no_prefixes(
     auto, why = "batch.share_prefix=auto", "not shared: with context.parallel, ranks share each sample's tokens"
     assert main(["plan", *typed, "--ranks", "2", auto, *context]) == 0
     assert f"prefixes {why}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.exhaustive
+def test_steps_without_shared_prefixes_are_those_with_them(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    config = run_of(tiny, tmp_path, "fp32")
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    typed = [str(tmp_path / "run.yaml"), "batch.max_steps=2", "device=cpu"]
+    context = ["gpus=[0,1]", "context.parallel=2"]
+    auto, why = "batch.share_prefix=auto", "not shared: with context.parallel, ranks share each sample's tokens"
     assert main(["train", *typed, auto, *context, f"run_dir={tmp_path / 'context'}"]) == 0
     assert re.search(rf"(?m) prefixes +{why}$", (tmp_path / "context" / "train.log").read_text())
     # the same steps share prefixes without it
@@ -73,10 +82,12 @@ def test_ranks_that_share_micro_batches_share_no_prefixes(
     assert [each["loss"] for each in together] == pytest.approx([each["loss"] for each in alone], rel=1e-5)
 
 
-def test_every_cut_and_strategy_agrees_with_samples_alone(tiny: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_every_cut_and_strategy_agrees_with_samples_alone(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
     config = run_of(tiny, tmp_path, "fp32")
     (tmp_path / "run.yaml").write_text(dump_config(config))
-    assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", "2"]) == 0
+    assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", str(num_ranks)]) == 0
     rows = {row["case"]: row for row in json.loads((config.folder / "verify.json").read_text())["rows"]}
-    assert {"packed", "each sample alone", "ddp", "zero1", "zero2", "zero3", "fsdp"} <= rows.keys()
+    over_ranks = ("ddp", "zero1", "zero2", "zero3", "fsdp") if num_ranks == 2 else ()
+    assert {"packed", "each sample alone", *over_ranks} <= rows.keys()
     assert max(row["worst_difference"] for row in rows.values()) < 1e-4

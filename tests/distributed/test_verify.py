@@ -207,5 +207,5 @@ def test_a_traceback_of_a_rank_is_told_without_the_prefixes_that_torch_adds(tiny
 
     values = tiny.config(tmp_path / "run").model_dump(mode="json") | {"strategy": "ddp"}
     no_path: Any = None
-    (row,) = run_rank_cases([RankCase("ddp", 2, values, 0, no_path, 1e-4)], tmp_path / "ranks")
+    (row,) = run_rank_cases([RankCase("ddp", 1, values, 0, no_path, 1e-4)], tmp_path / "ranks")
     assert re.match(r"rank \d ended: TypeError: ", row.note), row.note
