@@ -4,12 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-random test-gpu check format setup clean
+.PHONY: demo test suite test-random test-gpu check format setup clean
 
 demo: $(VENV)/.ready
 	$(BIN)/flatout demo
 
-test: check
+# mypy has one process, so the suite begins beside it
+test: $(VENV)/.ready
+	$(MAKE) --no-print-directory -j 2 check suite
+
+suite: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # in another order each time; SEED=... repeats the one that the command shows
@@ -34,8 +38,10 @@ setup: $(VENV)/.ready
 # torch comes first and pinned: a plain torch would bring gigabytes of CUDA where a CPU build does
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[dev]"
+	# pip would compile in one process; a few files of other packages are no Python 3
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	touch $@
 
 $(VENV)/.ready-gpu: $(VENV)/.ready

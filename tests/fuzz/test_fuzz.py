@@ -27,16 +27,16 @@ from fuzz_world import World
 SEEDS = os.environ.get("FLATOUT_FUZZ_SEEDS", "1")
 # kind -> its cases, and how many of those that are drawn a sample has
 KINDS = {
-    "config": (fuzz_config.cases, 400),
+    "config": (fuzz_config.cases, 250),
     "config file": (fuzz_config.file_cases, 0),
-    "model": (fuzz_models.model_cases, 30),
-    "adapter": (fuzz_models.adapter_cases, 8),
-    "tokenizer": (fuzz_models.tokenizer_cases, 14),
-    "store": (fuzz_folders.store_cases, 110),
+    "model": (fuzz_models.model_cases, 18),
+    "adapter": (fuzz_models.adapter_cases, 5),
+    "tokenizer": (fuzz_models.tokenizer_cases, 8),
+    "store": (fuzz_folders.store_cases, 70),
     "run": (fuzz_folders.run_cases, 4),
-    "environment": (fuzz_folders.environment_cases, 20),
-    "rows": (fuzz_rows.cases, 70),
-    "templates": (fuzz_templates.cases, 40),
+    "environment": (fuzz_folders.environment_cases, 14),
+    "rows": (fuzz_rows.cases, 45),
+    "templates": (fuzz_templates.cases, 26),
     "commands": (fuzz_commands.cases, 0),
     "disk": (fuzz_commands.disk_cases, 0),
 }

@@ -63,7 +63,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     config = tiny.config(
         tmp_path / "run",
         method=method,
-        batch={"samples_per_step": 4, "micro_batch_tokens": 640, "max_steps": NUM_STEPS},
+        batch={"samples_per_step": 2, "micro_batch_tokens": 640, "max_steps": NUM_STEPS},
         optim={"lr": 3e-3 if method == "lora" else 1e-3, "weight_decay": 0.01},
         schedule={"kind": "linear", "warmup_steps": 0},
     )

@@ -179,12 +179,13 @@ SHOWN_BY: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: weights, metrics and files, and what it printed or was refused with."""
+    """What a run left: weights, metrics and files, what it printed or was refused with, and where its data is."""
 
     weights: dict[str, torch.Tensor]
     metrics: list[dict[str, Any]]
     files: set[str]
     text: str
+    root: str
 
 
 def merged(*sections: dict[str, Any]) -> dict[str, Any]:
@@ -195,17 +196,17 @@ def merged(*sections: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def run(tiny: Any, folder: Path, sections: dict[str, Any]) -> Outcome:
+def run(tiny: Any, folder: Path, sections: dict[str, Any], root: Path | None = None) -> Outcome:
     from flatout.trainer.run import train
 
-    sections = merged({"batch": {"max_steps": 4}, "data": {"root": str(folder / "data")}}, sections)
+    sections = merged({"batch": {"max_steps": 4}, "data": {"root": str(root or folder / "data")}}, sections)
     run_dir = folder / sections.pop("run_dir", "run")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             train(tiny.config(run_dir, **sections))
     except FlatoutError as error:
-        return Outcome({}, [], set(), f"{printed.getvalue()}{error}")
+        return Outcome({}, [], set(), f"{printed.getvalue()}{error}", sections["data"]["root"])
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     (weights,) = (run_dir / "final").glob("*.safetensors")
     return Outcome(
@@ -213,6 +214,7 @@ def run(tiny: Any, folder: Path, sections: dict[str, Any]) -> Outcome:
         [{name: record.get(name) for name in ("kind", "step", "loss", "lr", "grad_norm")} for record in records],
         {str(path.relative_to(folder)) for path in run_dir.rglob("*") if path.is_file()},
         printed.getvalue(),
+        sections["data"]["root"],
     )
 
 
@@ -230,13 +232,15 @@ def changed(tiny: Any, setting: str, value: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Outcome]:
-    """Runs with the tiny model; equal settings run once."""
+    """Runs with the tiny model; equal settings run once, and equal settings of data are built once."""
     done: dict[str, Outcome] = {}
+    roots: dict[str, Path] = {}
 
     def outcome(sections: dict[str, Any]) -> Outcome:
-        key = json.dumps(sections, sort_keys=True)
+        key, data = (json.dumps(part, sort_keys=True) for part in (sections, sections.get("data", {})))
         if key not in done:
-            done[key] = run(tiny, tmp_path_factory.mktemp("effect"), sections)
+            root = roots.setdefault(data, tmp_path_factory.mktemp("data"))
+            done[key] = run(tiny, tmp_path_factory.mktemp("effect"), sections, root)
         return done[key]
 
     return outcome
@@ -268,9 +272,10 @@ def test_a_setting_changes_what_a_run_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value, needed, text = SAYS[setting]
+    before = runs(needed)
+    assert not re.search(text, " ".join(before.text.split()))
     # the old and the new value read one data set
-    needed = merged(needed, {"data": {"root": str(tmp_path / "data")}})
-    assert not re.search(text, " ".join(run(tiny, tmp_path / "before", needed).text.split()))
+    needed = merged(needed, {"data": {"root": before.root}})
     after = run(tiny, tmp_path / "after", merged(needed, changed(tiny, setting, value)))
     # lines wrap at 80 columns
     assert re.search(text, " ".join(after.text.split())), after.text

@@ -50,9 +50,10 @@ def written(tiny: Any, folder: Path, rows: list[dict[str, Any]], *, precision: s
 FIGURES = ("loss", "grad_norm", "metrics")
 
 
-@pytest.mark.parametrize("more", ["two", pytest.param("three", marks=pytest.mark.exhaustive)])
+# test_losses.py has ranks with the suite
+@pytest.mark.parametrize("more", [[], pytest.param(["two", "three"], marks=pytest.mark.exhaustive)], ids=["one", "all"])
 def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str], more: str
+    tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     file = written(tiny, tmp_path, ROWS)
     assert main(["plan", str(file)]) == 0
@@ -65,7 +66,7 @@ def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
         "two": ["gpus=[0,1]"],
         "three": ["gpus=[0,1,2]", "batch.layout=rows"],
     }
-    runs = ("one", "cut", more)
+    runs = ("one", "cut", *more)
     for name in runs:
         assert main(["train", str(file), f"run_dir={tmp_path / name}", *options[name]]) == 0, name
         said = " ".join((tmp_path / name / "train.log").read_text().split())

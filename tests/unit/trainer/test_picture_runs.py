@@ -38,15 +38,9 @@ def write_config(world: Path, folder: Path, more: str = "") -> Path:
     return path
 
 
-def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_same_bits(
-    world: Path, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(world: Path, tmp_path: Path) -> None:
     config = str(write_config(world, tmp_path, "checkpoint: {every_steps: 1, keep: 9}\n"))
     assert main(["train", config]) == 0
-    assert main(["train", config, f"run_dir={tmp_path / 'two'}", "gpus=[0,1]"]) == 0
-    for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "eval_loss")):
-        one, two = ([record[name] for record in metrics_of(tmp_path / run, kind)] for run in ("one", "two"))
-        assert two == pytest.approx(one, rel=1e-6)
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "one", again)
     for folder in (again / "final", *(again / "checkpoints").glob("step-[23]")):
@@ -93,6 +87,7 @@ def test_a_run_does_not_go_on_with_other_pictures(world: Path, tmp_path: Path, c
 # settings of both runs, and those of the one over ranks
 SHARDED = {
     "fsdp": ([], ["strategy=fsdp"]),
+    "ddp": ([], ["strategy=ddp"]),
     "zero1": ([], ["strategy=zero1"]),
     "zero2": ([], ["strategy=zero2"]),
     "full zero3": (["method=full"], ["strategy=zero3"]),
@@ -105,7 +100,7 @@ SHARDED = {
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.exhaustive) for name in SHARDED]
 )
-def test_sharded_ranks_take_the_steps_of_one_process(world: Path, tmp_path: Path, metrics_of: Any, case: str) -> None:
+def test_ranks_take_the_steps_of_one_process(world: Path, tmp_path: Path, metrics_of: Any, case: str) -> None:
     both, sharded = SHARDED[case]
     path = write_config(world, tmp_path)
     if "method=full" in both:
@@ -175,7 +170,7 @@ def test_pictures_that_are_read_in_both_directions_are_padded(
     }.items():
         assert main(["train", *config, setting]) == 2
         assert says in " ".join(capfd.readouterr().err.split())
-    assert main(["verify", *config, "--fp64"]) == 0
+    assert main(["verify", *config, "--fp64", "--ranks", "1"]) == 0
     assert main(["train", *config]) == 0
     assert "pictures: padded = alone" in capfd.readouterr().out
     monkeypatch.setattr("flatout.models.blocks.picture_kinds", lambda config: None)

@@ -32,7 +32,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str], int]] = {
     "several": ({"micro_batch_tokens": 100, "share_prefix": "off"}, [], 2),
     "2 ranks": ({"micro_batch_tokens": 300}, ["gpus=[0,1]"], 2),
 }
-CASES = [("dpo", "2 ranks"), ("dpo_norm", "shared, several"), ("kto, weighted", "several")]
+CASES: list[Any] = [
+    pytest.param("dpo", "2 ranks", marks=pytest.mark.exhaustive),
+    ("dpo_norm", "shared, several"),
+    ("kto, weighted", "several"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -64,13 +64,13 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
 
 
 def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tmp_path: Path, metrics_of: Any) -> None:
-    """Eight steps, an epoch end among them; each resumed run is resumed once more, two steps on."""
+    """Eight steps, an epoch end among them; one resumed run is resumed once more, two steps on."""
     config, result = uninterrupted
     expected = {line["step"]: line["loss"] for line in metrics_of(result.folder)}
     for step in range(1, 8):
         run_dir = tmp_path / f"from-{step}"
         shutil.copytree(result.folder, run_dir)
-        for last in (step, min(step + 2, 7)):
+        for last in (step, step + 2) if step == 3 else (step,):
             forget_after(run_dir, last)
             train(config.model_copy(update={"run_dir": run_dir}))
             assert_bit_equal(weights(result.folder), weights(run_dir))
