@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 # removed from library messages: exception class names, the repr of types, pydantic's link
 _CLASS_NAME = re.compile(r"\b(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): ")
@@ -97,6 +98,21 @@ class ProblemsError(UsageError):
 def next_steps(*steps: tuple[str, str]) -> str:
     """Return lines that end an error: changed settings, such as `name=run-2`, or `--restart`, and what each does."""
     return "".join(f"\n{STEP}{words}  {why}" for words, why in steps)
+
+
+def install(extras: str) -> str:
+    """Return the command that adds packages of flatout's extras, such as `images`, to this installation.
+
+    flatout is on no package index: from a clone, pip installs its folder; otherwise the packages themselves.
+    """
+    folder = Path(__file__).parents[1]
+    if (folder / "pyproject.toml").is_file():
+        return f"pip install -e '{folder}[{extras}]'"
+    from importlib import metadata  # lazy: only this error needs it
+
+    named = {f"extra == '{extra}'" for extra in extras.split(",")}
+    needed = [text.replace('"', "'").partition(";") for text in metadata.requires("flatout") or ()]
+    return "pip install " + " ".join(f"'{name.strip()}'" for name, _, when in needed if when.strip() in named)
 
 
 def first_line(error: BaseException) -> str:

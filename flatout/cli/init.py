@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
+    _require_local(args.data)
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
         root = DataConfig().root
@@ -74,13 +75,33 @@ def run(args: argparse.Namespace) -> int:
         intro.append("To use your own data, set data.name and data.sources.")
     which: Which = "advanced" if args.advanced else "all" if args.all else "first"
     write_new(path, render_template(config, intro, which=which))
-    print(f"wrote {path}; next: flatout plan {path}, then flatout train {path}")
+    print(_next(path, args.data, model))
     if args.data is None and not ((DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists()):
         from flatout.demo.write import write_demo
 
         write_demo(DEMO_DIR, seed=42)
         print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it with")
     return 0
+
+
+def _require_local(data: str | None) -> None:
+    """Raise DataError for a file that is not there."""
+    if data is not None:
+        from flatout.data.rows.sources import require_local
+
+        require_local(data)
+
+
+def _next(path: Path, data: str | None, model: str | None) -> str:
+    """Return what to do with the file that was written."""
+    if data is not None and _is_name(data) and data not in registry.load(DataConfig().root):
+        build = f"flatout data build FILE --tokenizer {model} --name {data}"
+        return f"data set {data} is not built; wrote {path}; next: {build}, then flatout plan {path}"
+    return f"wrote {path}; next: flatout plan {path}, then flatout train {path}"
+
+
+def _is_name(data: str) -> bool:
+    return bool(re.fullmatch(NAME_PATTERN, data)) and not Path(data).exists() and Path(data).suffix == ""
 
 
 def starting_config(name: str, *, data: str | None, model: str | None) -> Config:
@@ -91,7 +112,7 @@ def starting_config(name: str, *, data: str | None, model: str | None) -> Config
     demo = demo_config(DEMO_DIR, seed=42)
     if data is None:
         data_config = DataConfig(name="demo", sources=demo.data.sources)
-    elif re.fullmatch(NAME_PATTERN, data) and not Path(data).exists() and Path(data).suffix == "":
+    elif _is_name(data):
         data_config = DataConfig(name=data)
     else:
         sources = [SourceConfig(path=data)]

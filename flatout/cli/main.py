@@ -105,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
             message = f"there is no {match[1]} {match[2]!r}; choose {match[3]}".replace("'", "")
             if near := difflib.get_close_matches(match[2], re.findall(r"[\w-]+", match[3]), n=1):
                 hint = f"did you mean {near[0]}?"
+        elif re.search(r"are required: config(, section\.name=value)?$", message):
+            message, hint = "config is missing", "give a YAML file, or model=MODEL data=chats.jsonl in its place"
         elif "are required: " in message:
             message = f"{message.partition('required: ')[2].replace(', section.name=value', '')} is missing"
         raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{_example(words[:2])}")

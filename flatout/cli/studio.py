@@ -12,7 +12,7 @@ import webbrowser
 from pathlib import Path
 
 from flatout.environment import environment
-from flatout.errors import UsageError
+from flatout.errors import UsageError, install
 
 DEFAULT_PORT = 8765
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from flatout.studio.server import serve
     except ModuleNotFoundError as error:
-        raise UsageError(f"flatout studio needs {error.name}: pip install 'flatout[studio]'") from error
+        raise UsageError(f"flatout studio needs {error.name}: {install('studio')}") from error
 
     def on_ready(address: str) -> None:
         print(f"flatout studio for {Path.cwd()}\n  {address}", flush=True)

@@ -24,7 +24,7 @@ class TrackConfig(Section):
     """Where figures are sent besides the run folder; `track: [mlflow, wandb]` is short for `track: {to: [...]}`."""
 
     to: list[TrackerName] = []
-    """Services that get settings, metrics and answers; each needs its package: pip install 'flatout[mlflow]'."""
+    """Services that get settings, metrics and answers; each needs its package; an error says how to install it."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """Project or experiment there; null: what the service's own environment variable says, else flatout."""
     tags: list[Name] = []

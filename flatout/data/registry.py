@@ -88,6 +88,11 @@ def find(root: Path, name: str) -> Entry:
         return entries[name]
     if Path(name).suffix and (suggestion := did_you_mean(name)):
         raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
+    if Path(name).exists():
+        raise DataError(
+            f"{name} holds rows and is no built data set; build one of it with "
+            f"`flatout data build {name} --tokenizer MODEL --name NAME`"
+        )
     if not entries:
         raise DataError(f"no data set {name!r}: {root / FILE_NAME} has none; run `flatout data build`")
     near = difflib.get_close_matches(name, entries, n=1)

@@ -13,7 +13,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, install
 from flatout.models.load.model import library_errors
 
 # name, done, total
@@ -37,7 +37,7 @@ def open_tasks(names: Sequence[str], folder: Path | None) -> Tasks:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UsageError(f"--tasks needs lm-eval ({error}): pip install 'flatout[eval]'; --answers does not") from error
+        raise UsageError(f"--tasks needs lm-eval ({error}): {install('eval')}; --answers does not") from error
     if folder is not None and not folder.is_dir():
         raise UsageError(f"--include-path: {folder} is not a folder; give the folder of the tasks' YAML files")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

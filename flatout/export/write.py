@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.final import MANIFEST_NAME, verify_final
-from flatout.errors import ResourceError, UsageError, reason_of
+from flatout.errors import ResourceError, UsageError, install, reason_of
 from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
 from flatout.export.gguf_vocab import stop_fields, stops_left_out
 from flatout.export.ollama import modelfile
@@ -105,7 +105,7 @@ def _check(to: str, *, is_gguf: bool, kind: str | None, adapter: bool, llama_cpp
     if llama_cpp and not llama_cpp.is_dir():
         raise UsageError(f"--llama-cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
     if is_gguf and find_spec("gguf") is None:
-        raise UsageError(f"--to {to} needs the gguf package: pip install 'flatout[gguf]'")
+        raise UsageError(f"--to {to} needs the gguf package: {install('gguf')}")
 
 
 def _find_tool(name: str, folder: Path | None) -> Path | None:

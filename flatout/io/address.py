@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 from urllib.parse import urlsplit
 
 from flatout.environment import environment
-from flatout.errors import DataError, ResourceError, UsageError
+from flatout.errors import DataError, ResourceError, UsageError, install
 
 SCHEMES = ("https", "http", "s3", "gs", "hf")
 CONNECT_S, READ_S = 10.0, 30.0
@@ -77,7 +77,7 @@ class _Web:
         try:
             import aiohttp
         except ImportError as error:
-            raise UsageError(f"https:// needs {error.name}: pip install 'flatout[remote]'") from error
+            raise UsageError(f"https:// needs {error.name}: {install('remote')}") from error
         from fsspec.implementations.http import HTTPFileSystem  # lazy: with aiohttp, 0.3 s
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from flatout.data.conversation import Origin, PictureSource
-from flatout.errors import DataError, UsageError, reason_of
+from flatout.errors import DataError, UsageError, install, reason_of
 
 # a picture of more pixels takes over half a gigabyte while it is decoded and resized
 MAX_PIXELS, MAX_FILE_BYTES = 1 << 26, 64 << 20
@@ -51,7 +51,7 @@ def require_pillow() -> Any:
         import PIL.Image  # lazy: nothing but pictures needs it
         import PIL.ImageOps
     except ImportError:
-        raise UsageError("rows with pictures need Pillow; install it with: pip install 'flatout[images]'") from None
+        raise UsageError(f"rows with pictures need Pillow; install it with: {install('images')}") from None
     return PIL
 
 

@@ -139,9 +139,7 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
                     f"{source.path}: {setting}: {value!r} is for hub ids, but these are local files; remove it"
                 )
         return _source_of(source, files)
-    looks_local = _HUB_ID.fullmatch(source.path) is None or _FILE_NAME.search(source.path) is not None
-    looks_local = looks_local or row_type(Path(source.path)) is not None
-    if source.hub is False or (source.hub is None and looks_local):
+    if source.hub is False or (source.hub is None and _looks_local(source.path)):
         raise DataError(_nothing_found(source.path))
     return _open_hub(source, log)
 
@@ -268,6 +266,18 @@ def _split_of(path: PurePath) -> str | None:
     split = next((split for split, names in _SPLITS.items() if words & names), None)
     shard = _SHARD.match(path.name) if split else None
     return shard[1] if shard and _split_of(PurePath(shard[1])) else split
+
+
+def require_local(pattern: str) -> None:
+    """Raise DataError if a path that is no hub id and no data set's name has no file, folder or glob's match."""
+    is_local = _looks_local(pattern) and "://" not in pattern and re.fullmatch(r"[\w-]+", pattern) is None
+    if is_local and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207
+        raise DataError(_nothing_found(pattern))
+
+
+def _looks_local(path: str) -> bool:
+    is_id = _HUB_ID.fullmatch(path) is not None and _FILE_NAME.search(path) is None
+    return not is_id or row_type(Path(path)) is not None
 
 
 def _nothing_found(pattern: str) -> str:

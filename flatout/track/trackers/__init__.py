@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 from flatout.config.parallel import STRATEGIES
-from flatout.errors import UsageError
+from flatout.errors import UsageError, install
 
 _FOLDER = "flatout.track.trackers"
 # tracker -> the package that it imports, and its class; the extra that installs the package has the tracker's name
@@ -33,4 +33,4 @@ def require_installed(names: Iterable[str], *, strategy: str = "auto") -> None:
     if missing:
         needs, extras = " and ".join(need for need, _ in missing), ",".join(extra for _, extra in missing)
         verb = "is" if len(missing) == 1 else "are"
-        raise UsageError(f"{needs}, which {verb} not installed; pip install 'flatout[{extras}]'")
+        raise UsageError(f"{needs}, which {verb} not installed; {install(extras)}")

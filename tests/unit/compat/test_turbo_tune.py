@@ -17,6 +17,7 @@ import yaml
 import flatout
 from flatout.compat import turbo_tune
 from flatout.data.token_store import TokenStore
+from flatout.errors import install
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "turbo-tune"
 # the entries of Turbo-Tune's own files that the example's lack
@@ -210,5 +211,5 @@ def test_all_missing_packages_are_said_at_once_before_ranks_start(
     mlflow = "track.to: mlflow needs the package mlflow and " if script == "qwen3_sft.sh" else ""
     verb, extras = ("are", "mlflow,deepspeed") if mlflow else ("is", "deepspeed")
     said = f"{mlflow}strategy: deepspeed needs the package deepspeed, which {verb} not installed; "
-    assert done.stderr == f"error: {said}pip install 'flatout[{extras}]'\n"
+    assert done.stderr == f"error: {said}{install(extras)}\n"
     assert (done.returncode, done.stdout) == (2, "")

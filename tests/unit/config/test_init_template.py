@@ -119,6 +119,27 @@ def test_init_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["init", str(tmp_path / "no" / "run.yaml"), "--data", "d", "--model", "m"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (
+            "later",
+            "later is not built; wrote run.yaml; next: flatout data build FILE --tokenizer m --name later",
+        ),
+        ("org/set", "wrote run.yaml; next: flatout plan run.yaml"),
+        ("rows.jsonl", "wrote run.yaml; next: flatout plan run.yaml"),
+        ("s3://bucket/rows.jsonl", "wrote run.yaml; next: flatout plan run.yaml"),
+    ],
+)
+def test_init_says_what_is_to_be_done_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    assert main(["init", "--data", data, "--model", "m"]) == 0
+    assert told in capsys.readouterr().out
+
+
 def test_init_with_data_and_model_writes_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "my run.yaml", "--data", "built-1", "--model", "org/model"]) == 0
@@ -154,6 +175,7 @@ def test_init_alone_plans_and_trains_unmodified(
 
 def test_a_first_file_is_short_and_all_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
     given = ["--data", "rows.jsonl", "--model", "org/model"]
     assert main(["init", "first.yaml", *given]) == main(["init", "first-all.yaml", "--all", *given]) == 0
     first, everything = (Path(name).read_text() for name in ("first.yaml", "first-all.yaml"))

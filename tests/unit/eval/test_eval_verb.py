@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flatout.cli.main import main
+from flatout.errors import install
 from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.rollout.chat import Sampling, answer
 from flatout.track import console
@@ -170,7 +171,7 @@ def test_without_lm_eval_the_error_says_what_to_install(
     assert main(["eval", str(tiny.model_dir), "--tasks", "arc_easy", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert "--tasks needs lm-eval" in error
-    assert "pip install 'flatout[eval]'" in error
+    assert install("eval") in error
 
 
 def test_a_question_beyond_the_models_positions_is_named(

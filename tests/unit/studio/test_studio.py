@@ -25,7 +25,7 @@ from synthetic_run import write_synthetic_run  # noqa: E402
 from flatout.cli.main import main  # noqa: E402
 from flatout.config.read import load_config, make_config  # noqa: E402
 from flatout.config.schema import Config, DataConfig  # noqa: E402
-from flatout.errors import ResourceError, SecurityError, UsageError  # noqa: E402
+from flatout.errors import ResourceError, SecurityError, UsageError, install  # noqa: E402
 from flatout.io.file_lock import RunLock, holder_of, locked  # noqa: E402
 from flatout.studio import app as app_module  # noqa: E402
 from flatout.studio import jobs as jobs_module  # noqa: E402
@@ -603,7 +603,7 @@ def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPa
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["studio"]) == 2
-    assert "pip install 'flatout[studio]'" in capsys.readouterr().err
+    assert install("studio") in capsys.readouterr().err
 
 
 def test_the_browser_gets_a_private_file_instead_of_the_token(
