@@ -73,8 +73,7 @@ class PackedLoss(nn.Module):
             return self._observed(batch) if self.terms.observing else self._sums(batch)
         finally:
             # a pass that ran out of memory is repeated too
-            for term in self.terms.every:
-                term.end_pass()
+            self.terms.end_pass()
 
     def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
         states = hidden_states(self.model, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,6 +62,12 @@ class Term(Observer, Protocol):
     def add(self, loss_sum: Tensor, model: PreTrainedModel, batch: PackedBatch) -> Tensor:
         """Return a micro-batch's loss with the gradients of the term; its value stays the same."""
 
+    def kept(self) -> list[Tensor]:
+        """Return what `add` and `observe` read of the layers' last pass; a recorded pass copies it to fixed places."""
+
+    def keep(self, kept: Iterator[Tensor]) -> None:
+        """Take one's own of what `kept` returned for every term: the pass was a recorded one."""
+
     def end_pass(self) -> None:
         """Drop what was read in a forward pass that ends or fails: it may hold the pass's graph."""
 
@@ -99,6 +105,11 @@ class Terms:
         """The buffers of all terms by name."""
         return {name: buffer for term in self.every for name, buffer in term.buffers.items()}
 
+    @property
+    def need_passes(self) -> bool:
+        """Whether a step of several micro-batches takes passes without gradients first."""
+        return any(term.passes_before(2) for term in self.every)
+
     @contextmanager
     def passes_before(self, step: StepFacts, num_micro_batches: int) -> Iterator[bool]:
         """Start a step; say whether passes without gradients, in this context, have to come first."""
@@ -119,6 +130,21 @@ class Terms:
             yield
         finally:
             self.observing = ()
+
+    def kept(self) -> list[Tensor]:
+        """Return what the terms read of the last pass, one after another."""
+        return [one for term in self.every for one in term.kept()]
+
+    def keep(self, kept: Iterable[Tensor]) -> None:
+        """Give the terms what `kept` returned in an equal pass, with other values."""
+        left = iter(kept)
+        for term in self.every:
+            term.keep(left)
+
+    def end_pass(self) -> None:
+        """Let all terms drop what they read in a pass."""
+        for term in self.every:
+            term.end_pass()
 
     @property
     def sums(self) -> Tensor:

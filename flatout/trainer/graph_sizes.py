@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
+from flatout.errors import UsageError, first_line
 from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.compile.cuda_graphs import GraphedDecoder
-from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size, segment_lengths
 from flatout.models.rope import DocumentRope
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
@@ -53,8 +53,6 @@ def plan_graphs(
 
 def _host_reads(model: PreTrainedModel) -> str | None:
     """Return what the host reads in every pass of this model; None if nothing."""
-    if experts_modules(model):
-        return "the routers' choices are read in every pass"
     ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
     if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
         return "rope reads the documents' lengths on the host"
@@ -143,15 +141,21 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     """Record the run's most frequent sizes, unless `why_not`; return a line for the console.
 
     Gradients must be allocated already. Running out of memory ends the recording: the remaining sizes run unrecorded.
+    Raises UsageError for a model whose passes cannot be recorded.
     """
     if why_not:
         return f"off: {why_not}"
     run.reporter.phase("recording graphs")
     assert run.loader.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
-    decoder = GraphedDecoder(run.model, *zip(*places, strict=True))
+    parameters, gradients = zip(*places, strict=True)
+    decoder = GraphedDecoder(run.model, parameters, gradients, run.terms)
     counts = count_sizes(run.plan, run.data_rank, size_buckets=run.loader.size_buckets)
     sizes = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
-    num_recorded = decoder.record(sizes, run.loader.num_boundaries)
+    try:
+        num_recorded = decoder.record(sizes, run.loader.num_boundaries)
+    except RuntimeError as error:
+        why = f"passes of model type {run.model.config.model_type} cannot be recorded ({first_line(error)})"
+        raise UsageError(f"cuda_graphs: {why}; set cuda_graphs: off") from error
     run.loss.decoder = decoder
     return f"{num_recorded} of {len(sizes)} sizes recorded, {sizes[-1].num_tokens:,} to {sizes[0].num_tokens:,} tokens"

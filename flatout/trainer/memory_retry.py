@@ -33,9 +33,10 @@ def take_passes(
 ) -> T:
     """Call `take` with this rank's passes of a step and their batches, in order; return what it returns.
 
-    Out of memory, what it computed is dropped, and it is called again with the same samples in smaller micro-batches.
-    So a normalizer of the whole step stays what it was. Raises ResourceError if they cannot get smaller, and where
-    other ranks take part in each pass, as they could not take this one's extra passes.
+    Out of memory, what it computed is dropped, and it is called again with the same samples: first without recorded
+    graphs, if there are any, then in smaller micro-batches. So a normalizer of the whole step stays what it was. Raises
+    ResourceError if they cannot get smaller, and where other ranks take part in each pass, as they could not take this
+    one's extra passes.
     """
     while True:
         passes = micro_batches_of(run, plan, step)
@@ -46,7 +47,21 @@ def take_passes(
         except torch.OutOfMemoryError:
             failed = passes[max(0, len(passes) - length_hint(left) - 1)]
         # called here because no frame of the failed pass holds tensors any more
+        if drop_graphs(run, step, during):
+            continue
         lower_cap(run, plan, passes, failed=failed, step=step, during=during)
+
+
+def drop_graphs(run: TrainingRun, step: StepPlan, during: During) -> bool:
+    """Drop recorded graphs, whose memory no other pass can use, and all gradients; return whether there were any."""
+    if run.loss.decoder is None:
+        return False
+    run.loss.decoder = None
+    run.optimizer.zero_grad(set_to_none=True)
+    release_memory(run)
+    number = step.index + 1 if during in ("training", "estimates") else run.progress.step
+    run.watch.event("graphs_dropped", {"step": number, "during": during, "rank": run.rank.index})
+    return True
 
 
 def lower_cap(

@@ -70,7 +70,7 @@ MAX_PACKAGE_LINES = {
     "io": 1899,
     "kernels": 4117,
     "launch": 1117,
-    "models": 9063,
+    "models": 9153,
     "objectives": 1058,
     "optim": 653,
     "parallel": 1709,
@@ -79,7 +79,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2620,
-    "trainer": 6176,
+    "trainer": 6195,
     "verifier": 1164,
     "view": 1493,
 }

@@ -17,10 +17,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
+from flatout.models.blocks import hidden_states
 from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
 from flatout.models.load.model import load_model
-from flatout.models.packed import flatten_samples
+from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.packed_loss import PackedLoss
 from flatout.models.terms import StepFacts, Terms
 
@@ -35,12 +36,28 @@ def loaded_model(family: str, folder: Path) -> Any:
 
 
 def step_gradients(
-    model: Any, config: ExpertsConfig, parts: list[Any], sum_values: Any = lambda values: values, **padding: Any
+    model: Any,
+    config: ExpertsConfig,
+    parts: list[Any],
+    sum_values: Any = lambda values: values,
+    replays: bool = False,
+    **padding: Any,
 ) -> dict[str, Tensor]:
-    """The gradients of one step of these micro-batches, with its routers' losses and loads."""
-    loss = PackedLoss(model)
+    """The gradients of one step of these micro-batches, with its routers' losses and loads.
+
+    `replays`: passes are computed as recorded ones are, whose routers' logits and choices are copies at other places.
+    """
+    loss: Any = PackedLoss(model)
     routers = Routers(model, config)
     loss.terms = Terms(routers)
+
+    def replay(batch: PackedBatch) -> Tensor:
+        states, kept = hidden_states(model, batch), loss.terms.kept()
+        loss.terms.end_pass()
+        loss.terms.keep([one.clone() for one in kept])
+        return states
+
+    loss.decoder = replay if replays else None
     model.zero_grad()
     batches = [flatten_samples(part, **padding) for part in parts]
     facts = StepFacts(0, NUM_TOKENS, 19.0, model.device, sum_values)
@@ -93,6 +110,17 @@ def test_splits_and_padding_change_no_gradient(tmp_path: Path) -> None:
     assert flatten_samples(SAMPLES, num_boundaries=8).num_tokens > NUM_TOKENS
     for other in others:
         assert max(error(other[name], whole[name]) for name in whole) < 1e-12
+
+
+@pytest.mark.parametrize("losses", [{}, {"balance_loss": 0.3}, {"z_loss": 0.02}, {"balance_loss": 0.3, "z_loss": 0.02}])
+def test_replayed_passes_have_the_same_losses_and_loads(tmp_path: Path, losses: dict[str, float]) -> None:
+    model, config = loaded_model("qwen3_moe", tmp_path), ExpertsConfig(**losses)
+    parts = [SAMPLES[:1], SAMPLES[1:]]
+    plain, replayed = (step_gradients(model, config, parts, replays=replays) for replays in (False, True))
+    assert plain["counts"].sum() > 0
+    assert bool(plain["losses"].any()) == bool(losses)
+    assert plain.keys() == replayed.keys()
+    assert max(error(replayed[name], plain[name]) for name in plain if plain[name].any()) < 1e-14
 
 
 def test_padding_of_rows_counts_for_nothing(tmp_path: Path) -> None:

@@ -1,21 +1,31 @@
 """Recorded decoder passes give the losses and gradients of plain ones, for any documents of a recorded size."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
-from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.config.schema import ExpertsConfig, LoraConfig, ModelConfig
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.compile.layers import CompileOptions, compile_layers
+from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
-from flatout.models.packed_loss import packed_loss
+from flatout.models.packed_loss import PackedLoss, packed_loss
+from flatout.models.terms import StepFacts, Terms
+from flatout.track.callback import MemoryCallback
+from flatout.trainer.run import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 4096}
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+}
 LADDER = (1024, 1152)
 LENGTHS = [[700, 31, 290], [512, 300, 150, 50, 5, 1], [1000], [900, 130]]
 
@@ -26,23 +36,34 @@ def batch_of(lengths, num_boundaries):
     return flatten_samples(documents, num_boundaries=num_boundaries, size_buckets=LADDER).to(torch.device("cuda"))
 
 
-@pytest.fixture
-def trained(tmp_path):
+def make_trained(folder, family, experts=None):
+    """A compiled model with its trained parameters, and its loss with the routers', which their hooks precede."""
     torch._dynamo.reset()
-    save_tiny_model(tmp_path, "qwen3", **SHAPE)
+    save_tiny_model(folder, family, **SHAPE, **EXPERTS.get(family, {}))
     loaded = load_model(
-        ModelConfig(name=str(tmp_path), precision="bf16"), method="lora", device=torch.device("cuda"), seed=0
+        ModelConfig(name=str(folder), precision="bf16"), method="lora", device=torch.device("cuda"), seed=0
     )
-    add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    targets = ["all-linear", *(["experts"] if family in EXPERTS else [])]
+    add_lora(loaded.model, LoraConfig(rank=8, targets=targets), seed=0)
     for layer in lora_layers(loaded.model).values():
         layer.lora_b.data.normal_(0, 0.1)
     fuse_layers(loaded.model)
     num_boundaries = padded_num_boundaries(8)
-    assert compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries)).is_complete
+    loss = PackedLoss(loaded.model)
+    if experts is not None:
+        loss.terms = Terms(Routers(loaded.model, experts))
+    outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries), loss)
+    assert outcome.is_complete, outcome.line
     parameters = list(trainable_parameters(loaded.model).values())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    return loaded.model, parameters, num_boundaries
+    return loss, parameters, num_boundaries
+
+
+@pytest.fixture
+def trained(tmp_path, request):
+    loss, parameters, num_boundaries = make_trained(tmp_path, getattr(request, "param", "qwen3"))
+    return loss.model, parameters, num_boundaries
 
 
 def gradients_of(model, parameters, batch, decoder=None):
@@ -53,6 +74,7 @@ def gradients_of(model, parameters, batch, decoder=None):
     return sums.loss_sum.item(), torch.cat([parameter.grad.flatten() for parameter in parameters])
 
 
+@pytest.mark.parametrize("trained", ["qwen3", *EXPERTS], indirect=True)
 def test_replays_equal_plain_passes(trained):
     model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])
@@ -69,6 +91,75 @@ def test_replays_equal_plain_passes(trained):
         assert torch.nn.functional.cosine_similarity(truth, replayed, dim=0) > 0.9999
 
 
+@pytest.mark.parametrize("losses", [{}, {"balance_loss": 30.0, "z_loss": 1.0}])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_replays_have_the_losses_and_loads_of_routers(tmp_path, family, losses):
+    """Choices are read after each replay, and the losses' gradients of logits go back into it."""
+    loss, parameters, num_boundaries = make_trained(tmp_path, family, ExpertsConfig(**losses))
+    model, [routers] = loss.model, loss.terms.every
+    assert routers.layers
+    decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters], loss.terms)
+    sizes = sorted({packed_size(lengths, size_buckets=LADDER) for lengths in LENGTHS}, reverse=True)
+    assert decoder.record(sizes, num_boundaries) == len(sizes)
+    for index, lengths in enumerate([*LENGTHS, *LENGTHS[::-1]]):
+        batch, found = batch_of(lengths, num_boundaries), {}
+        for how in (None, decoder):
+            loss.decoder = how
+            for parameter in parameters:
+                parameter.grad.zero_()
+            routers.start_step(StepFacts(2 * index + (how is not None), sum(lengths), 1e3, model.device, lambda x: x))
+            loss_sum, *_ = loss(batch)
+            (loss_sum / 1e3).backward()
+            gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])
+            found[how] = loss_sum.item(), routers.sums, gradient
+        (one_loss, sums, gradient), (other_loss, other_sums, other) = found.values()
+        assert other_loss == pytest.approx(one_loss, rel=1e-5)
+        assert torch.equal(sums[2:], other_sums[2:])
+        assert sums[2:].sum() == sum(lengths) * 2 * len(routers.layers)
+        assert bool(sums[:2].all()) == bool(losses)
+        assert other_sums[:2].tolist() == pytest.approx(sums[:2].tolist(), rel=1e-5)
+        assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.9999
+        assert other.norm().item() == pytest.approx(gradient.norm().item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("balance_loss", [0.0, 0.01])
+def test_a_run_with_experts_is_recorded_and_stays_the_same(tiny, tmp_path, balance_loss):
+    save_tiny_model(tmp_path / "model", "qwen3_moe", **SHAPE, **EXPERTS["qwen3_moe"], vocab_size=512)
+    for file in (*tiny.model_dir.glob("*token*"), *tiny.model_dir.glob("chat_template*")):
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+
+    class Told(MemoryCallback):
+        line = ""
+
+        def on_stage(self, name, text):
+            self.line = text if name == "graphs" else self.line
+
+    found = {}
+    for graphs in ("off", "auto"):
+        torch._dynamo.reset()
+        told = Told()
+        config = tiny.config(
+            tmp_path / graphs,
+            device="cuda",
+            cuda_graphs=graphs,
+            model={"name": str(tmp_path / "model"), "precision": "bf16"},
+            lora={"rank": 8, "targets": ["all-linear", "experts"]},
+            experts={"balance_loss": balance_loss},
+            batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 8},
+        )
+        train(config, callbacks=[told])
+        assert told.line.startswith("off: as configured") if graphs == "off" else "sizes recorded" in told.line
+        lines = map(json.loads, (tmp_path / graphs / "metrics.jsonl").read_text().splitlines())
+        found[graphs] = [line for line in lines if line["kind"] == "step"]
+    # padded to a recorded size, a product may be another kernel with another rounding
+    for one, other in zip(found["off"], found["auto"], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=5e-3)
+        assert other["expert_peak_load"] == pytest.approx(one["expert_peak_load"], rel=0.1)
+        if balance_loss:
+            assert other["balance_loss"] == pytest.approx(one["balance_loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("trained", ["qwen3", "qwen3_moe"], indirect=True)
 def test_recordings_need_the_memory_of_one_pass(trained):
     model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])

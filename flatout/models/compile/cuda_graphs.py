@@ -13,19 +13,31 @@ from transformers import PreTrainedModel
 
 from flatout.models.blocks import hidden_states
 from flatout.models.packed import PackedBatch, PackedSize, flatten_samples
+from flatout.models.terms import Terms
 
 
 class GraphedDecoder:
     """Computes last hidden states of packed batches; recorded sizes take one launch each for forward and backward.
 
     A recording reads its inputs from, and adds gradients to, fixed addresses: `gradients` must be the live gradient
-    tensors of `parameters`, zeroed in place between steps. All recordings share one memory pool, so a batch's backward
-    must run before the next batch's forward. Other sizes run without graphs.
+    tensors of `parameters`, zeroed in place between steps. All recordings share one memory pool and the buffers of what
+    leaves them, so a batch's backward must run before the next batch's forward. Other sizes run without graphs.
+
+    What `terms` read in a pass leaves a recording beside the states: routers' choices, and logits with gradients.
     """
 
-    def __init__(self, model: PreTrainedModel, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        terms: Terms | None = None,
+    ) -> None:
+        self._model, self._terms = model, terms or Terms()
         self._parameters, self._gradients = list(parameters), list(gradients)
+        # flat, as long as the largest pass needs them
+        self._output_buffers: list[Tensor] = []
+        self._grad_buffers: list[Tensor] = []
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
         self._recorded: dict[PackedSize, _Recording] = {}
@@ -41,15 +53,17 @@ class GraphedDecoder:
             return hidden_states(self._model, batch)
         for name in ("token_ids", "position_ids", "cu_seqlens"):
             getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
-        states: Tensor = _Replay.apply(self._anchor, recording)
-        return states
+        states, *kept = _Replay.apply(self._anchor, recording)
+        self._terms.keep(kept)
+        last: Tensor = states
+        return last
 
     def record(self, sizes: Sequence[PackedSize], num_boundaries: int) -> int:
-        """Record forward and backward for batches of these sizes, largest first; gradients do not change.
+        """Record forward and backward for batches of these sizes, largest first; gradients are zero afterwards.
 
         Return how many are recorded: fewer than there are sizes if memory runs out, which ends the recording.
         """
-        before, num_recorded = [gradient.clone() for gradient in self._gradients], 0
+        num_recorded = 0
         try:
             # every plain pass, which loads kernels and workspaces, comes before the recordings, as their pool keeps
             # the memory of a whole pass: one after the other they would need twice as much
@@ -60,7 +74,7 @@ class GraphedDecoder:
                 num_recorded += 1
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-        torch._foreach_copy_(self._gradients, before)
+        torch._foreach_zero_(self._gradients)
         return num_recorded
 
     def _batch_of(self, size: PackedSize, num_boundaries: int) -> PackedBatch:
@@ -76,8 +90,13 @@ class GraphedDecoder:
     def _warm_up(self, batch: PackedBatch) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            states = hidden_states(self._model, batch)
-            self._add_gradients(states, torch.zeros_like(states))
+            outputs = self._outputs(batch)
+            # buffers get their length here: none may move once a recording has its address
+            _views(self._output_buffers, outputs)
+            sources = [output for output in outputs if output.requires_grad]
+            grads = _views(self._grad_buffers, sources)
+            torch._foreach_zero_(grads)
+            self._add_gradients(sources, grads)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self, size: PackedSize, batch: PackedBatch) -> None:
@@ -86,39 +105,68 @@ class GraphedDecoder:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # entering a recording returns the memory that plain passes have left behind
         with torch.cuda.graph(forward, **options):
-            states = hidden_states(self._model, batch)
-        states_grad = torch.empty_like(states)
+            outputs = self._outputs(batch)
+            copies = _views(self._output_buffers, outputs)
+            for copy, output in zip(copies, outputs, strict=True):
+                copy.copy_(output.detach())
+        sources = [output for output in outputs if output.requires_grad]
+        grads = _views(self._grad_buffers, sources)
         with torch.cuda.graph(backward, **options):
-            self._add_gradients(states, states_grad)
-        self._recorded[size] = _Recording(batch, forward, backward, states.detach(), states_grad)
+            self._add_gradients(sources, grads)
+        left = iter(grads)
+        places = [next(left) if output.requires_grad else None for output in outputs]
+        self._recorded[size] = _Recording(batch, forward, backward, copies, places)
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
 
-    def _add_gradients(self, states: Tensor, states_grad: Tensor) -> None:
-        grads = torch.autograd.grad(states, self._parameters, states_grad, allow_unused=True)
-        pairs = [(total, grad) for total, grad in zip(self._gradients, grads, strict=True) if grad is not None]
+    def _outputs(self, batch: PackedBatch) -> list[Tensor]:
+        """Return the last hidden states, and what the terms have read in the pass."""
+        try:
+            return [hidden_states(self._model, batch), *self._terms.kept()]
+        finally:
+            self._terms.end_pass()
+
+    def _add_gradients(self, sources: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        summed = torch.autograd.grad(sources, self._parameters, grads, allow_unused=True)
+        pairs = [(total, grad) for total, grad in zip(self._gradients, summed, strict=True) if grad is not None]
         torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """Forward and backward of one size: tokens and documents in `batch`, the last hidden states and their gradient."""
+    """Forward and backward of one size: `outputs` of a `batch` and their `grads`, None for choices, which have none."""
 
     batch: PackedBatch
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
-    states: Tensor
-    states_grad: Tensor
+    outputs: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> tuple[Tensor, ...]:
         ctx.recording = recording
+        ctx.set_materialize_grads(False)
         recording.forward.replay()
-        return recording.states.detach()
+        outputs = tuple(output.detach() for output in recording.outputs)
+        places = zip(outputs, recording.grads, strict=True)
+        ctx.mark_non_differentiable(*(output for output, place in places if place is None))
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        ctx.recording.states_grad.copy_(grads[0])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        for place, grad in zip(ctx.recording.grads, grads, strict=True):
+            if place is not None:
+                place.zero_() if grad is None else place.copy_(grad)
         ctx.recording.backward.replay()
         return None, None
+
+
+def _views(buffers: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a view of a flat buffer for each tensor, of its shape; a buffer that is too short is made anew."""
+    for index, tensor in enumerate(tensors):
+        if index == len(buffers):
+            buffers.append(tensor.new_empty(0))
+        if buffers[index].numel() < tensor.numel():
+            buffers[index] = tensor.new_empty(tensor.numel())
+    return [buffer[: one.numel()].view(one.shape) for buffer, one in zip(buffers, tensors, strict=True)]

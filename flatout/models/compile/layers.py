@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
 from flatout.errors import first_line
-from flatout.models.blocks import decoder_layers
+from flatout.models.blocks import decoder_layers, hidden_states
 from flatout.models.compile.layer_calls import (
     Forward,
     LayerCall,
@@ -246,6 +246,11 @@ def _compile(
             with autocast_of(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
             gradients(loss_sum, every, None)
+            # passes that terms need before gradients are another graph
+            if isinstance(loss, PackedLoss) and loss.terms.need_passes:
+                with torch.no_grad(), autocast_of(loaded, calls[0][-1]):
+                    hidden_states(model, batch)
+                loss.terms.end_pass()
     except (TorchDynamoException, InductorError) as error:
         regions.run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})")
     eager, split = regions.eager, regions.split

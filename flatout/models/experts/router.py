@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -142,6 +142,18 @@ class Routers:
         self._values += values.detach()
         extra = self._step.normalizer * (self.balance_loss * values[0] + self.z_loss * values[1])
         return loss_sum + (extra - extra.detach())
+
+    def kept(self) -> list[Tensor]:
+        """Return the last pass's choices (L, T, k) and, for losses, logits (L, T, E)."""
+        logits, chosen = zip(*(getattr(router, _ROUTED) for router in self.layers), strict=True)
+        return [torch.stack(own) for own in (chosen, logits) if own[0] is not None]
+
+    def keep(self, kept: Iterator[Tensor]) -> None:
+        """Take choices and logits as `kept` returned them for those of the last pass."""
+        chosen = next(kept)
+        logits = next(kept).unbind() if self.balance_loss or self.z_loss else [None] * len(chosen)
+        for router, own in zip(self.layers, zip(logits, chosen, strict=True), strict=True):
+            setattr(router, _ROUTED, own)
 
     def end_pass(self) -> None:
         """Drop the logits and choices that routers kept in a pass."""

@@ -111,6 +111,52 @@ def test_the_run_is_the_same_run(tiny: Any, tmp_path: Path, method: str, where: 
     assert any(not torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
+class Graphs:
+    """Stands for recorded graphs: their third pass runs out of memory."""
+
+    largest_tokens = 0
+
+    def __init__(self, model: Any, where: str) -> None:
+        self.model, self.where, self.num_passes = model, where, 0
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self.num_passes += 1
+        limit = batch.num_tokens - (self.num_passes == 3)
+        states = hidden_states(self.model, batch)
+        return SmallMemory.apply(states[None], limit, self.where)[0]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_graphs_are_dropped_before_passes_get_smaller(tiny: Any, tmp_path: Path, where: str) -> None:
+    """Their memory is free then: the same passes fit, and the run stays the same to the bit."""
+    config = config_of(tiny, tmp_path / "run")
+    calm, _ = make_run(config, tmp_path)
+    expected = finished(calm)
+    disturbed, events = make_run(config, tmp_path)
+    disturbed.loss.decoder = graphs = Graphs(disturbed.model, where)  # type: ignore[assignment]
+    got = finished(disturbed)
+    assert graphs.num_passes == 3
+    assert disturbed.loss.decoder is None
+    assert [fact["during"] for fact in events.of("graphs_dropped")] == ["training"]
+    assert not events.of("out_of_memory")
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_passes_get_smaller_once_graphs_are_gone(tiny: Any, tmp_path: Path) -> None:
+    config = config_of(tiny, tmp_path / "run")
+    calm, _ = make_run(config, tmp_path)
+    expected = finished(calm)
+    disturbed, events = make_run(config, tmp_path)
+    disturbed.loss.decoder = Graphs(disturbed.model, "forward")  # type: ignore[assignment]
+    limit_memory(disturbed.model, 700, "forward")
+    got = finished(disturbed)
+    kinds = [kind for kind, _ in events.seen if kind in ("graphs_dropped", "out_of_memory")]
+    assert kinds[:2] == ["graphs_dropped", "out_of_memory"]
+    assert kinds.count("graphs_dropped") == 1
+    for one, other in zip(expected, got, strict=True):
+        assert ((one - other).norm() / one.norm()).item() < 1e-10
+
+
 def test_the_first_steps_sums_and_gradients_are_equal_to_1e_12(tiny: Any, tmp_path: Path) -> None:
     config = config_of(tiny, tmp_path / "run")
     calm, _ = make_run(config, tmp_path)
