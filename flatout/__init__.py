@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from flatout.config.schema import Config as Config
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.objectives.labels import LabelTokens as LabelTokens
+    from flatout.objectives.preference import Answers as Answers
+    from flatout.objectives.preference import Preference as Preference
     from flatout.objectives.protocol import Metric as Metric
     from flatout.objectives.protocol import Objective as Objective
     from flatout.track.callback import Callback as Callback
@@ -31,6 +33,7 @@ _MODULES = {
     "flatout.config.schema": ("Config",),
     "flatout.errors": ("FlatoutError",),
     "flatout.objectives.labels": ("LabelTokens",),
+    "flatout.objectives.preference": ("Answers", "Preference"),
     "flatout.objectives.protocol": ("Metric", "Objective"),
     "flatout.track.callback": ("Callback",),
 }

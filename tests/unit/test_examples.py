@@ -16,8 +16,8 @@ from flatout.config.schema import Config, SourceConfig
 from flatout.demo.write import write_demo
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# a loss, which the tests of objectives train with, and scripts
-OTHERS = ("dpo.py", "lost_updates.py", "short_answers.py")
+# losses, which the tests of objectives train with, and scripts
+OTHERS = ("dpo.py", "hinge.py", "lost_updates.py", "short_answers.py")
 EXAMPLES = sorted(path for path in FOLDER.glob("*.*") if path.name not in OTHERS)
 NUM_ROWS = 40
 

@@ -83,6 +83,28 @@ def test_evaluations_show_no_answer_to_avoid_as_reference(plan: Plan) -> None:
     assert len(rows) == 1
 
 
+def test_a_loss_of_ones_own_builds_on_preference(tiny: Any, tmp_path: Path) -> None:
+    """The example of the page: flatout computes the reference, so the first step's ratios are 0 and its loss is 1."""
+    hinge = EXAMPLE.with_name("hinge.py")
+    page = (EXAMPLE.parents[1] / "docs" / "objectives.md").read_text()
+    assert hinge.read_text().partition("\n\n")[2] in page
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    config = tiny.config(
+        tmp_path / "run", data={"name": "d", "root": str(tmp_path), "sources": [{"path": f"{tmp_path}/pairs.jsonl"}]},
+        objective={"path": f"{hinge}:Hinge", "beta": 0.2}, model={"precision": "fp64"},
+        batch={"samples_per_step": 24, "max_steps": 3}, optim={"lr": 1e-3},
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    first, *later = read_run(tmp_path / "run").steps
+    assert first.loss == pytest.approx(1, rel=1e-12)
+    assert first.metrics["rewards/margins"] == pytest.approx(0, abs=1e-12)
+    # all pairs are within the hinge, where the mean loss is 1 minus the mean margin
+    for step in later:
+        assert step.loss == pytest.approx(1 - step.metrics["rewards/margins"], rel=1e-9)
+        assert step.loss < 1
+
+
 @pytest.mark.exhaustive
 def test_a_file_of_pairs_is_trained_on_one_and_two_ranks(tiny: Any, tmp_path: Path) -> None:
     """The commands: data build, then train with a loss of one's own; a step does not depend on the ranks."""
