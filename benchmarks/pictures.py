@@ -387,7 +387,12 @@ def trl_row(row: dict[str, Any]) -> dict[str, Any]:
 def peer(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
     """Measure a peer's trials and the fastest of them; each figure is told as soon as it is known."""
     subject, tried = Peer(args, args.part), list[tuple[float, Trial]]()
-    for trial in [trial for trial in TRIALS if args.samples % trial.samples == 0]:
+    fitting = [trial for trial in TRIALS if args.samples % trial.samples == 0]
+    trials = [trial for trial in fitting if not args.trials or str(trial) in args.trials]
+    if len(trials) == 1:
+        tell(subject.measure(trials[0], args.steps))
+        return
+    for trial in trials:
         if time.time() > args.trials_end_s and tried:
             tell({"left_out": str(trial)})
             continue
@@ -474,6 +479,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=[name for name in VISION if TEXT[name] in SHAPES], default="qwen3-vl-8b")
     names = [*OURS, *PEERS]
     parser.add_argument("--rows", type=lambda text: text.split(","), default=names[:-1], help=f"of {', '.join(names)}")
+    parser.add_argument("--trials", type=lambda text: text.split(";"), default=[], help="of peers, as 'A;B' (all)")
     parser.add_argument("--samples", type=int, default=32, help="samples a step (32)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (5)")
     parser.add_argument("--time-limit", type=float, default=560.0, help="seconds for all rows (560)")
