@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import ResourceError, UsageError, install
 from flatout.kernels.fp8 import MULTIPLE, has_fp8, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
@@ -119,7 +119,7 @@ def _convert_by_torchao(model: PreTrainedModel, fitting: Collection[nn.Linear], 
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UsageError(
-            "full.compute: fp8 needs torchao; install flatout[gpu], or use full.compute: fp8_rowwise or model"
+            f"full.compute: fp8 needs torchao: {install('gpu')}; or use full.compute: fp8_rowwise or model"
         ) from error
     convert_to_float8_training(
         model,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatout.errors import ResourceError
+from flatout.errors import ResourceError, install
 
 # a reading takes the host up to a millisecond
 MIN_PERIOD_S = 1.0
@@ -64,7 +64,7 @@ def _ask(what: str, question: Callable[[Any, Any], float]) -> float:
     try:
         import pynvml
     except ImportError as error:
-        raise ResourceError(f"nvidia-ml-py is not installed; install flatout[gpu] to read the {what}") from error
+        raise ResourceError(f"nvidia-ml-py, which reads the {what}, is not installed; {install('gpu')}") from error
     try:
         return question(pynvml, _handle(torch.cuda.current_device()))
     except pynvml.NVMLError as error:
