@@ -165,4 +165,6 @@ class PictureWorld:
         }  # fmt: skip
         for name, section in sections.items():
             values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+            if section is None:
+                del values[name]
         return make_config(values, [])

@@ -58,13 +58,13 @@ def plain_inputs(
     return given
 
 
-def plain_losses(model: Any, steps: Any, loss_of: Any) -> Iterator[tuple[float, float]]:
+def plain_losses(model: Any, steps: Any, loss_of: Any, weight_decay: float = 0.01) -> Iterator[tuple[float, float]]:
     """Take the steps one sample at a time, with AdamW, clipped gradients and a linear schedule.
 
     Yields each step's loss and gradient norm.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / NUM_STEPS)
     for step in steps:
         optimizer.zero_grad()
@@ -100,22 +100,25 @@ def start_adapter(config: Any, folder: Path) -> Any:
 class PlainRun:
     """The same steps by transformers and PEFT, from the rows themselves: losses in fp64 on a CPU, and the adapter.
 
-    With `blank`, every picture is black.
+    With `blank`, every picture is black. Without an adapter, the whole model is trained, without weight decay.
     """
 
-    def __init__(self, planned: Any, model_dir: Path, adapter: Path, rows: Path, *, blank: bool = False) -> None:
+    def __init__(self, planned: Any, model_dir: Path, adapter: Path | None, rows: Path, *, blank: bool = False) -> None:
         from transformers import AutoModelForImageTextToText
 
         model = AutoModelForImageTextToText.from_pretrained(
             model_dir, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
         )
-        self.model = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True).double().train()
+        if adapter is not None:
+            model = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+        self.model = model.double().train()
         self._planned, self._folder, self._blank = planned, rows.parent, blank
+        self._weight_decay = 0.0 if adapter is None else 0.01
         self._processor = plain_processor(model_dir)
         self._rows = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
 
     def losses(self) -> list[float]:
-        steps = list(plain_losses(self.model, self._planned.plan.steps(), self._loss))
+        steps = list(plain_losses(self.model, self._planned.plan.steps(), self._loss, self._weight_decay))
         self.grad_norms = [grad_norm for _, grad_norm in steps]
         return [loss for loss, _ in steps]
 

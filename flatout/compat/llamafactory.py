@@ -191,6 +191,12 @@ def _preference(given: Given) -> Became:
     return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
 
 
+def _projector(given: Given) -> Became:
+    if given.all.get("finetuning_type") == "lora":
+        return Became(note="adapters leave the projector as it is")
+    return Became({"model.freeze_projector": given.value})
+
+
 def _packing(given: Given) -> Became:
     if given.all.get("packing") and not given.all.get("neat_packing"):
         raise RefusedError("samples of a pack attend to each other there; set neat_packing: true")
@@ -237,6 +243,7 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
              t.off("the reference is the model before training; remove it")),
     "finetuning_type": t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full"),
     "lora_target": _targets,
+    "freeze_multi_modal_projector": _projector,
     "additional_target": saved_modules,
     **t.each("add_tokens add_special_tokens", _new_tokens),
     "resize_vocab": _resize,

@@ -16,6 +16,8 @@ ADVANCED: Mapping[str, str] = MappingProxyType(
         "log_every_steps": "for runs of so many steps that a record of each is too much",
         "model.revision": "to pin a hub model's commit",
         "model.attention": "to compare kernels, or to rule one out",
+        "model.freeze_vision_tower": "to teach a model pictures unlike those that it knows",
+        "model.freeze_projector": "to train a new projector, or the whole of a vision-language model",
         "model.experts": "to compare with transformers' own loop",
         "data.tokenizer": "for data that another tokenizer than the model's has to read",
         "data.media_root": "for rows whose pictures are in another folder than theirs",

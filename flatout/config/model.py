@@ -41,6 +41,17 @@ class ModelConfig(Section):
     experts: Literal["auto", "eager"] = "auto"
     """Routed experts: eager (transformers' own loop over experts; the reference); auto: grouped products, where the
     model has transformers' experts interface."""
+    freeze_vision_tower: bool = True
+    """false: method: full also trains what reads pictures, and lora.targets also name its layers."""
+    freeze_projector: bool = True
+    """false: the same for what maps the vision tower's features to the text model's width (LLaMA-Factory's
+    freeze_multi_modal_projector)."""
+
+    @property
+    def trained_parts(self) -> frozenset[str]:
+        """The parts that are trained beside the decoder of texts: vision_tower, projector."""
+        frozen = {"vision_tower": self.freeze_vision_tower, "projector": self.freeze_projector}
+        return frozenset(part for part, is_frozen in frozen.items() if not is_frozen)
 
     @model_validator(mode="before")
     @classmethod

@@ -49,6 +49,8 @@ _OTHER_NAMES = {
     "lora.targets": "lora_target lora_target_modules target_modules",
     "method": "adapter finetuning_type",
     "model.attention": "attn_implementation",
+    "model.freeze_projector": "freeze_aligner freeze_multi_modal_projector",
+    "model.freeze_vision_tower": "freeze_vit",
     "model.name": "base_model model_id model_name model_name_or_path pretrained_model_name_or_path",
     "model.precision: bf16": "bf16",
     "model.precision: fp16": "fp16",

@@ -14,7 +14,7 @@ _SETTINGS: Mapping[Effect, Mapping[str, str]] = {
     "numerics": {
         "changes the order of samples and dropout": "seed",
         "precision=auto and dropout masks depend on it": "device",
-        "trains different parameters": "method freeze",
+        "trains different parameters": "method freeze model.freeze_vision_tower model.freeze_projector",
         "changes the base weights, unless the files are the same": "model.name model.revision",
         "changes the initial weights": "model.init",
         "changes rounding in every step, far more than the order of sums does": "model.precision",

@@ -100,7 +100,7 @@ def check_space(config: Config, disk: Disk | None = None) -> Finding:
 
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of one checkpoint in bytes: the trained weights in their dtype, and the optimizer's state."""
-    shape = read_shape(config.model.name, config.model.revision)
+    shape = read_shape(config.model.name, config.model.revision, trained=config.model.trained_parts)
     # with `update: backward` the estimate counts one tensor's gradient, but the checkpoint holds every weight
     config = config.model_copy(update={"full": config.full.model_copy(update={"update": "step"})})
     estimate = memory_model(config, shape, ANY_DEVICE).estimate(MicroBatchSize(1, 1, 1), "none")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,9 @@ from flatout.models.slot_cache import SlotCache
 
 # the names of transformers' own attention, from the fastest to the most general
 TRANSFORMERS_ATTENTION = ("sdpa", "eager")
+# the parts of a model that make tokens of pictures, as in `model.freeze_vision_tower`; names of the second
+PARTS = ("vision_tower", "projector")
+_PROJECTOR = re.compile("projector|merger|connector|embed_vision|visual_embeddings_table|image_newline")
 # parts that do not read text
 _TOWER = re.compile("vision|visual|image|audio")
 # the argument by which a model of transformers' takes features that were computed before
@@ -80,13 +84,38 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(decoder.get_submodule(name).children())
 
 
-def towers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters that text never uses, such as a vision tower's, by name. Raises like `layer_list`."""
+def towers(model: PreTrainedModel, trained: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """Return the parameters that text never uses, such as a vision tower's, by name. Raises like `layer_list`.
+
+    Those of the `trained` ones of PARTS are left out.
+    """
     if model.config.get_text_config() is model.config:
         return {}
     head = model.get_output_embeddings()
     used = {*text_decoder(model).parameters(), *(head.parameters() if head is not None else ())}
-    return {name: parameter for name, parameter in model.named_parameters() if parameter not in used}
+    unread = {name: parameter for name, parameter in model.named_parameters() if parameter not in used}
+    return {name: parameter for name, parameter in unread.items() if part_of(name) not in trained}
+
+
+def trains_tower(model: PreTrainedModel) -> bool:
+    """Whether anything that reads pictures is trained, in a model that reads some."""
+    read, base = text_decoder(model), model.base_model
+    parts = [one for one in base.children() if one is not read and read not in one.modules()]
+    held = chain(base.parameters(recurse=False), *(one.parameters() for one in parts))
+    return any(parameter.requires_grad for parameter in held)
+
+
+def trained_towers(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models inside a model that read pictures, are trained, and can compute their layers again."""
+    trained = {parameter for parameter in towers(model).values() if parameter.requires_grad}
+    inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and one.supports_gradient_checkpointing]
+    read = text_decoder(model)
+    return [one for one in inner if trained & set(one.parameters()) and read not in one.modules()]
+
+
+def part_of(name: str) -> str:
+    """Return which of PARTS a parameter outside the decoder of texts belongs to; "" for what reads sounds."""
+    return "" if "audio" in name else PARTS[1] if _PROJECTOR.search(name) else PARTS[0]
 
 
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
@@ -174,14 +203,14 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
 def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
     """Return a batch's pictures as the keyword arguments of a transformers model.
 
-    One call of the frozen tower computes the features of all pictures.
+    One call of the tower computes the features of all pictures; a frozen one leaves no graph.
     """
     given: dict[str, Any] = {}
     if batch.axes is not None:  # positions in the text come first, and tell documents apart
         positions = torch.cat([batch.position_ids[None], batch.axes])
         given["position_ids"] = positions.view(4, *batch.token_ids.view(batch.shape).shape)
     if batch.pictures:
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_tower(model)):
             given[FEATURES] = {"image": image_features(model, batch.pictures)}
     if batch.pictures is not None and (kinds := picture_kinds(model.config.get_text_config())):
         given[kinds] = batch.token_ids.eq(picture_token(model)).int().view(batch.shape)

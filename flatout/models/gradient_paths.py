@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flatout.errors import UsageError
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import trainable_parameters
+from flatout.models.packed import PackedBatch
 from flatout.models.packed_loss import packed_loss
 from flatout.models.probe import random_batch
 
@@ -19,11 +20,12 @@ _LENGTHS = (8, 19, 3, 2)
 _MAX_LONG_TOKENS = 16384
 
 
-def unreached_parameters(loaded: LoadedModel, *, longest: int) -> list[str]:
+def unreached_parameters(loaded: LoadedModel, *, longest: int, seen: PackedBatch | None = None) -> list[str]:
     """Return the names of trained parameters that no gradient of the loss can reach, such as those of an indexer.
 
     The graph of a forward pass of short documents shows them, and where it shows any, that of a document of `longest`
-    tokens, the run's longest, or 16,384. Its saved tensors are dropped, so it takes an evaluation's memory. Experts
+    tokens, the run's longest, or 16,384, and of a batch with pictures, `seen`. Their saved tensors are dropped, so that
+    they take an evaluation's memory. Experts
     that no token of the pass chose count as reached. A model whose weights are in files shows its first layers, which
     stand for the others.
     """
@@ -31,6 +33,8 @@ def unreached_parameters(loaded: LoadedModel, *, longest: int) -> list[str]:
         unreached = _unreached(loaded, _LENGTHS)
         if unreached and longest > max(_LENGTHS):
             unreached &= _unreached(loaded, (min(longest, _MAX_LONG_TOKENS), 8))
+        if unreached and seen is not None:
+            unreached &= _unreached(loaded, seen)
         reached = {_kind(name) for name in trainable_parameters(loaded.model).keys() - unreached}
     kinds = {_kind(name) for name in unreached} - reached if loaded.waiting is not None else set()
     return [name for name in trainable_parameters(loaded.model) if name in unreached or _kind(name) in kinds]
@@ -56,8 +60,8 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
-def _unreached(loaded: LoadedModel, lengths: Sequence[int]) -> set[str]:
-    """Return the trained parameters that are not in the graph of a pass over documents of these lengths."""
+def _unreached(loaded: LoadedModel, documents: Sequence[int] | PackedBatch) -> set[str]:
+    """Return the trained parameters that are not in the graph of a pass over a batch, or documents of these lengths."""
     model, called = loaded.model, set[nn.Module]()
     was_training = model.training
     hooks = [
@@ -67,7 +71,10 @@ def _unreached(loaded: LoadedModel, lengths: Sequence[int]) -> set[str]:
     ]
     model.eval()
     try:
-        batch = random_batch(model, lengths, row_length=max(lengths) if loaded.is_padded else None)
+        if isinstance(documents, PackedBatch):
+            batch = documents.to(model.device)
+        else:
+            batch = random_batch(model, documents, row_length=max(documents) if loaded.is_padded else None)
         dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
         with (
             torch.enable_grad(),

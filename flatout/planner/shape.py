@@ -11,6 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 
+# bytes for each number of a picture while a block of a trained tower computes its gradients: about 36 elements in 16
+# bit for each of a patch's D channels (D = 1,152, patches of 3 x 14 x 14)
+_BACKWARD_BYTES = 144
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -57,12 +61,13 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """The frozen part of a model that makes tokens of pictures.
+    """The part of a model that makes tokens of pictures.
 
     A patch of `patch_values` numbers is multiplied by `per_patch` matrix entries in the tower's layers, and a token by
     `per_token` in what projects it. `pair_width` is that of a pair of patches: heads x (query + value) of all layers
     without windows. Pictures are cut into images of at most `image_patches`, whose patches see each other; None: they
-    are not cut.
+    are not cut. If it is trained, each patch keeps `kept_elements`, the inputs of all layers, which are computed again.
+    The layers take `layer_passes` as long as their forward pass does, and what projects patches `token_passes`.
     """
 
     patch_values: int
@@ -70,12 +75,22 @@ class TowerShape:
     per_token: int
     pair_width: int
     image_patches: int | None = None
+    kept_elements: int = 0
+    layer_passes: int = 1
+    token_passes: int = 1
 
     def flops(self, num_values: ArrayLike, num_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Return the FLOPs of a forward pass for each picture, of so many numbers and tokens."""
+        """Return the FLOPs of each picture's passes, forward and backward, of so many numbers and tokens."""
         patches = np.asarray(num_values, np.float64) / self.patch_values
         pairs = self.pair_width * patches * np.minimum(patches, self.image_patches or np.inf)
-        return np.asarray(2.0 * (self.per_patch * patches + self.per_token * np.asarray(num_tokens) + pairs))
+        of_tokens = self.token_passes * self.per_token * np.asarray(num_tokens)
+        return np.asarray(2.0 * (self.layer_passes * (self.per_patch * patches + pairs) + of_tokens))
+
+    def trained_bytes(self, element_bytes: int) -> float:
+        """Return what training it takes for each number of a picture, beside its forward pass; 0 if it is frozen."""
+        if self.layer_passes == 1:
+            return 0.0
+        return self.kept_elements * element_bytes / self.patch_values + _BACKWARD_BYTES
 
 
 @dataclass(frozen=True, slots=True)

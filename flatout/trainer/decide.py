@@ -121,7 +121,8 @@ def plan_run(
     """
     objective = checked_objective(config, reporter)
     reporter.phase("reading the model's configuration")
-    shape = read_shape(config.model.name, config.model.revision, scores=objective.reads == "scores")
+    model, scores = config.model, objective.reads == "scores"
+    shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
     store, columns = open_tokens(config.data, config, reporter, objective), objective.needed_columns
@@ -129,7 +130,7 @@ def plan_run(
     scoring = scoring_of(config, objective, store, reporter)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
     _report_tokens(store, reporter)
-    shape = with_pictures(shape, store, reporter)
+    shape = with_pictures(shape, store, config, reporter)
     shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):

@@ -133,12 +133,14 @@ def make_trainable(
 ) -> None:
     """Add LoRA adapters, or freeze parameters for full fine-tuning.
 
-    LoRA also trains the rows of `token_ids`, new tokens. Parameters that text-only inputs do not use are frozen, too.
+    LoRA also trains the rows of `token_ids`, new tokens. Parameters that only pictures use are frozen, too, unless
+    model.freeze_vision_tower or model.freeze_projector is false.
     """
     model = loaded.model
     if config.method == "lora":
         reporter.phase("adding adapters")
-        for line in add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids)):
+        rows = rows_of_tokens(model, config.lora, token_ids)
+        for line in add_lora(model, config.lora, seed=config.seed, rows=rows, parts=config.model.trained_parts):
             reporter.stage("lora", line)
         if text := proofs.prove_adapter(loaded):
             reporter.stage("lora", text)
@@ -149,5 +151,5 @@ def make_trainable(
         reporter.stage("freeze", freeze(model, config.freeze))
     if config.experts.bias_update:
         prepare_biases(model)
-    if unreached := freeze_unreached(model):
+    if unreached := freeze_unreached(model, config.model.trained_parts):
         reporter.stage("freeze", unreached)

@@ -46,9 +46,10 @@ _REFUSALS = (
 )  # fmt: skip
 
 
-def read_shape(name: str, revision: str | None, *, scores: bool = False) -> ModelShape:
+def read_shape(name: str, revision: str | None, *, scores: bool = False, trained: Collection[str] = ()) -> ModelShape:
     """Read the shape of a model folder or hub id. Raises like `read_model_config` and `make_shape`."""
-    return make_shape(read_model_config(name, revision), origin=f"{name}/config.json", scores=scores)
+    values = read_model_config(name, revision)
+    return make_shape(values, origin=f"{name}/config.json", scores=scores, trained=trained)
 
 
 def read_text_config(name: str, revision: str | None) -> Any:
@@ -63,14 +64,16 @@ def check_trained(config: Config) -> None:
     scores = load_objective(config.objective).reads == "scores"
     model = _empty(values, f"{config.model.name}/config.json", scores=scores)
     if config.method == "lora":
-        choose_targets(model, config.lora)
+        choose_targets(model, config.lora, config.model.trained_parts)
     elif config.freeze:
         freeze(model, config.freeze)
 
 
-def make_shape(values: Mapping[str, Any], *, origin: str = "config.json", scores: bool = False) -> ModelShape:
+def make_shape(
+    values: Mapping[str, Any], *, origin: str = "config.json", scores: bool = False, trained: Collection[str] = ()
+) -> ModelShape:
     """Return the shape of the model that a config.json describes, measured on its modules; with `scores`, of one that
-    scores texts instead of writing.
+    scores texts instead of writing. Parts that are `trained` (`Config.model.trained_parts`) count as the model's.
 
     Raises UsageError for a model type that transformers does not have, values that it rejects, and encoder-decoders.
     """
@@ -79,7 +82,7 @@ def make_shape(values: Mapping[str, Any], *, origin: str = "config.json", scores
         raise UsageError(f"{origin}: model_type is {model_type!r}, which the installed transformers does not know")
     try:
         model = _empty(values, origin, scores=scores)
-        return _shape_of(model, model.config.get_text_config())
+        return _shape_of(model, model.config.get_text_config(), trained)
     except _REFUSALS as error:
         raise UsageError(f"{origin}: transformers rejects it: {reason_of(error)}") from error
 
@@ -122,15 +125,17 @@ def _tower_shape(model: PreTrainedModel, unread: Set[str]) -> TowerShape | None:
         per_patch=in_layers + patch.weight.numel(),
         per_token=sum(one.weight.numel() for one in linears.values()) - in_layers,
         pair_width=2 * width * num_whole,
+        kept_elements=width * len(lists[path]),
         image_patches=(size // patch.kernel_size[-1]) ** 2 if isinstance(size, int) else None,
     )
 
 
-def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
+def _shape_of(model: PreTrainedModel, text: Any, trained: Collection[str]) -> ModelShape:
     decoder, path = layer_list(model)
     layers = decoder.get_submodule(path)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layers_path, unread = next(name for name, module in model.named_modules() if module is layers), towers(model)
+    layers_path = next(name for name, module in model.named_modules() if module is layers)
+    every, unread = towers(model), towers(model, trained)
     num_tower_params = sum(parameter.numel() for parameter in unread.values())
     hidden_size = getattr(text, "hidden_size", None) or embedding.weight.shape[1]
     kinds = getattr(text, "layer_types", None) or ()
@@ -169,13 +174,13 @@ def _shape_of(model: PreTrainedModel, text: Any) -> ModelShape:
         layers_path=layers_path,
         layers=tuple(shapes),
         outer_linears=tuple(
-            Linear(name, module.in_features, module.out_features)
+            Linear(name, module.in_features, module.out_features, num_used=int(f"{name}.weight" not in every))
             for name, module in model.named_modules()
             if is_plain_linear(module) and module is not head and f"{name}.weight" not in unread
             if not name.startswith(f"{layers_path}.")
         ),
         groups_experts=bool(experts_modules(layers)),
-        tower=_tower_shape(model, set(unread)),
+        tower=_tower_shape(model, set(every)),
         embedding=next(name for name, module in model.named_modules() if module is embedding),
         head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
         modules=tuple(

@@ -20,7 +20,7 @@ from flatout.data.pictures.show import picture_statistics
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
-from flatout.models.packed import PackedBatch
+from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.picture_check import PictureDocument
 from flatout.models.pictures import PicturePacker
 from flatout.planner.layout import ParallelLayout
@@ -98,6 +98,15 @@ class PictureMaker(PicturePacker):
             documents.append(PictureDocument(token_ids, own, self.alone(token_ids, own)))
         return documents
 
+    def probe_batch(self, *, is_padded: bool) -> PackedBatch:
+        """Return the documents of the self-test in one batch, with loss on every token that may have it."""
+        documents = self.probes(0)
+        longest = max(len(one.token_ids) for one in documents) if is_padded else None
+        samples = [(ids, np.arange(len(ids)) > 0) for ids, *_ in documents]
+        batch = flatten_samples(samples, row_length=longest)
+        images, counts = [image for one in documents for image in one.images], [len(one.images) for one in documents]
+        return self.with_images(batch, images, counts, [one.token_ids for one in documents])
+
     def alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return the arguments of transformers' whole model for one document."""
         ids = torch.from_numpy(token_ids)[None]
@@ -115,14 +124,21 @@ class PictureMaker(PicturePacker):
         self._threads.shutdown(cancel_futures=True)
 
 
-def with_pictures(shape: ModelShape, store: TokenStore, reporter: Reporter) -> ModelShape:
-    """Return the shape with what pictures need of memory, and report them; as it is without pictures."""
+def with_pictures(shape: ModelShape, store: TokenStore, config: Config, reporter: Reporter) -> ModelShape:
+    """Return the shape with what pictures need of memory and FLOPs, and report them; as it is without pictures."""
     if not store.num_pictures:
         return shape
     for line in picture_statistics(store):
         reporter.stage("pictures", line)
     ends = np.append(0, np.cumsum(store.extra["picture_values"]))[store.picture_offsets]
-    return replace(shape, picture_values=float((np.diff(ends) / store.lengths).max()))
+    tower, parts = shape.tower, config.model.trained_parts
+    if tower is not None and parts:
+        # a backward pass of the inputs, and with method full one of the weights
+        backward = 1 if config.method == "lora" else 2
+        of_layers = backward if "vision_tower" in parts else 0
+        of_tokens = backward if "projector" in parts else 1
+        tower = replace(tower, layer_passes=1 + of_layers, token_passes=1 + of_tokens)
+    return replace(shape, picture_values=float((np.diff(ends) / store.lengths).max()), tower=tower)
 
 
 def tower_flops(shape: ModelShape, store: TokenStore) -> NDArray[np.float64] | None:
@@ -140,9 +156,27 @@ def processor_of(store: TokenStore) -> PictureProcessor:
 
 
 def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout) -> None:
-    """Raise UsageError for settings that pictures do not go with yet."""
+    """Raise UsageError for settings that pictures, or training what reads them, do not go with yet."""
+    parts = config.model.trained_parts
     if not store.num_pictures:
+        if parts:
+            raise UsageError(
+                f"model.freeze_{min(parts)}: false, but data set {store.meta.name!r} has no pictures to train it; "
+                "leave the setting out"
+            )
         return
+    strategy, stored, computed = layout.strategy, config.base.storage, config.full.compute
+    unproved = {
+        f"strategy {strategy}": strategy not in ("single", "ddp"),
+        f"base.storage: {stored}": stored != "model",
+        f"full.compute: {computed}": computed != "model",
+    }
+    for what, is_wanted in unproved.items():
+        if parts and is_wanted:
+            raise UsageError(
+                f"model.freeze_{min(parts)}: false is not proved with {what}; use one GPU or strategy: ddp, and "
+                "weights in model.precision"
+            )
     refused = {
         f"context.parallel: {config.context.parallel}": config.context.parallel > 1,
         f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,

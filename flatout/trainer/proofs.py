@@ -157,7 +157,16 @@ class Proofs:
         if known := self.find("gradient-paths"):
             return list(known.facts["unreached"])
         unreached: list[str] = []
-        self._group.run_on_all_ranks(lambda: unreached.extend(unreached_parameters(loaded, longest=self._longest)))
+
+        def search() -> None:
+            # what reads pictures is reached through them
+            maker = None if self._pictures is None else PictureMaker(processor_of(self._pictures), loaded.model)
+            seen = None if maker is None else maker.probe_batch(is_padded=loaded.is_padded)
+            unreached.extend(unreached_parameters(loaded, longest=self._longest, seen=seen))
+            if maker is not None:
+                maker.close()
+
+        self._group.run_on_all_ranks(search)
         self.keep("gradient-paths", {"unreached": unreached})
         return unreached
 

@@ -124,7 +124,9 @@ def _backward_each(
                 pass_sums = run.loss(batch)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
-                run.scaler.scale(pass_sums[0] / normalizer).backward()
+                loss = run.scaler.scale(pass_sums[0] / normalizer)
+                if loss.requires_grad:  # texts do not reach a projector that is trained alone
+                    loss.backward()
         for total, value in zip(each, pass_sums, strict=True):
             total += value.detach()
     return sums
@@ -285,7 +287,9 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (sums[0] / normalizer).backward()
+        loss = sums[0] / normalizer
+        if loss.requires_grad:
+            loss.backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(

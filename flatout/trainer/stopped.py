@@ -39,7 +39,7 @@ def load_stopped(folder: Path, device: torch.device) -> tuple[PreTrainedModel, A
         raise UsageError(NOT_WRITING.format(folder))
     model = load_for_inference(config.model.name, revision=config.model.revision, device=device)
     if config.method == "lora":
-        add_lora(model, config.lora, seed=config.seed)
+        add_lora(model, config.lora, seed=config.seed, parts=config.model.trained_parts)
     tensors = dict(model.state_dict(keep_vars=True))
     if odd := next(
         (name for name in weights if name not in tensors or tensors[name].shape != weights.shapes[name]), None

@@ -104,7 +104,7 @@ def plain_model(config: Config, device: torch.device, adapter: Path, scoring: Sc
     dtype = resolve_precision(config.model.precision, device)
     if config.method == "full":
         model.requires_grad_(True)
-        freeze_unreached(model)
+        freeze_unreached(model, config.model.trained_parts)
         if config.freeze:
             freeze(model, config.freeze)
         return PlainModel(model, trainable_parameters(model), dtype if dtype != model.dtype else None)
@@ -156,7 +156,8 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
             logits = plain.model(**given, use_cache=False).logits[:, :-1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         loss_sum = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
-        (loss_sum / num_labels).backward()
+        if loss_sum.requires_grad:  # texts do not reach a projector that is trained alone
+            (loss_sum / num_labels).backward()
         total += loss_sum.item()
     return total / num_labels
 
@@ -195,7 +196,8 @@ def _dense_model(config: Config, device: torch.device, num_rows: int, scoring: S
 
 @torch.no_grad()
 def _write_adapter(model: PreTrainedModel, config: Config, folder: Path, token_ids: Sequence[int]) -> None:
-    add_lora(model, config.lora, seed=config.seed, rows=rows_of_tokens(model, config.lora, token_ids))
+    rows = rows_of_tokens(model, config.lora, token_ids)
+    add_lora(model, config.lora, seed=config.seed, rows=rows, parts=config.model.trained_parts)
     if config.lora.continue_from is not None:
         load_adapter(model, config.lora.continue_from)
     for name, layer in lora_layers(model).items():

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import Recompute
 from flatout.kernels.host_rows import gather_rows
-from flatout.models.blocks import text_decoder
+from flatout.models.blocks import text_decoder, trained_towers
 
 # share of the activations, beyond each layer's inputs, that `budget` lets the compiler keep
 MEMORY_BUDGET = 0.5
@@ -24,21 +24,27 @@ MAX_IN_FLIGHT = 2
 def apply_recompute(model: PreTrainedModel, level: Recompute) -> bool:
     """Apply a model's recompute level, once; `selective` and `budget` only act in `compiling_with`.
 
-    `full` keeps only each decoder layer's input; `offload` moves those inputs and the embedding to the host.
-    Returns whether the embedding was moved.
+    `full` keeps only each decoder layer's input; `offload` moves those inputs and the embedding to the host. A trained
+    vision tower keeps only its layers' inputs at every level. Returns whether the embedding was moved.
     """
+    for tower in trained_towers(model):
+        _keep_inputs(tower)
     if level not in ("full", "offload"):
         return False
+    _keep_inputs(model)
+    if level == "full":
+        return False
+    ActivationOffload(model)
+    return offload_embedding(model)
+
+
+def _keep_inputs(model: PreTrainedModel) -> None:
     # non-reentrant needs no gradient on the inputs; checkpointing preserves the random state for dropout
     arguments = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-    if level == "full":
-        return False
-    ActivationOffload(model)
-    return offload_embedding(model)
 
 
 def compiling_with(level: Recompute) -> AbstractContextManager[object]:

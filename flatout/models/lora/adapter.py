@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import CheckpointError, UsageError
+from flatout.models.blocks import PARTS
 from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.adapter_file import (
@@ -264,7 +265,7 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Add an adapter to a plain model, all parameters frozen, for generation or merging; see `load_adapter`."""
     saved, tensors, rows = read_adapter(folder)
     _grow_for(model, tensors, rows)
-    add_lora(model, saved, seed=0, rows=rows)
+    add_lora(model, saved, seed=0, rows=rows, parts=PARTS)
     load_adapter(model, folder)
     model.requires_grad_(False)
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 from flatout.kernels.segmented import register_ops
-from flatout.models.blocks import layer_list, replace_module, towers
+from flatout.models.blocks import layer_list, part_of, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
 from flatout.models.experts.lora import ExpertLora, expert_parameters, num_expert_tensors, plain_name
 from flatout.models.frozen.frozen_experts import FrozenExperts
@@ -123,20 +123,22 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(
-    model: PreTrainedModel, config: LoraConfig, *, seed: int, rows: Mapping[str, Sequence[int]] | None = None
-) -> list[str]:
+    model: PreTrainedModel, config: LoraConfig, *, seed: int, rows: Mapping[str, Sequence[int]] | None = None,
+    parts: Collection[str] = (),
+) -> list[str]:  # fmt: skip
     """Freeze the model and replace the targeted linear layers by LoraLinear; return lines for the console.
 
     Modules of `lora.modules_to_save` and `rows` of tokens are trained beside them, as in `add_saved_modules`. Targets:
     `all-linear` is every linear layer except the output head; a list matches full names or their last parts; another
-    string is a regex over full names; all only in `lora.layers`. All but `all-linear` also match matrices of fused
+    string is a regex over full names; all only in `lora.layers`, and in the decoder of texts or these `parts` (of
+    `blocks.PARTS`). All but `all-linear` also match matrices of fused
     experts. Initial values depend only on `seed` and the target's name, not on the global random state or the order of
     modules. Raises UsageError, suggesting similar names, if a target matches nothing, and for a rank larger than any
     target's.
     """
     if lora_layers(model):
         raise UsageError("this model already has LoRA layers; merge or reload it first")
-    targets, ranks = choose_targets(model, config)
+    targets, ranks = choose_targets(model, config, parts)
     linears = {name: target for name, target in targets.items() if isinstance(target, nn.Module)}
     experts = {name: target for name, target in targets.items() if isinstance(target, tuple)}
     model.requires_grad_(False)
@@ -246,13 +248,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> str:
     return f"frozen parameters: {', '.join(counts)}; {num_trainable:,} values are trained"
 
 
-def freeze_unreached(model: PreTrainedModel) -> str | None:
-    """Freeze parameters outside the decoder and the head, such as a vision tower's; return a line for the console.
+def freeze_unreached(model: PreTrainedModel, parts: Collection[str] = ()) -> str | None:
+    """Freeze parameters outside the decoder, the head and `parts`, such as a vision tower's; return a line.
 
     They would get no gradient, only weight decay. Returns None if there are none. Raises UsageError if nothing is left
-    to train.
+    to train, also in one of these parts.
     """
-    unreached = {name: parameter for name, parameter in towers(model).items() if parameter.requires_grad}
+    unreached = {name: parameter for name, parameter in towers(model, parts).items() if parameter.requires_grad}
+    trained = {part_of(name) for name in towers(model).keys() & trainable_parameters(model).keys()}
+    for part in sorted(set(parts) - trained):
+        raise UsageError(
+            f"model.freeze_{part}: false, but nothing of the {part.replace('_', ' ')} is trained: name its layers in "
+            "lora.targets or lora.modules_to_save, free it from freeze, or set it to true"
+        )
     if not unreached:
         return None
     for parameter in unreached.values():
@@ -266,13 +274,13 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
 
 
 def choose_targets(
-    model: PreTrainedModel, config: LoraConfig
+    model: PreTrainedModel, config: LoraConfig, parts: Collection[str] = ()
 ) -> tuple[dict[str, FrozenLinear | ExpertMatrix], dict[str, int]]:
     """Return what gets an adapter, by name, and the rank of each. Raises UsageError as `add_lora` does.
 
     The model may be on the meta device.
     """
-    wanted, chosen = config.targets, _named_targets(model, config)
+    wanted, chosen = config.targets, _named_targets(model, config, parts)
     saved = tuple(f"{name}." for name in saved_names(model, config))
     chosen = {name: linear for name, linear in chosen.items() if not f"{name}.".startswith(saved)} if saved else chosen
     if (indices := config.layer_indices) is not None:
@@ -305,9 +313,11 @@ def choose_targets(
     return chosen, ranks
 
 
-def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, FrozenLinear | ExpertMatrix]:
+def _named_targets(
+    model: PreTrainedModel, config: LoraConfig, parts: Collection[str]
+) -> dict[str, FrozenLinear | ExpertMatrix]:
     head = model.get_output_embeddings()
-    unread = towers(model)
+    unread = towers(model, parts)
     linears = {
         name: module
         for name, module in model.named_modules()
@@ -324,6 +334,12 @@ def _named_targets(model: PreTrainedModel, config: LoraConfig) -> dict[str, Froz
             kind = model.config.model_type
             if target == "all-linear":
                 raise UsageError(f"lora.targets: model type {kind} has no linear layer besides its head")
+            frozen = {name.removesuffix(".weight") for name in unread}
+            if part := next((part_of(name) for name in sorted(frozen) if config.selects(target, name)), ""):
+                raise UsageError(
+                    f"lora.targets: {target!r} is only in the {part.replace('_', ' ')}, which stays frozen; set "
+                    f"model.freeze_{part}: false"
+                )
             leaves = sorted({name.rpartition(".")[2] for name in everything})
             near = difflib.get_close_matches(target, leaves, n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"

@@ -175,6 +175,7 @@ class MemoryModel:
         num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
         optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
+        tower_bytes = shape.tower.trained_bytes(width.hidden) if shape.tower else 0.0
         whole = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
@@ -182,7 +183,7 @@ class MemoryModel:
             optimizer_bytes=int(optimizer),
             activations_bytes=self._activations_bytes(size, recompute),
             working_bytes=self._working_bytes(size, recompute)
-            + int(size.num_tokens * shape.picture_values * PICTURE_VALUE_BYTES),
+            + int(size.num_tokens * shape.picture_values * (PICTURE_VALUE_BYTES + tower_bytes)),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole

@@ -256,8 +256,29 @@ def test_llamafactory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "model"),
+    [
+        ({"freeze_vision_tower": True, "freeze_multi_modal_projector": True}, {}),
+        ({"freeze_vision_tower": False}, {"freeze_vision_tower": False}),
+        # its adapters leave the projector alone
+        ({"freeze_multi_modal_projector": False}, {}),
+        ({"freeze_multi_modal_projector": False, "finetuning_type": "full"}, {"freeze_projector": False}),
+    ],
+)
+def test_llamafactory_of_towers(tmp_path: Path, change: dict[str, Any], model: dict[str, Any]) -> None:
+    write_dataset_info(tmp_path)
+    given = yaml.safe_load(LLAMA_FACTORY) | change
+    if given["finetuning_type"] == "full":
+        given = {name: value for name, value in given.items() if not name.startswith("lora_")}
+    found = converted(tmp_path, yaml.safe_dump(given))["model"]
+    frozen = {name: value for name, value in found.items() if name.startswith("freeze_") and not value}
+    assert frozen == model
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("freeze_language_model: true", "freeze_language_model: set freeze to regexes"),
         ("stage: ppo", "stage: ppo is not supported"),
         ("stage: dpo", "dataset: own: stage: dpo needs data sets with ranking: true"),
         ("{stage: dpo, dataset: pairs, pref_loss: hinge}", "pref_loss: 'hinge' is not one of sigmoid, ipo, orpo"),

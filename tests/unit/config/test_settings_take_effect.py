@@ -152,6 +152,8 @@ SHOWN_BY: dict[str, str] = {
     "data.lost_reasoning": "unit/data/test_lost_reasoning.py",
     "data.dedupe": "unit/data/test_dedupe.py",
     "data.media_root": "unit/data/test_pictures.py",
+    "model.freeze_vision_tower": "parity/test_tower_steps.py",
+    "model.freeze_projector": "parity/test_tower_steps.py",
     "data.end_of_turn": "unit/data/test_template_description.py",
     "data.sources.unread_files": "unit/data/test_archives.py",
     "data.num_procs": "test_processes_change_nothing",

@@ -1,0 +1,75 @@
+"""Training what reads pictures, against plain transformers + PEFT, one sample at a time, from the rows themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from picture_families import BY_DEFAULT
+from picture_world import FAMILIES, NUM_STEPS, PictureWorld
+from plain_pictures import PlainRun, start_adapter
+from safetensors.torch import load_file
+
+from flatout.models.blocks import part_of
+
+BOTH = {"freeze_vision_tower": False, "freeze_projector": False}
+# families whose projector is a bare matrix, which takes no adapter
+NO_LAYER = ("gemma3", "ovis2")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
+    return PictureWorld(tmp_path_factory.mktemp("towers"))
+
+
+def cases() -> Iterator[Any]:
+    for family, own in FAMILIES.items():
+        for layout in own.layouts:
+            for method in ("lora", "full"):
+                first = (family, layout) == (BY_DEFAULT[0 if method == "lora" else 1], "packed")
+                yield pytest.param(family, layout, method, marks=() if first else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("family", "layout", "method"), list(cases()))
+def test_training_the_tower_equals_a_plain_loop(
+    world: PictureWorld, tmp_path: Path, metrics_of: Any, family: str, layout: str, method: str
+) -> None:
+    from flatout.parallel.rank import Rank
+    from flatout.track.callback import Reporter
+    from flatout.trainer.decide import plan_run
+    from flatout.trainer.run import train
+
+    parts = BOTH if method == "full" or family not in NO_LAYER else {"freeze_vision_tower": False}
+    sections: dict[str, Any] = {"batch": {"layout": layout}, "model": parts}
+    if method == "lora":
+        config, adapter = world.config(family, tmp_path / "run", **sections), tmp_path / "start"
+        planned = start_adapter(config, adapter)
+    else:
+        config, adapter = (
+            world.config(family, tmp_path / "run", **sections, method="full", lora=None, optim={"weight_decay": 0.0}),
+            None,
+        )
+        planned = plan_run(config, Reporter(), Rank())
+    assert planned.shape.tower.layer_passes == (2 if method == "lora" else 3)  # forward, backward of inputs, of weights
+    plain = PlainRun(planned, world.model(family), adapter, world.rows)
+    losses = plain.losses()
+    train(config)
+    records = metrics_of(tmp_path / "run")
+    assert len(records) == NUM_STEPS
+    # AdamW's first steps follow the sign of gradients, also of those that are rounding alone
+    is_wide = FAMILIES[family].limit < 1e-8
+    assert records[0]["loss"] == pytest.approx(losses[0], rel=FAMILIES[family].limit)
+    assert records[0]["grad_norm"] == pytest.approx(plain.grad_norms[0], rel=1e-10 if is_wide else 1e-4)
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-7 if is_wide else 1e-3)
+    assert [record["grad_norm"] for record in records] == pytest.approx(plain.grad_norms, rel=1e-5 if is_wide else 5e-2)
+    if method == "lora":
+        ours, truth = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors"), plain.adapter()
+        assert ours.keys() == truth.keys()
+        assert {part_of(name) for name in ours} >= {"vision_tower"}
+    else:
+        ours, truth = load_file(tmp_path / "run" / "final" / "model.safetensors"), plain.model.state_dict()
+    for name in ours.keys() & truth.keys():
+        torch.testing.assert_close(ours[name].double(), truth[name].double(), rtol=1e-2, atol=1e-3, msg=name)
