@@ -24,6 +24,14 @@ pytest.importorskip("uvicorn")
 LIMIT_S = 600
 # a folder for screenshots; empty: none are taken
 SHOTS = os.environ.get("FLATOUT_SHOTS", "")
+# elements that reach over the page's right edge, and that nothing around them scrolls or cuts
+OUTSIDE = """
+const cuts = (one) => one && (getComputedStyle(one).overflowX !== "visible" || cuts(one.parentElement));
+return [...document.querySelectorAll("body *")]
+  .filter((one) => one.checkVisibility() && one.getBoundingClientRect().right > innerWidth + 1)
+  .filter((one) => !cuts(one.parentElement))
+  .map((one) => `${one.tagName}.${one.className} ends at ${Math.round(one.getBoundingClientRect().right)}`)
+"""
 
 
 @pytest.fixture
@@ -92,8 +100,11 @@ class Page:
             field.send_keys(value)
 
     def shoot(self, name: str) -> None:
-        """Check the console, and take the page light and dark, wide and narrow, if screenshots are asked for."""
+        """Check the console and that a phone shows all of the page's width; take screenshots if they are asked for."""
         self.errors += [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        phone = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+        assert self.driver.execute_script(OUTSIDE) == [], f"{name}: wider than 400 px"
         for width, theme in [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")] if SHOTS else []:
             self.driver.execute_cdp_cmd(
                 "Emulation.setDeviceMetricsOverride",

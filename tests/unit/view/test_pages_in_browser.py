@@ -74,6 +74,8 @@ def test_a_page_fits_its_window_and_its_charts_have_marks(
     open_page(browser, pages[name], width)
     assert [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    # a run's name is not cut into letters
+    assert all(box[2] > 110 for box in browser.execute_script(BOXES, "#results tbody th"))
     plots = browser.execute_script(BOXES, ".plot")
     marks = browser.execute_script(BOXES, ".plot svg :is(.line, .area, .bar, .heat)")
     assert len(plots) >= (1 if name == "data set" else 9)
