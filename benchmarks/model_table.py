@@ -38,7 +38,7 @@ from flatout.models.arch_quirks import choose_layout
 from flatout.models.blocks import decoder_layers, text_decoder
 from flatout.models.experts.lora import expert_parameters
 from flatout.models.load.auto_class import auto_class
-from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.lora.layer import add_lora, freeze_unreached, lora_layers
 from flatout.models.packed import Samples, flatten_samples
 from flatout.models.packed_loss import packed_loss
@@ -480,7 +480,7 @@ def _load(folder: str, method: Any, precision: Any) -> LoadedModel:
     rows = choose_layout(text, "auto").layout == "rows"
     while True:
         try:
-            loaded = load_model(config, method=method, device=CPU, seed=0, is_padded=rows)
+            loaded = load_model(config, method=method, device=CPU, seed=0, how=Loading(is_padded=rows))
             return prove_layout(loaded, longest=max(LENGTHS), any_attention=True)[0]
         except PackingError:
             if rows:

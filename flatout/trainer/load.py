@@ -14,7 +14,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import import_compiler
 from flatout.models.experts.router import prepare_biases
 from flatout.models.gradient_paths import freeze_named
-from flatout.models.load.model import LoadedModel, load_model, weight_dtype_of
+from flatout.models.load.model import LoadedModel, Loading, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import load_adapter
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
@@ -50,12 +50,14 @@ def load_trainable(
         seed=config.seed,
         full=config.full,
         base=config.base,
-        on_host=waits,
-        is_padded=planned.plan.layout.name == "rows",
-        num_rows=num_rows,
-        keep_dense=config.lora.modules_to_save,
-        context_ranks=planned.parallel_layout.context_ranks,
-        scoring=planned.scoring,
+        how=Loading(
+            on_host=waits,
+            is_padded=planned.plan.layout.name == "rows",
+            num_rows=num_rows,
+            keep_dense=config.lora.modules_to_save,
+            context_ranks=planned.parallel_layout.context_ranks,
+            scoring=planned.scoring,
+        ),
     )
     proofs.identify(loaded, device)
     for line in loaded.report:

@@ -26,7 +26,7 @@ from flatout.models.blocks import replace_module
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load.inference import load_for_inference
-from flatout.models.load.model import load_model, resolve_precision
+from flatout.models.load.model import Loading, load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
 from flatout.models.lora.layer import (
     add_lora,
@@ -178,8 +178,7 @@ def _dense_model(config: Config, device: torch.device, num_rows: int, scoring: S
     # random and quantized weights must come from flatout's own loader
     loaded = load_model(
         config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base,
-        is_padded=True,
-        num_rows=num_rows, keep_dense=config.lora.modules_to_save, scoring=scoring,
+        how=Loading(is_padded=True, num_rows=num_rows, keep_dense=config.lora.modules_to_save, scoring=scoring),
     )  # fmt: skip
     for name, module in list(loaded.model.named_modules()):
         if not isinstance(module, Fp8Linear | Nf4Linear):

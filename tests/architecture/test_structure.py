@@ -70,7 +70,7 @@ MAX_PACKAGE_LINES = {
     "io": 1899,
     "kernels": 4117,
     "launch": 1117,
-    "models": 9212,
+    "models": 9222,
     "objectives": 1058,
     "optim": 653,
     "parallel": 1709,
@@ -79,7 +79,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2620,
-    "trainer": 6250,
+    "trainer": 6252,
     "verifier": 1166,
     "view": 1493,
 }

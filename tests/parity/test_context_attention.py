@@ -30,7 +30,7 @@ from flatout.models.context import attention as context_attention
 from flatout.models.context.attention import attention_over_ranks
 from flatout.models.context.check import check_share
 from flatout.models.context.share import ContextShare
-from flatout.models.load.model import load_model
+from flatout.models.load.model import Loading, load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import KeyPieces, flatten_samples
 from flatout.models.packed_loss import packed_loss
@@ -240,7 +240,7 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384} if place.is_cuda else {}
     save_tiny_model(tmp_path, "qwen3", **shape)
     config = ModelConfig(name=str(tmp_path), precision="bf16" if place.is_cuda else "fp64")
-    loaded = load_model(config, method="lora", device=place.device, seed=0, context_ranks=2)
+    loaded = load_model(config, method="lora", device=place.device, seed=0, how=Loading(context_ranks=2))
     assert loaded.attention == ("varlen" if place.is_cuda else "sdpa")
     add_lora(loaded.model, LoraConfig(rank=8), seed=0)
     # B starts at zero, which would leave A without a gradient

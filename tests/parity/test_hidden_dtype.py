@@ -14,7 +14,7 @@ from flatout.config.schema import FullConfig, ModelConfig
 from flatout.errors import UsageError
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.recompute import apply_recompute
-from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.lora.layer import freeze
 from flatout.models.packed import flatten_samples
 from flatout.models.packed_loss import packed_loss
@@ -26,7 +26,7 @@ def load(folder: Path, kind: str, hidden_states: Any, precision: Any, rows: bool
         save_tiny_model(folder, kind)
     config = ModelConfig(name=str(folder), precision=precision)
     full = FullConfig(hidden_states=hidden_states)
-    return load_model(config, method="full", device=torch.device("cpu"), seed=0, full=full, is_padded=rows)
+    return load_model(config, method="full", device=torch.device("cpu"), seed=0, full=full, how=Loading(is_padded=rows))
 
 
 def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]:

@@ -18,7 +18,7 @@ from flatout.models.arch_quirks import choose_layout, packed_hybrid
 from flatout.models.blocks import replace_module
 from flatout.models.compile.regions import Regions
 from flatout.models.experts.router import Routers
-from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.selftest import check_packing
@@ -37,7 +37,7 @@ RECURRENT = {
 def load(folder: Path, model_type: str, device: torch.device, precision: Any, rows: bool = False) -> LoadedModel:
     tiny(model_type).save_pretrained(folder)
     config = ModelConfig(name=str(folder), init="random", precision=precision)
-    loaded = load_model(config, method="full", device=device, seed=0, is_padded=rows)
+    loaded = load_model(config, method="full", device=device, seed=0, how=Loading(is_padded=rows))
     loaded.model.eval()
     return loaded
 

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import NumericError, UsageError
 from flatout.models.attention import registered_name, window_marker
-from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.lora.layer import add_lora
 from flatout.models.selftest import check_packing, prove_layout
 
@@ -142,7 +142,9 @@ def test_understands_the_heads_of_the_table(tmp_path, family):
         config.unpadded_vocab_size = 290
     config.save_pretrained(tmp_path)
     settings = ModelConfig(name=str(tmp_path), init="random", precision="fp32")
-    model = load_model(settings, method="full", device=CPU, seed=0, is_padded=family in ("xlstm", "inkling_text"))
+    model = load_model(
+        settings, method="full", device=CPU, seed=0, how=Loading(is_padded=family in ("xlstm", "inkling_text"))
+    )
     assert "head loss = cross-entropy" in prove_layout(model, longest=16, any_attention=True)[1]
 
 

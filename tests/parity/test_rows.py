@@ -10,7 +10,7 @@ from tiny_models import tiny_config, tiny_samples
 from flatout.config.schema import ModelConfig
 from flatout.errors import PackingError
 from flatout.models.blocks import model_inputs
-from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import prove_layout
@@ -43,7 +43,7 @@ SAMPLES = tiny_samples([9, 1, 17, 5, 30])
 def load(folder, family: str, precision: str, rows: bool = True) -> LoadedModel:
     tiny_config(family, **STATEFUL.get(family, {})).save_pretrained(folder)
     config = ModelConfig(name=str(folder), init="random", precision=precision)
-    loaded = load_model(config, method="full", device=torch.device("cpu"), seed=0, is_padded=rows)
+    loaded = load_model(config, method="full", device=torch.device("cpu"), seed=0, how=Loading(is_padded=rows))
     loaded, line = prove_layout(loaded, longest=40, any_attention=True)
     assert line.startswith("rows = alone" if rows else "packed = alone")
     loaded.model.eval()

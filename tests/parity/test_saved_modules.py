@@ -16,7 +16,7 @@ from flatout.errors import UsageError
 from flatout.kernels.cross_entropy.reference import product_loss
 from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.export import merge, save_model
-from flatout.models.load.model import load_model
+from flatout.models.load.model import Loading, load_model
 from flatout.models.lora.adapter import apply_adapter, load_adapter, read_back, save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters, without_adapter
 from flatout.models.lora.saved import SavedModule, grow_vocabulary, rows_of_tokens, saved_modules
@@ -148,7 +148,7 @@ def test_a_saved_module_stays_dense_under_4_bits(tmp_path):
     names = ["down_proj", "lm_head"]
     model = load_model(
         ModelConfig(name=str(tmp_path), precision="fp32"), method="lora", device=torch.device("cpu"), seed=0,
-        base=BaseConfig(storage="nf4"), keep_dense=names,
+        base=BaseConfig(storage="nf4"), how=Loading(keep_dense=names),
     ).model  # fmt: skip
     add_lora(model, LoraConfig(rank=2, modules_to_save=names), seed=0)
     saved = [held for held in saved_modules(model).values() if isinstance(held, SavedModule)]

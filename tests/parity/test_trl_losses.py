@@ -22,7 +22,7 @@ from flatout.bench.inputs import write_tokenizer
 from flatout.config.objective import class_of_kind
 from flatout.config.schema import ModelConfig
 from flatout.models.blocks import hidden_states
-from flatout.models.load.model import load_model
+from flatout.models.load.model import Loading, load_model
 from flatout.models.packed import BatchColumns, PackedBatch, flatten_samples, rows_of_positions
 from flatout.models.packed_loss import PackedLoss
 from flatout.models.scoring import ONE_SCORE, Scoring
@@ -266,7 +266,7 @@ def test_reward_trainer(tmp_path: Path, margin: bool, centering: float) -> None:
     model.config.pad_token_id = 0
     told = trainer.compute_loss(model, trainer.data_collator(pairs))
     config, scoring = ModelConfig(name=str(folder), precision="fp32"), Scoring(ONE_SCORE, 0)
-    loaded = load_model(config, method="full", device=CPU, seed=0, scoring=scoring)
+    loaded = load_model(config, method="full", device=CPU, seed=0, how=Loading(scoring=scoring))
     loss = PackedLoss(loaded.model, objective=Reward.of({"margin": margin, "centering": centering}))
     mine, *_ = loss(packed(ROWS, 2, margins))
     compare(told, model, mine / 2, loaded)

@@ -63,6 +63,24 @@ class LoadedModel:
         return nullcontext() if self.waiting is None else self.waiting.first_layers()
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What a run has decided of how its model is loaded.
+
+    `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
+    (see `DeferredWeights`). `is_padded`: each document is a padded row. Embedding and head grow to `num_rows` rows.
+    Modules that `keep_dense` names (by ending) are not quantized; `context_ranks` as in `choose_attention`. With
+    `scoring`, the model is one for sequence classification.
+    """
+
+    on_host: bool = False
+    is_padded: bool = False
+    num_rows: int = 0
+    keep_dense: Sequence[str] = ()
+    context_ranks: int = 1
+    scoring: Scoring | None = None
+
+
 def gpu_features(device: torch.device) -> tuple[bool, bool, bool]:
     """Return whether a device has bf16 and float8 arithmetic in hardware, and is a Hopper GPU; a CPU: all False."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -90,42 +108,35 @@ def load_model(
     seed: int,
     full: FullConfig = FullConfig(),  # noqa: B008  (FullConfig is frozen)
     base: BaseConfig = BaseConfig(),  # noqa: B008  (frozen as well)
-    on_host: bool = False,
-    is_padded: bool = False,
-    num_rows: int = 0,
-    keep_dense: Sequence[str] = (),
-    context_ranks: int = 1,
-    scoring: Scoring | None = None,
+    how: Loading = Loading(),
 ) -> LoadedModel:
     """Load a causal language model, or initialize it randomly, to train on packed documents or on padded rows.
 
     lora: every weight frozen, in the compute dtype; the decoder's linear layers in `base.storage`.
     full: fp32 master weights (fp64 for fp64), all trained, or with `full.weights: bf16` only bf16 weights.
     Reads only safetensors, never runs code from the model's repository, never makes up a missing weight, but a `score`.
-    `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
-    (see `DeferredWeights`). Embedding and head grow to `num_rows` rows. Modules that `keep_dense` names (by ending) are
-    not quantized; `context_ranks` as in `choose_attention`. With `scoring`, the model is one for sequence
-    classification. Raises UsageError, SecurityError or CheckpointError.
+    `how` holds what the run has decided. Raises UsageError, SecurityError or CheckpointError.
     """
     choose_kernels_of(named_capability())
     check_source(config.name, config.revision, needs_weights=config.init == "pretrained")
     storage = base.storage if method == "lora" else "model"
-    model_config = read_config(config.name, config.revision, storage, scoring)
+    model_config = read_config(config.name, config.revision, storage, how.scoring)
     text = model_config.get_text_config()
     compute_dtype = resolve_precision(config.precision, device)
     weight_dtype = weight_dtype_of(method, full, compute_dtype)
-    if not is_padded:
+    if not how.is_padded:
         choose_layout(text, "packed")
-    choice = choose_attention(config.attention, text, device=device, dtype=compute_dtype, context_ranks=context_ranks)
+    ranks = how.context_ranks
+    choice = choose_attention(config.attention, text, device=device, dtype=compute_dtype, context_ranks=ranks)
     register(choice.implementation)
     options: dict[str, Any] = {"dtype": weight_dtype, "attn_implementation": registered_name(choice.implementation)}
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        how = _Making(storage, device, seed, on_host, keep_dense)
-        model, unused, own = _make_attending(config, model_config, options, is_padded, how)
-        grow_vocabulary(model, num_rows, seed=seed)
-    set_padding(model, scoring and scoring.padding_id)
+        making = _Making(storage, device, seed, how)
+        model, unused, own = _make_attending(config, model_config, options, making)
+        grow_vocabulary(model, how.num_rows, seed=seed)
+    set_padding(model, how.scoring and how.scoring.padding_id)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
@@ -138,7 +149,7 @@ def load_model(
         report += quantized.describe_storage(model, storage)
     attends: Any = "transformers" if own else choice.implementation
     has_masters = weight_dtype != compute_dtype
-    return LoadedModel(model, compute_dtype, has_masters, attends, tuple(report), is_padded=is_padded)
+    return LoadedModel(model, compute_dtype, has_masters, attends, tuple(report), is_padded=how.is_padded)
 
 
 @contextmanager
@@ -216,40 +227,39 @@ def dequantized_method(config: Any) -> str | None:
 
 
 class _Making(NamedTuple):
-    """The storage of linear layers, save those of `keep_dense`; where they are, and the seed of random weights."""
+    """The storage of linear layers, their device, and the seed of random weights."""
 
     storage: str
     device: torch.device
     seed: int
-    on_host: bool
-    keep_dense: Sequence[str]
+    how: Loading
 
 
 def _make_attending(
-    config: ModelConfig, model_config: Any, options: dict[str, Any], is_padded: bool, how: _Making
+    config: ModelConfig, model_config: Any, options: dict[str, Any], making: _Making
 ) -> tuple[PreTrainedModel, list[str], str | None]:
     """Make the model as `_make_model` does; with rows, if need be with its own attention, and return why.
 
     Raises PackingError if documents are packed, or an attention is configured, and the model only has its own.
     """
     try:
-        return (*_make_model(config, copy(model_config), options, how), None)
+        return (*_make_model(config, copy(model_config), options, making), None)
     except KeyError as error:
         if options["attn_implementation"] not in str(error):
             raise
         reason = "its attention does not go through transformers' attention interface"
-        if not is_padded or config.attention != "auto":
+        if not making.how.is_padded or config.attention != "auto":
             remedy = "set batch.layout: auto and model.attention: auto"
             raise PackingError(f"model type {model_config.model_type}: {reason}; {remedy}") from error
-        return (*_make_model(config, model_config, {**options, "attn_implementation": None}, how), reason)
+        return (*_make_model(config, model_config, {**options, "attn_implementation": None}, making), reason)
 
 
 def _make_model(
-    config: ModelConfig, model_config: Any, options: dict[str, Any], how: _Making
+    config: ModelConfig, model_config: Any, options: dict[str, Any], making: _Making
 ) -> tuple[PreTrainedModel, list[str]]:
     """Make the model for `load_model`; also return the names of unused weights in the files."""
-    storage, device, seed, on_host, keep_dense = how
-    place = torch.device("cpu") if on_host else device
+    storage, device, seed, how = making
+    place = torch.device("cpu") if how.on_host else device
     quantization = getattr(model_config, "quantization_config", None)
     is_nf4 = quantization is not None and not dequantized_method(model_config)
     if is_nf4 or (quantization is not None and config.init == "random"):
@@ -258,7 +268,7 @@ def _make_model(
     if config.init == "random" and storage != "model":
         quantizer = quantized.QUANTIZERS[storage]
         model = quantized.random_quantized(
-            model_config, options, quantizer, device=device, seed=seed, place=place, keep_dense=keep_dense
+            model_config, options, quantizer, device=device, seed=seed, place=place, keep_dense=how.keep_dense
         )
         return model, []
     if config.init == "random":
@@ -270,15 +280,15 @@ def _make_model(
             config.name, config.revision, model_config, options, device=device, place=place, seed=seed
         )
         return nf4, []
-    in_files = on_host or storage != "model"
+    in_files = how.on_host or storage != "model"
     read, where = ({**options, "dtype": "auto"}, torch.device("cpu")) if in_files else (options, device)
     model, unused = load_pretrained(config.name, config.revision, model_config, read, {"": where}, seed=seed)
     if storage != "model":
         quantizer = quantized.QUANTIZERS[storage]
         quantized.quantize_layers(
-            model, quantizer, device=device, dtype=options["dtype"], place=place, keep_dense=keep_dense
+            model, quantizer, device=device, dtype=options["dtype"], place=place, keep_dense=how.keep_dense
         )
-    elif on_host and model.dtype != options["dtype"]:
+    elif how.on_host and model.dtype != options["dtype"]:
         compute_buffers(model, quantized.empty_model(model_config, options))
     return model, unused
 

@@ -17,7 +17,7 @@ from flatout.models.export import save_model
 from flatout.models.frozen.frozen_experts import Nf4Experts
 from flatout.models.frozen.frozen_linear import Nf4Linear
 from flatout.models.load.inference import load_for_inference
-from flatout.models.load.model import load_model
+from flatout.models.load.model import Loading, load_model
 from flatout.models.load.quantized import Quantizer, quantize_layers, random_quantized
 from flatout.models.selftest import check_packing
 
@@ -240,7 +240,7 @@ def write_dequantizable(folder, family, method):
 def test_quantized_files_are_read_as_the_weights_they_stand_for(tmp_path, family, method, training, on_host):
     dense = write_dequantizable(tmp_path, family, method)
     config = ModelConfig(name=str(tmp_path), precision="fp32")
-    loaded = load_model(config, method=training, device=CPU, seed=0, on_host=on_host)
+    loaded = load_model(config, method=training, device=CPU, seed=0, how=Loading(on_host=on_host))
     assert f"the files' {method} weights are dequantized" in loaded.report
     assert type(loaded.model) is type(tiny_model(family))
     if not on_host:

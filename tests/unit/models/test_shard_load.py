@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
-from flatout.models.load.model import load_model
+from flatout.models.load.model import Loading, load_model
 from flatout.models.load.sharded import DeferredWeights
 from flatout.models.masters import Dither
 from flatout.models.selftest import check_packing
@@ -35,7 +35,7 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
     save_tiny_model(tmp_path, family, torch.bfloat16 if precision == "bf16" else torch.float32, num_hidden_layers=3)
     config = ModelConfig(name=str(tmp_path), precision=precision)
     expected = load_model(config, method="full", device=CPU, seed=0)
-    loaded = load_model(config, method="full", device=CPU, seed=0, on_host=True)
+    loaded = load_model(config, method="full", device=CPU, seed=0, how=Loading(on_host=True))
     compute = torch.bfloat16 if precision == "bf16" else None
     Dither(expected.model, compute=compute, seed=5).apply_to(expected.model)
     dither = Dither(loaded.model, compute=compute, seed=5)
@@ -71,7 +71,7 @@ def test_quantized_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any)
     save_tiny_model(tmp_path, "qwen2", torch.bfloat16, num_hidden_layers=3)
     config, base = ModelConfig(name=str(tmp_path), init=init, precision="fp32"), BaseConfig(storage=storage)
     expected = load_model(config, method="lora", device=CPU, seed=0, base=base).model.state_dict()
-    loaded = load_model(config, method="lora", device=CPU, seed=0, base=base, on_host=True)
+    loaded = load_model(config, method="lora", device=CPU, seed=0, base=base, how=Loading(on_host=True))
     waiting = DeferredWeights(loaded.model, device=CPU, dtype=torch.float32)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     with waiting.first_layers():
@@ -99,7 +99,7 @@ def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path: Path, init: Any) 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loaded = load_model(config, method="lora", device=device, seed=0, base=base, on_host=True)
+    loaded = load_model(config, method="lora", device=device, seed=0, base=base, how=Loading(on_host=True))
     # quantizing a weight takes some fp32 copies of it
     assert torch.cuda.max_memory_allocated() - before < 5 * num_bytes
     assert torch.cuda.memory_allocated() - before < num_bytes / 10
@@ -112,7 +112,7 @@ def test_a_shard_of_masters_starts_where_the_whole_does(tmp_path: Path) -> None:
     config = ModelConfig(name=str(tmp_path), precision="bf16")
     expected = load_model(config, method="full", device=CPU, seed=0).model
     Dither(expected, compute=torch.bfloat16, seed=5).apply_to(expected)
-    loaded = load_model(config, method="full", device=CPU, seed=0, on_host=True).model
+    loaded = load_model(config, method="full", device=CPU, seed=0, how=Loading(on_host=True)).model
     dither = Dither(loaded, compute=torch.bfloat16, seed=5)
     experts = [name for name, held in loaded.named_parameters() if held.dim() == 3]
     assert experts

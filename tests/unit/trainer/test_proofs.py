@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.config.schema import ModelConfig
-from flatout.models.load.model import load_model
+from flatout.models.load.model import Loading, load_model
 from flatout.models.proof_key import proof_key
 from flatout.track.run_log import read_run
 from flatout.track.start_up import EVENT, stages_of
@@ -100,7 +100,9 @@ def test_ranks_that_share_micro_batches_prove_anew_and_compare_shares_in_every_s
 def test_a_verdict_on_packed_documents_is_none_on_rows(tiny: Any) -> None:
     """Of one configuration: a model that cannot be packed is planned again in rows."""
     config, cpu = ModelConfig(name=str(tiny.model_dir), precision="fp32"), torch.device("cpu")
-    packed, rows = (load_model(config, method="lora", device=cpu, seed=0, is_padded=rows) for rows in (False, True))
+    packed, rows = (
+        load_model(config, method="lora", device=cpu, seed=0, how=Loading(is_padded=rows)) for rows in (False, True)
+    )
     assert proof_key(packed, cpu) == proof_key(replace(packed), cpu)
     assert proof_key(packed, cpu) != proof_key(replace(packed, is_padded=True), cpu)
     assert proof_key(packed, cpu) != proof_key(rows, cpu)
