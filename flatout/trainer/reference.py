@@ -149,9 +149,9 @@ def _fill_column(
             continue
         run.reporter.phase("computing the reference", done, total)
         run.watch.set_phase("start")  # it goes on, however long the pass is
-        ids_of_chunk = dict(zip(ids := _ids(chunk), _take(run, loader, plan, chunk, ids), strict=True))
+        logprob_of = dict(zip(ids := _ids(chunk), _take(run, loader, plan, chunk, ids), strict=True))
         # what is known stays as it is: it may be of another packing
-        values[unknown] = [ids_of_chunk[sample_id] for sample_id in unknown]
+        values[unknown] = [logprob_of[sample_id] for sample_id in unknown]
         _require_finite(store, unknown)
         done += len(unknown)
         before = time.perf_counter()
