@@ -47,7 +47,7 @@ from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.profile.profiler import Profiler
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
-from flatout.trainer.state import Run
+from flatout.trainer.state import TrainingRun
 
 OURS: dict[str, list[str]] = {"bf16": [], "fp8": ["base.storage=fp8"]}
 PEERS = ("trainer", "trl", "unsloth")
@@ -168,7 +168,7 @@ def ours(args: argparse.Namespace, row: str) -> dict[str, Any]:
     }  # fmt: skip
     recorder, found = MemoryCallback(), dict[str, Any]()
 
-    def after(run: Run) -> None:
+    def after(run: TrainingRun) -> None:
         found.update(gpu_memory())
         if run.memory.model is not None:
             batches = [batch for step in run.plan.steps() for batch in step.ranks[0]]

@@ -164,6 +164,3 @@ class TrainingRun:
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters as the optimizer holds them; flat ones if it flattens them."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-
-Run = TrainingRun  # the name that benchmarks/pictures.py imports

@@ -79,8 +79,8 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2620,
-    "trainer": 6252,
-    "verifier": 1166,
+    "trainer": 6249,
+    "verifier": 1165,
     "view": 1493,
 }
 
