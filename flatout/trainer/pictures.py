@@ -125,13 +125,21 @@ class PictureMaker(PicturePacker):
 
 
 def with_pictures(shape: ModelShape, store: TokenStore, config: Config, reporter: Reporter) -> ModelShape:
-    """Return the shape with what pictures need of memory and FLOPs, and report them; as it is without pictures."""
+    """Return the shape with what pictures need of memory and FLOPs, and report them; as it is without pictures.
+
+    Raises UsageError for a trained tower whose layers are not known.
+    """
     if not store.num_pictures:
         return shape
     for line in picture_statistics(store):
         reporter.stage("pictures", line)
     ends = np.append(0, np.cumsum(store.extra["picture_values"]))[store.picture_offsets]
     tower, parts = shape.tower, config.model.trained_parts
+    if parts and tower is None:
+        raise UsageError(
+            f"model.freeze_{min(parts)}: false: the memory for training the vision tower of model type "
+            f"{shape.model_type} cannot be planned; leave the setting out"
+        )
     if tower is not None and parts:
         # a backward pass of the inputs, and with method full one of the weights
         backward = 1 if config.method == "lora" else 2

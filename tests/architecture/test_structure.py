@@ -79,7 +79,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2620,
-    "trainer": 6249,
+    "trainer": 6257,
     "verifier": 1165,
     "view": 1493,
 }

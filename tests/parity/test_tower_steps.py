@@ -18,6 +18,8 @@ from flatout.models.blocks import part_of
 BOTH = {"freeze_vision_tower": False, "freeze_projector": False}
 # families whose projector is a bare matrix, which takes no adapter
 NO_LAYER = ("gemma3", "ovis2")
+# the family whose tower's memory is not planned
+UNPLANNED = "gemma4"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
 def cases() -> Iterator[Any]:
     for family, own in FAMILIES.items():
         for layout in own.layouts:
-            for method in ("lora", "full"):
+            for method in ("lora", "full") if family != UNPLANNED else ():
                 first = (family, layout) == (BY_DEFAULT[0 if method == "lora" else 1], "packed")
                 yield pytest.param(family, layout, method, marks=() if first else pytest.mark.exhaustive)
 
@@ -59,10 +61,11 @@ def test_training_the_tower_equals_a_plain_loop(
     train(config)
     records = metrics_of(tmp_path / "run")
     assert len(records) == NUM_STEPS
-    # AdamW's first steps follow the sign of gradients, also of those that are rounding alone
+    # some norms of decoders compute in fp32, and AdamW's first steps follow the sign of gradients, also of those that
+    # are rounding alone
     is_wide = FAMILIES[family].limit < 1e-8
     assert records[0]["loss"] == pytest.approx(losses[0], rel=FAMILIES[family].limit)
-    assert records[0]["grad_norm"] == pytest.approx(plain.grad_norms[0], rel=1e-10 if is_wide else 1e-4)
+    assert records[0]["grad_norm"] == pytest.approx(plain.grad_norms[0], rel=1e-8 if is_wide else 1e-4)
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-7 if is_wide else 1e-3)
     assert [record["grad_norm"] for record in records] == pytest.approx(plain.grad_norms, rel=1e-5 if is_wide else 5e-2)
     if method == "lora":
@@ -73,3 +76,43 @@ def test_training_the_tower_equals_a_plain_loop(
         ours, truth = load_file(tmp_path / "run" / "final" / "model.safetensors"), plain.model.state_dict()
     for name in ours.keys() & truth.keys():
         torch.testing.assert_close(ours[name].double(), truth[name].double(), rtol=1e-2, atol=1e-3, msg=name)
+
+
+def test_a_tower_that_is_not_planned_is_not_trained(world: PictureWorld, tmp_path: Path) -> None:
+    from flatout.errors import UsageError
+    from flatout.parallel.rank import Rank
+    from flatout.track.callback import Reporter
+    from flatout.trainer.decide import plan_run
+
+    for model in ({}, BOTH):
+        config = world.config(UNPLANNED, tmp_path / "run", batch={"layout": "rows"}, model=model)
+        if not model:
+            assert plan_run(config, Reporter(), Rank()).store.num_pictures
+            continue
+        with pytest.raises(UsageError, match="the vision tower of model type gemma4_text cannot be planned"):
+            plan_run(config, Reporter(), Rank())
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [
+        pytest.param("cpu", "qwen3_vl", marks=pytest.mark.exhaustive),
+        *(pytest.param("cuda", family, marks=GPU) for family in ("qwen2_5_vl", "qwen3_vl", "llava_onevision")),
+    ],
+)
+def test_steps_in_bf16_follow_plain_ones(tmp_path: Path, metrics_of: Any, device: str, family: str) -> None:
+    """On a GPU, the tower's gradients come through its own attention kernel where the family takes it."""
+    from flatout.trainer.run import train
+
+    torch.compiler.reset()
+    wide = PictureWorld(tmp_path / "wide", wide=True)
+    planned = start_adapter(wide.config(family, tmp_path / "exact", model=BOTH), tmp_path / "start")
+    plain = PlainRun(planned, wide.model(family), tmp_path / "start", wide.rows)
+    losses = plain.losses()
+    train(wide.config(family, tmp_path / "run", device=device, model={**BOTH, "precision": "bf16"}))
+    records = metrics_of(tmp_path / "run")
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=2e-2)
+    assert records[0]["grad_norm"] == pytest.approx(plain.grad_norms[0], rel=3e-2)
