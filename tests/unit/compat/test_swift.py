@@ -248,6 +248,7 @@ def test_a_command_of_answers_becomes_a_run(tmp_path: Path) -> None:
         ("--split_dataset_ratio 0.1 --early_stop_interval 3", "eval", {"fraction": 0.1, "patience": 3}),
         ("--quant_method bnb --quant_bits 4", "base", {"storage": "nf4"}),
         ("--use_dora true", "lora", {"dora": True}),
+        ("--freeze_vit false --freeze_aligner true", "model", {"freeze_vision_tower": False, "freeze_projector": True}),
     ],
 )
 def test_options_of_answers(tmp_path: Path, more: str, section: str, expected: Any) -> None:
@@ -285,7 +286,7 @@ def test_however_it_is_started(tmp_path: Path, start: str) -> None:
         (SFT.replace("MORE", "--truncation_strategy left"), "truncation_strategy: 'left' is not supported"),
         (SFT.replace("MORE", "--loss_scale hermes"), "loss_scale: hermes is not supported: each token of every answer"),
         (SFT.replace("MORE", "--loss_scale last_round"), "loss_scale: last_round is not supported"),
-        (SFT.replace("MORE", "--freeze_vit false"), "freeze_vit: the tower of pictures is not trained here"),
+        (SFT.replace("MORE", "--freeze_llm true"), "freeze_llm: the language model is trained"),
         (SFT.replace("MORE", "--template chatml2"), "template: 'chatml2' is not one of"),
         (SFT.replace("MORE", "").replace("org/one", "swift/self-cognition"), "write your model_name and model_author"),
         (SFT.replace("MORE", "").replace("org/one", "./one.jsonl"), "data.num_samples counts the rows of all data"),
