@@ -58,7 +58,7 @@ MAX_PACKAGE_LINES = {
     "bench": 255,
     "checkpoint": 1474,
     "cli": 2832,
-    "compat": 3692,
+    "compat": 3693,
     "config": 2770,
     "data": 10453,
     "demo": 602,
