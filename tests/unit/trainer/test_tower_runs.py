@@ -68,7 +68,9 @@ def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_sam
 def test_verify_compares_gradients_of_the_tower(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, method: str, level: str
 ) -> None:
-    check = command(world, tmp_path, *BOTH, f"method={method}", f"recompute={level}", "--fp64", verb="verify")
+    check = command(
+        world, tmp_path, *BOTH, f"method={method}", f"recompute={level}", "--fp64", "--ranks=1", verb="verify"
+    )
     assert main(check) == 0
     rows = json.loads((tmp_path / "one" / "verify.json").read_text())["rows"]
     assert max(row["worst_difference"] for row in rows if row["case"].startswith("packed")) < 1e-6
