@@ -9,11 +9,12 @@ import torch
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor, nn
 
-from flatout.config.schema import ModelConfig
+from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels import moe
 from flatout.kernels.moe import reference
 from flatout.models.experts.block import experts_modules, prepare_experts, register_experts
 from flatout.models.load.model import load_model
+from flatout.models.lora.layer import add_lora
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
 _EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -189,6 +190,20 @@ def test_layer_is_one_graph_for_every_number_of_tokens() -> None:
         for num_tokens in (33, 20):
             for one, other in zip(run(compiled, num_tokens), run(mlp, num_tokens), strict=True):
                 torch.testing.assert_close(one, other)
+
+
+def test_experts_with_adapters_compile_without_gradients(tmp_path: Any) -> None:
+    """As in the passes that only count what routers choose."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    named = ModelConfig(name=str(tmp_path), precision="fp32")
+    loaded = load_model(named, method="lora", device=torch.device("cpu"), seed=0)
+    add_lora(loaded.model, LoraConfig(rank=4, targets=["experts"]), seed=0)
+    mlp = loaded.model.model.layers[1].mlp
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), mlp(x))
 
 
 @pytest.mark.gpu

@@ -82,7 +82,8 @@ class ExpertsBlock(torch.autograd.Function):
 
     With S rows of k slots for each of T tokens: `x` (T, D), `weights` (T, k), biases (E, 2 I) and (E, D), adapters A
     (E, r, in) and B (E, out, r), whose B is already scaled. `storage` holds the tensors of `up` (E, 2 I, D), then those
-    of `down` (E, D, I); only dense ones can be trained.
+    of `down` (E, D, I); only dense ones can be trained. The first has a name of its own: torch's compiler takes a
+    forward for one without `ctx` if it is given as many arguments as it has parameters, and two dense ones made it so.
     """
 
     @staticmethod
@@ -90,9 +91,9 @@ class ExpertsBlock(torch.autograd.Function):
         ctx: Any, x: Tensor, weights: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, up_a: Tensor | None,
         up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, order: Tensor, offsets: Tensor,
         inverse: Tensor, tiles: Tensor, gate: Gate, up: ExpertsMatmul, down: ExpertsMatmul, num_up: int,
-        *storage: Tensor,
+        first: Tensor, *others: Tensor,
     ) -> Tensor:  # fmt: skip
-        routing = Routing(order, offsets, inverse, tiles)
+        routing, storage = Routing(order, offsets, inverse, tiles), (first, *others)
         low_x = None if up_a is None else grouped_linear(x, up_a, routing, gather=True)
         rows = up.forward(x, storage[:num_up], routing, gather=True, low=low_x, low_weight=up_b)
         if up_bias is not None:
