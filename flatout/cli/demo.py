@@ -14,7 +14,8 @@ STEP_LINE_S = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("--out", type=Path, default=Path("demo"), metavar="FOLDER", help="output folder (demo)")
+    folders = "output folder (demo; with --images demo-images)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=folders)
     pictures = "colored shapes and a tiny vision-language model (needs the extra `images`)"
     parser.add_argument("--images", action="store_true", help=pictures)
     parser.add_argument("--seed", type=int, default=42, help="seed for data, weights and sample order (42)")
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Returns 0 if the held-out loss halved and every answer is right, else 1."""
+    args.out = args.out or Path("demo-images" if args.images else "demo")
     return _run_shapes(args) if args.images else _run_conversations(args)
 
 

@@ -25,6 +25,7 @@ from flatout.io.kept_facts import hashes_of
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.models.scoring import Scoring
 from flatout.objectives.load import load_objective
+from flatout.objectives.preference import Preference
 from flatout.objectives.protocol import Objective
 from flatout.optim.lr_schedule import warmup_note
 from flatout.parallel.control_group import ControlGroup
@@ -201,6 +202,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
         usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
         if usual and lr > UNUSUAL_LR * usual:
             ran += f"; optim.lr {lr:g} is {lr / usual:.0f} times the usual {usual:g}, which optim.lr=auto takes"
+        pairs = lr_of(config.method, "dpo") if config.objective.path and isinstance(objective, Preference) else None
+        if pairs and lr > UNUSUAL_LR * pairs:
+            ran += f"; losses over pairs usually take optim.lr={pairs:g}, not {lr:g}"
         reporter.stage("objective", f"{objective.line}{ran}")
     return objective
 

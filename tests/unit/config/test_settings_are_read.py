@@ -23,6 +23,8 @@ CALLED = {"data.sources": ("source",), "objective.reference": ("reference",), ""
 THROUGH = {
     "run_dir": "folder",
     "device": "wanted_device",
+    "model.freeze_vision_tower": "trained_parts",
+    "model.freeze_projector": "trained_parts",
     "base.compute": "computes_in_fp8",
     "lora.layers": "layer_indices",
     "lora.rank_pattern": "of_layer",

@@ -83,7 +83,7 @@ def test_evaluations_show_no_answer_to_avoid_as_reference(plan: Plan) -> None:
     assert len(rows) == 1
 
 
-def test_a_loss_of_ones_own_builds_on_preference(tiny: Any, tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_builds_on_preference(tiny: Any, tmp_path: Path, capfd: Any) -> None:
     """The example of the page: flatout computes the reference, so the first step's ratios are 0 and its loss is 1."""
     hinge = EXAMPLE.with_name("hinge.py")
     page = (EXAMPLE.parents[1] / "docs" / "objectives.md").read_text()
@@ -103,6 +103,10 @@ def test_a_loss_of_ones_own_builds_on_preference(tiny: Any, tmp_path: Path) -> N
     for step in later:
         assert step.loss == pytest.approx(1 - step.metrics["rewards/margins"], rel=1e-9)
         assert step.loss < 1
+    unusual = "losses over pairs usually take optim.lr=5e-06, not 0.001"
+    assert unusual in " ".join(capfd.readouterr().out.split())
+    assert main(["plan", str(tmp_path / "run.yaml"), "optim.lr=5e-6"]) == 0
+    assert "losses over pairs usually take" not in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.exhaustive
