@@ -108,11 +108,20 @@ def install(extras: str) -> str:
     folder = Path(__file__).parents[1]
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e '{folder}[{extras}]'"
-    from importlib import metadata  # lazy: only this error needs it
+    from importlib import metadata  # lazy: only this error needs them
 
-    named = {f"extra == '{extra}'" for extra in extras.split(",")}
-    needed = [text.replace('"', "'").partition(";") for text in metadata.requires("flatout") or ()]
-    return "pip install " + " ".join(f"'{name.strip()}'" for name, _, when in needed if when.strip() in named)
+    from packaging.requirements import Requirement
+
+    try:
+        every = [Requirement(text) for text in metadata.requires("flatout") or ()]
+    except metadata.PackageNotFoundError:
+        every = []
+    needed = [
+        f"'{each.name}{each.specifier}'" for each in every
+        if each.marker and not each.marker.evaluate({"extra": ""})
+        and any(each.marker.evaluate({"extra": extra}) for extra in extras.split(","))
+    ]  # fmt: skip
+    return f"pip install {' '.join(needed)}" if needed else f"install flatout with its extra {extras}"
 
 
 def first_line(error: BaseException) -> str:

@@ -74,7 +74,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{args.file}: only the shell knows the ranks, {command.num_ranks}; give --gpus N, of all nodes"
         )
-    translation = _translate(system, given, args.gpus or int(command.num_ranks), args.file.parent)
+    num_gpus = int(command.num_ranks) if args.gpus is None else args.gpus
+    if num_gpus < 1:
+        raise UsageError(f"{args.file}: {num_gpus} GPUs; give --gpus N, of all nodes, at least 1")
+    translation = _translate(system, given, num_gpus, args.file.parent)
     # what needs a decision stands first
     outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]

@@ -211,12 +211,20 @@ def _class_name(given: Given) -> Became:
 
 
 _LORA = lora_rules(_is_lora)
+
+
+def _pictures_frozen(given: Given) -> Became:
+    names = ("model.freeze_vision_tower", "model.freeze_projector")
+    return Became(dict.fromkeys(names, False)) if given.value is False else Became(note="the tower stays frozen")
+
+
 AXOLOTL: Mapping[str, Rule] = {
     **TRAINING_ARGUMENTS,
     **SHARED,
     **_LORA,
     **t.rules_of("axolotl"),
     "test_datasets": evaluated_apart,
+    "freeze_mm_modules": _pictures_frozen,
     **t.each("model_config overrides_of_model_config", t.nested(
         {"output_router_logits": t.switch({"experts.balance_loss": "model"})})),
     "lora_target_modules": _modules,

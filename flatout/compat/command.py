@@ -53,7 +53,8 @@ def read_command(file: Path) -> Command:
     Raises UsageError for no trainer or several, and for a value that only the shell knows.
     """
     started, environment, launch = list[tuple[str, list[str]]](), dict[str, str](), ""
-    for words in commands_of(file):
+    commands_and_words, unsure = commands_of(file)
+    for words in commands_and_words:
         environment |= dict(assignments(words))
         one = _trainer(words)
         if one is None:
@@ -62,6 +63,9 @@ def read_command(file: Path) -> Command:
         if one[0] not in _BESIDE:
             before = words[: len(words) - len(one[1])]
             environment |= {name: value for word in before for name, value in assignments([word])}
+            # before this command alone, or once in the script
+            own = {name for word in before for name, _ in assignments([word])}
+            environment |= {name: f"${name}" for name in (unsure - own) & environment.keys()}
             exported = [f"{name}={plain(value)}" for name, value in environment.items()]
             launch = " ".join([*map(plain, before), *exported])
     beside = {name: _BESIDE[name] for name, _ in started if name in _BESIDE}

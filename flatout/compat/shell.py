@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 
 from flatout.config.read import read_text
@@ -25,27 +26,57 @@ _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)\+?=(?P<value>.*)", re.DOTALL)
 _SIMPLE = re.compile(r"[\w./:@%+,#-]+")
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(?P<bare>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z_]\w*)\})")
 _SUM = re.compile(r"\$\((?:expr +(\d+) +\\?([*/+-]) +(\d+) *|\( *(\d+) *([*/+-]) *(\d+) *\))\)")
+# before a command, in which it may set a variable, and commands that set variables by name
+_BEFORE = {
+    "if",
+    "while",
+    "until",
+    "then",
+    "else",
+    "elif",
+    "do",
+    "{",
+    "!",
+    "export",
+    "declare",
+    "local",
+    "readonly",
+    "typeset",
+}
+_NAMED, _READS_FILE = {"for", "select", "read", "unset", "getopts", "mapfile"}, {"source", "."}
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case", "select", "{"}, {"fi", "done", "esac", "}"}
 
 
-def commands_of(file: Path) -> list[list[str]]:
-    """Return the words of each command, quoted as in the file, without comments and redirections.
+def commands_of(file: Path) -> tuple[list[list[str]], frozenset[str]]:
+    """Return the words of each command, quoted as in the file, without comments and redirections; and unsure names.
 
     A variable that the script sets once, to plain text and outside of branches and loops, stands for its value from
-    there on. Raises UsageError for quotes that are not closed.
+    there on. Variables that it may set otherwise are unsure. Raises UsageError for quotes that are not closed.
     """
     known, commands = dict[str, str](), list[list[str]]()
     words_of_all = _words_of_all(file)
-    times = Counter(name for words in words_of_all for name, _ in assignments(words))
-    depth = 0
+    times = Counter(name for words in words_of_all for name in _may_set(words))
+    depth, unsure = 0, {name for name, count in times.items() if count > 1}
     for words in words_of_all:
         depth += len(_OPENING & {*words[:1]}) - len(_CLOSING & {*words[:1]})
         words = [_filled(word, known) for word in words]
         commands.append(words)
+        if _READS_FILE & {*words[:1]}:
+            known.clear()
+        unsure |= _may_set(words) if depth else set()
         for name, value in assignments(words):
-            if times[name] == 1 and not depth and _SIMPLE.fullmatch(plain(value)) and not replaced(value):
+            if name not in unsure and _SIMPLE.fullmatch(plain(value)) and not replaced(value):
                 known[name] = plain(value)
-    return commands
+    return commands, frozenset(unsure)
+
+
+def _may_set(words: list[str]) -> set[str]:
+    """Return the names of variables that a command sets or may set for the commands after it."""
+    start = next((place for place, word in enumerate(words) if word not in _BEFORE), len(words))
+    named = set(filter(str.isidentifier, words[start + 1 :])) if _NAMED & {*words[start : start + 1]} else set()
+    matches = map(_ASSIGNED.fullmatch, words[start:])
+    assigned = takewhile(bool, matches) if start == 0 else filter(bool, matches)
+    return named | {match["name"] for match in assigned if match}
 
 
 def assignments(words: list[str]) -> list[tuple[str, str]]:

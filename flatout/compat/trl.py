@@ -144,7 +144,9 @@ def _mixer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     configs = values.get("dataset_configs") or [None] * len(mixer)
     if part := [name for name, share in mixer.items() if float(share) != 1]:
         raise RefusedError(f"{part[0]}: the first rows of a data set are not taken; name the split, as train[:10%]")
-    splits = [name for name in values.get("dataset_splits") or ["train", "test"] if "train" in name]
+    splits = [name.strip() for name in names_of(values.get("dataset_splits") or "train,test") if "train" in name]
+    if not splits:
+        raise RefusedError("dataset_splits: none has train in its name; name one, as train or train_sft")
     entries = zip(mixer, configs, strict=True)
     return [{"path": path, "name": name, "split": split} for path, name in entries for split in splits]
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from flatout.config.schema import Config
-from flatout.errors import UsageError, first_line
+from flatout.errors import first_line
 from flatout.models.arch_quirks import packed_hybrid
 from flatout.models.compile.cuda_graphs import GraphedDecoder
+from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size, segment_lengths
 from flatout.models.rope import DocumentRope
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
@@ -56,6 +57,9 @@ def _host_reads(model: PreTrainedModel) -> str | None:
     ropes = (module for module in model.modules() if isinstance(module, DocumentRope))
     if any(kind == "dynamic" for rope in ropes for kind, _ in rope.limits.values()):
         return "rope reads the documents' lengths on the host"
+    # elsewhere a product takes one expert after another, by boundaries that the host reads
+    if experts_modules(model) and model.dtype != torch.bfloat16:
+        return f"products of experts in {model.dtype} read the experts' boundaries on the host"
     if packed_hybrid(model.config.get_text_config())[1]:
         return "recurrent kernels read the documents' lengths on the host"
     return None
@@ -141,7 +145,7 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     """Record the run's most frequent sizes, unless `why_not`; return a line for the console.
 
     Gradients must be allocated already. Running out of memory ends the recording: the remaining sizes run unrecorded.
-    Raises UsageError for a model whose passes cannot be recorded.
+    So do all if a pass cannot be recorded.
     """
     if why_not:
         return f"off: {why_not}"
@@ -155,7 +159,7 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     try:
         num_recorded = decoder.record(sizes, run.loader.num_boundaries)
     except RuntimeError as error:
-        why = f"passes of model type {run.model.config.model_type} cannot be recorded ({first_line(error)})"
-        raise UsageError(f"cuda_graphs: {why}; set cuda_graphs: off") from error
+        torch._foreach_zero_(list(gradients))
+        return f"off: passes of model type {run.model.config.model_type} cannot be recorded ({first_line(error)})"
     run.loss.decoder = decoder
     return f"{num_recorded} of {len(sizes)} sizes recorded, {sizes[-1].num_tokens:,} to {sizes[0].num_tokens:,} tokens"

@@ -22,7 +22,7 @@ from flatout.data.rows.read import (
     table_rows,
     total_rows,
 )
-from flatout.errors import DataError
+from flatout.errors import DataError, first_line
 from flatout.io.durable_io import digest
 from flatout.io.near_path import did_you_mean
 from flatout.io.redact import redacted
@@ -271,7 +271,11 @@ def _split_of(path: PurePath) -> str | None:
 def require_local(pattern: str) -> None:
     """Raise DataError if a path that is no hub id and no data set's name has no file, folder or glob's match."""
     is_local = _looks_local(pattern) and "://" not in pattern and re.fullmatch(r"[\w-]+", pattern) is None
-    if is_local and not glob.glob(str(Path(pattern).expanduser()), recursive=True):  # noqa: PTH207
+    try:
+        path = str(Path(pattern).expanduser())
+    except RuntimeError as error:  # ~name of nobody
+        raise DataError(f"{pattern}: {first_line(error)}; write the whole path") from error
+    if is_local and not glob.glob(path, recursive=True):  # noqa: PTH207
         raise DataError(_nothing_found(pattern))
 
 

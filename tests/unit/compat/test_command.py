@@ -50,6 +50,43 @@ def test_only_the_trainers_own_words_are_read(tmp_path: Path, script: str, setti
 
 
 @pytest.mark.parametrize(
+    "between",
+    [
+        'if [ "$BIG" = 1 ]; then LR=5e-6; fi', "for LR in 1e-5 2e-5; do", 'read -p "lr? " LR', "declare LR=3e-4",
+        '[ "$BIG" = 1 ] && export LR=5e-5 BIGGER', "unset LR", "source settings.sh", "while getopts l: LR; do",
+    ],
+)  # fmt: skip
+def test_a_variable_that_may_be_set_again_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], between: str
+) -> None:
+    script = "LR=1e-5\n{}\n" + f"{START} --learning_rate $LR\n"
+    assert convert(tmp_path, script.format(between)) == 2
+    assert "--learning_rate: the shell replaces $LR" in capsys.readouterr().err
+    assert convert(tmp_path, script.format("export OTHER=1")) == 0
+    assert load_config(tmp_path / "out.yaml").optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "message"),
+    [
+        ("if [ $BIG = 1 ]; then\nNPROC_PER_NODE=8\nelse\nNPROC_PER_NODE=2\nfi", [], "only the shell knows the ranks"),
+        ("NPROC_PER_NODE=0", [], "0 GPUs; give --gpus N"),
+        ("NPROC_PER_NODE=2", ["--gpus", "-2"], "-2 GPUs; give --gpus N"),
+        ("NPROC_PER_NODE=$N", ["--gpus", "0"], "0 GPUs; give --gpus N"),
+    ],
+)
+def test_ranks_are_known_and_at_least_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str, options: list[str], message: str
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{start}\nswift sft --model org/m --dataset rows.jsonl --train_type lora\n")
+    command = ["convert", str(tmp_path / "run.sh")]
+    assert main([*command, *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--gpus", "2"]) == 0
+    assert "2 GPUs" in " ".join("".join(capsys.readouterr()).split())
+
+
+@pytest.mark.parametrize(
     ("beside", "here"),
     [
         ("swift export --adapters output/last --merge_lora true", "see flatout export"),

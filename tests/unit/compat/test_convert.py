@@ -255,6 +255,15 @@ def test_llamafactory(tmp_path: Path) -> None:
     assert values["checkpoint"] == {"every_steps": 500, "resume": "never"}
 
 
+def test_axolotls_tower_is_trained_where_it_is_there(tmp_path: Path) -> None:
+    for frozen in (True, False):
+        model = converted(tmp_path, f"{AXOLOTL}freeze_mm_modules: {str(frozen).lower()}\n", name=f"{frozen}.yaml")[
+            "model"
+        ]
+        assert model.get("freeze_vision_tower", True) == model.get("freeze_projector", True) == frozen
+        (tmp_path / "out.yaml").unlink()
+
+
 @pytest.mark.parametrize(
     ("change", "model"),
     [
@@ -675,6 +684,7 @@ def test_what_changes_no_step_is_not_refused(
         ("llama", "{model_name_or_path: out/llama/best, template: qwen}", "template: 'qwen' is not one of llama3"),
         ("trl", "callbacks: [mine]", "callbacks: 'mine' is not known; pass callbacks to flatout.train"),
         ("trl", "{dataset_mixer: {org/a: 0.5}}", "org/a: the first rows of a data set are not taken"),
+        ("trl", "{dataset_mixer: {org/a: 1}, dataset_splits: all}", "dataset_splits: none has train in its name"),
         ("trl", "{dataset_config: null, dataset_configs: [a, b]}", "dataset_configs: name one of one data set"),
     ],
 )  # fmt: skip
