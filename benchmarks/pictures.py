@@ -24,7 +24,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,13 +35,13 @@ from typing import Any
 import numpy as np
 import torch
 from bench.machine import gpu_header, gpu_memory, versions
+from bench.parts import run_part, telling
 from bench.shapes import SHAPES, shape_config
 from peers.peer_trainer import RANK, TARGETS
 
 from flatout.bench.figures import WARMUP_STEPS
 from flatout.bench.run import take_steps
 from flatout.config.read import make_config
-from flatout.environment import allocator_env
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.profile.profiler import Profiler
 from flatout.track.callback import Callback, MemoryCallback, Reporter
@@ -332,7 +331,8 @@ class Peer:
             "learning_rate": 1e-4, "lr_scheduler_type": "constant", "optim": "adamw_torch_fused",
             "logging_steps": 1 + num_steps, "report_to": "none", "save_strategy": "no", "bf16": self.cuda,
             "use_cpu": not self.cuda, "gradient_checkpointing": trial.checkpointing, "seed": 0, "disable_tqdm": True,
-            "dataloader_num_workers": NUM_WORKERS, "remove_unused_columns": False,
+            "train_sampling_strategy": "sequential", "dataloader_num_workers": NUM_WORKERS,
+            "remove_unused_columns": False,
             "use_liger_kernel": self.cuda and self.kind != "unsloth" and has_liger(),
         }  # fmt: skip
         if self.kind == "trl":
@@ -435,15 +435,8 @@ def table(results: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 def part(args: argparse.Namespace) -> None:
-    """One row, in this process: figures go to its file, a JSON line each."""
-    with (args.out / f"{args.part}.jsonl").open("w", encoding="utf-8") as file:
-
-        def tell(found: dict[str, Any]) -> None:
-            file.write(json.dumps(found) + "\n")
-            file.flush()
-            short = {key: value for key, value in found.items() if key != "stages"}
-            print(json.dumps({"row": args.part, **short}), flush=True)
-
+    """One row, in this process."""
+    with telling(args.part, args.out, hidden=["stages"]) as tell:
         if args.part in PEERS:
             peer(args, tell)
         else:
@@ -451,26 +444,15 @@ def part(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rows, one after another, each in a fresh process; a row that fails or is out of time does not stop others."""
+    """All rows, one after another, each in a fresh process."""
     results: dict[str, Any] = {}
-    started_s = time.time()
+    ends_s = time.time() + args.time_limit
     for row in args.rows:
-        began_s = time.time()
-        left_s, path = started_s + args.time_limit - began_s, args.out / f"{row}.jsonl"
-        command = [sys.executable, *sys.argv, "--part", row, f"--launched-s={began_s}",
-                   f"--trials-end-s={began_s + args.trials_s}", f"--timed-pictures={args.timed_pictures}"]  # fmt: skip
-        env = {**os.environ, **allocator_env(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if row in PEERS:
-            more = [str(folder.resolve()) for folder in args.peer_path]
-            env["PYTHONPATH"] = os.pathsep.join([*more, *filter(None, [env.get("PYTHONPATH")])])
-        try:
-            subprocess.run(command, env=env, check=True, timeout=max(left_s, 1.0))
-        except (subprocess.SubprocessError, OSError) as error:
-            print(f"{row}: {str(error)[-200:]}", flush=True)
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if found:
-            results[row] = found if row in PEERS else found[0]
-        print(f"{row}: {time.time() - began_s:.0f} s", flush=True)
+        now_s, is_peer = time.time(), row in PEERS
+        words = [f"--trials-end-s={now_s + args.trials_s}", f"--timed-pictures={args.timed_pictures}"]
+        paths = args.peer_path if is_peer else ()
+        if figures := run_part(row, words, args.out, left_s=ends_s - now_s, paths=paths):
+            results[row] = figures if is_peer else figures[0]
     return results
 
 

@@ -26,8 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench.machine import gpu_header, gpu_memory, versions
+from bench.parts import run_part, telling
 from bench.shapes import SHAPES, shape_config
 from numpy.typing import NDArray
 from peers.peer_trainer import RANK, TARGETS
@@ -48,7 +47,6 @@ from flatout.bench.figures import WARMUP_STEPS
 from flatout.bench.inputs import MAX_ID, MIN_ID, NAME, Samples
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
-from flatout.environment import allocator_env
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.reference import compute_step
@@ -346,17 +344,11 @@ def table(results: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 def part(args: argparse.Namespace) -> None:
-    """One row, in this process: figures go to its file, a JSON line each, written by the first rank."""
+    """One row, in this process; the first rank tells its figures."""
     if not Rank.from_env().is_first:
         ours(args, args.part)
         return
-    with (args.out / f"{args.part}.jsonl").open("w", encoding="utf-8") as file:
-
-        def tell(found: dict[str, Any]) -> None:
-            file.write(json.dumps(found) + "\n")
-            file.flush()
-            print(json.dumps({"row": args.part, **found}), flush=True)
-
+    with telling(args.part, args.out) as tell:
         if args.part == "trl":
             trl(args, tell)
         else:
@@ -364,31 +356,18 @@ def part(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rows, one after another, each in a fresh process; a row that fails or is out of time does not stop others."""
+    """All rows, one after another, each in a fresh process."""
     results: dict[str, Any] = {"gpu": gpu_header(), "versions": versions()}
-    started_s = time.time()
+    ends_s = time.time() + args.time_limit
     for row in args.rows:
-        left_s, began_s = started_s + args.time_limit - time.time(), time.time()
-        path = args.out / f"{row}.jsonl"
-        path.unlink(missing_ok=True)
-        # half of what is left for trials of TRL, the rest for its steps
-        command = [sys.executable]
-        if args.gpus > 1 and row != "trl":
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
-        command += [*sys.argv, "--part", row, "--launched-s", str(began_s)]
-        command += ["--trials-end-s", str(began_s + min(left_s, args.trials_s))]
-        env = {**os.environ, **allocator_env(os.environ), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if row == "trl":
-            more = [str(folder.resolve()) for folder in args.peer_path]
-            env["PYTHONPATH"] = os.pathsep.join([*more, *filter(None, [env.get("PYTHONPATH")])])
-        try:
-            subprocess.run(command, env=env, check=True, timeout=max(left_s, 1.0))
-        except (subprocess.SubprocessError, OSError) as error:
-            print(f"{row}: {error}", flush=True)
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        if found:
-            results[row] = found if row == "trl" else found[0]
-        print(f"{row}: {time.time() - began_s:.0f} s", flush=True)
+        now_s, is_trl = time.time(), row == "trl"
+        ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}")
+        launcher = ranks if args.gpus > 1 and not is_trl else ()
+        # the rest of the time is for the steps of TRL's fastest trials
+        words = [f"--trials-end-s={now_s + min(ends_s - now_s, args.trials_s)}"]
+        paths = args.peer_path if is_trl else ()
+        if figures := run_part(row, words, args.out, left_s=ends_s - now_s, launcher=launcher, paths=paths):
+            results[row] = figures if is_trl else figures[0]
     return results
 
 

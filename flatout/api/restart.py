@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
@@ -14,6 +13,7 @@ from flatout.config.section import paths_of
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
+from flatout.io.near_path import expand_home
 from flatout.io.no_gpu import require_gpu_driver
 from flatout.launch.launch_mode import RunHere, SpawnRanks
 from flatout.parallel.rank import Rank
@@ -75,7 +75,7 @@ def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator
     builds_all = bool(config.data.sources) and not config.eval.data_names
     data = config.data.model_copy(update={"root": Path()}) if builds_all else config.data
     for path in paths_of(config.model_copy(update={"run_dir": None, "data": data})):
-        whole = os.path.expanduser(path)  # noqa: PTH111  (another user's home need not exist)
+        whole = str(expand_home(path))
         paths = [Path(one).resolve() for one in (whole, *glob(whole, recursive=True))]  # noqa: PTH207
         if any(one.is_relative_to(folder) and not (own_model and one.is_relative_to(own_model)) for one in paths):
             yield path

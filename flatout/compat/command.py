@@ -53,8 +53,8 @@ def read_command(file: Path) -> Command:
     Raises UsageError for no trainer or several, and for a value that only the shell knows.
     """
     started, environment, launch = list[tuple[str, list[str]]](), dict[str, str](), ""
-    commands_and_words, unsure = commands_of(file)
-    for words in commands_and_words:
+    script, unsure = commands_of(file)
+    for words in script:
         environment |= dict(assignments(words))
         one = _trainer(words)
         if one is None:

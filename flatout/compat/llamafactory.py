@@ -196,10 +196,9 @@ def _projector(given: Given) -> Became:
         is_named = given.all.get("lora_target", "all") != "all" and not given.value
         also = "; if lora_target names layers of it, set model.freeze_projector: false" * is_named
         return Became(note=f"adapters leave the projector as it is{also}", check=is_named)
-    # of Qwen3-VL, where the two systems draw the line elsewhere
-    is_one = bool(given.value) != bool(given.all.get("freeze_vision_tower", True))
-    note = "deepstack mergers of Qwen3-VL count as projector here, as tower there" if is_one else ""
-    return Became({"model.freeze_projector": given.value}, note, check=is_one)
+    trains_one = bool(given.value) != bool(given.all.get("freeze_vision_tower", True))
+    note = "deepstack mergers of Qwen3-VL count as projector here, as tower there" if trains_one else ""
+    return Became({"model.freeze_projector": given.value}, note, check=trains_one)
 
 
 def _packing(given: Given) -> Became:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import LOSING
 from flatout.errors import DataError
 from flatout.io.json_file import read_json
+from flatout.io.near_path import expand_home
 from flatout.io.redact import printable
 
 _PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
@@ -128,7 +128,7 @@ def _shares(store: TokenStore) -> Iterator[str]:
 def _source_of(file: str, sources: Sequence[str]) -> str:
     """Return the source that a file belongs to, by its name; the file itself if none fits."""
     for source in sources:
-        path = str(Path(source).expanduser()) if source.startswith("~") else source
+        path = str(expand_home(source)) if source.startswith("~") else source
         inside = (path.rstrip("/") + "/", f"{path}[")
         if file == path or file.startswith(inside) or fnmatchcase(file, path):
             return source

@@ -13,9 +13,14 @@ from flatout.errors import next_steps
 _CUTOFF, _SHORT, _SHORT_CUTOFF, _ENDING_CUTOFF = 0.6, 3, 0.5, 0.5
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path whose `~` is the home folder; as it is if there is no such user, so that nothing is found there."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  (pathlib raises RuntimeError for a user who is not there)
+
+
 def near_path(given: str | Path) -> Path | None:
     """Return the path that exists and has nearly these names, each in its place; None if one name is like no other."""
-    path = Path(given).expanduser()
+    path = expand_home(given)
     near = Path(path.anchor)
     try:
         for part in path.parts[len(near.parts) :]:

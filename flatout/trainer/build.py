@@ -355,7 +355,7 @@ def compile_model(
             gather=proofs.gather,
         )
         compiled = compile_layers(loaded, mode, options, *losses)
-    if not planned.parallel_layout.compiles:
+    if config.compile != "off" and not planned.parallel_layout.compiles:
         compiled = replace(compiled, reason=f"not with strategy {planned.parallel_layout.strategy}")
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})

@@ -145,7 +145,7 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     """Record the run's most frequent sizes, unless `why_not`; return a line for the console.
 
     Gradients must be allocated already. Running out of memory ends the recording: the remaining sizes run unrecorded.
-    So do all if a pass cannot be recorded.
+    If a pass cannot be recorded at all, the run goes on without graphs.
     """
     if why_not:
         return f"off: {why_not}"

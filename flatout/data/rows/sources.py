@@ -22,9 +22,9 @@ from flatout.data.rows.read import (
     table_rows,
     total_rows,
 )
-from flatout.errors import DataError, first_line
+from flatout.errors import DataError
 from flatout.io.durable_io import digest
-from flatout.io.near_path import did_you_mean
+from flatout.io.near_path import did_you_mean, expand_home
 from flatout.io.redact import redacted
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Unread:
 
 
 def _local_files(pattern: str) -> Found:
-    path = Path(pattern).expanduser()
+    path = expand_home(pattern)
     if path.is_dir():
         files, others, num_seen = list[Path](), list[str](), 0
         for where, folders, names in os.walk(path):
@@ -245,7 +245,7 @@ def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | Re
     """
     files = list(listing.files)
     # `datasets` saved each split to its own folder
-    saved = listing.is_folder and (Path(source.path).expanduser() / "dataset_dict.json").exists()
+    saved = listing.is_folder and (expand_home(source.path) / "dataset_dict.json").exists()
     splits = {file: path.parts[0] if saved else _split_of(path) for file, path in listing.files.items()}
     named = sorted({split for split in splits.values() if split})
     if source.split in (None, "train") and (
@@ -271,11 +271,7 @@ def _split_of(path: PurePath) -> str | None:
 def require_local(pattern: str) -> None:
     """Raise DataError if a path that is no hub id and no data set's name has no file, folder or glob's match."""
     is_local = _looks_local(pattern) and "://" not in pattern and re.fullmatch(r"[\w-]+", pattern) is None
-    try:
-        path = str(Path(pattern).expanduser())
-    except RuntimeError as error:  # ~name of nobody
-        raise DataError(f"{pattern}: {first_line(error)}; write the whole path") from error
-    if is_local and not glob.glob(path, recursive=True):  # noqa: PTH207
+    if is_local and not glob.glob(str(expand_home(pattern)), recursive=True):  # noqa: PTH207
         raise DataError(_nothing_found(pattern))
 
 
@@ -285,7 +281,7 @@ def _looks_local(path: str) -> bool:
 
 
 def _nothing_found(pattern: str) -> str:
-    path = Path(pattern).expanduser()
+    path = expand_home(pattern)
     if glob.has_magic(pattern):
         return f"{pattern}: no data file matches; known types: {_TYPES}"
     if path.is_symlink():

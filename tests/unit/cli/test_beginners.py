@@ -56,6 +56,8 @@ COMMANDS: list[Row] = [
     ("init --data missing.jsonl new.yaml", 3, "missing.jsonl: no such file or folder"),
     ("init --data missing.jsonl --model model new.yaml", 3, "missing.jsonl: no such file or folder"),
     ("init --data *.parquet --model model new.yaml", 3, "*.parquet: no data file matches"),
+    ("init --data ~nobodyx/rows.jsonl --model model new.yaml", 3, "~nobodyx/rows.jsonl: no such file or folder"),
+    ("plan ~nobodyx/run.yaml", 2, "~nobodyx/run.yaml: cannot be read as a configuration: No such file or directory"),
     ("data show chats.jsonl", 3, "chats.jsonl holds rows and is no built data set; build one of it with `flatout data bu"),
     ("train run.yml", 2, "run.yml: cannot be read as a configuration: No such file or directory; did you mean run.ya", "train run.yaml"),
     ("train run", 2, "run: cannot be read as a configuration: No such file or directory", "train runs/run/config.yaml"),
@@ -313,6 +315,11 @@ def test_a_mistake_is_told_with_the_next_command(
     assert said in error
     assert "Traceback" not in error
     assert re.findall(r"^  flatout (.*)$", error, re.MULTILINE) == command
+
+
+def test_a_home_that_is_there_is_found(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(world))
+    assert main(["init", "--data", "~/chats.jsonl", "--model", str(world / "model"), str(tmp_path / "new.yaml")]) == 0
 
 
 def test_the_table_has_120_mistakes() -> None:

@@ -2,17 +2,25 @@
 
 from collections import Counter
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
 from flatout.config.schema import BatchConfig
+from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size
+from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.host_bound import HOST_S_PER_LAYER, is_host_bound
 from flatout.planner.steps.run_plan import RunPlan, make_plan
-from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets
+from flatout.track.callback import Reporter
+from flatout.trainer.decide import plan_run
+from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets, plan_graphs
 from flatout.trainer.model_shape import make_shape
 
 SIZES: dict[str, Any] = {
@@ -26,6 +34,18 @@ SIZES: dict[str, Any] = {
     "vocab_size": 32000,
 }
 SHAPE = make_shape(SIZES)
+EXPERTS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_experts": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_are_recorded_where_their_products_do_not_wait(tiny: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Decided before any GPU is asked, so a name of a device is enough here."""
+    config = tiny.config(tmp_path / "run", method="lora", compile="off")
+    planned = plan_run(config, Reporter(), Rank())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **EXPERTS), dtype=dtype)
+    assert experts_modules(model)
+    why, _ = plan_graphs(config, planned, model, torch.device("cuda"), 0)
+    assert ("read the experts' boundaries" in str(why)) == (dtype != torch.bfloat16)
 
 
 def plan_of(micro_batch_tokens: int) -> RunPlan:
