@@ -4,9 +4,7 @@ process. Started by test_strategies.py (gloo, CPU) and test_strategies_gpu.py (N
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from spawned_ranks import start_ranks
+from spawned_ranks import start_warm_ranks
 from torch import Tensor
+from warm_process import WarmProcess
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import make_config
@@ -244,22 +243,17 @@ def spawn(script: Path, spec: dict[str, Any], folder: Path, num_ranks: int, time
     """Run `script` as so many ranks with `spec` in a file; all must end well. Logs are `rank-N.log` in `folder`."""
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    # one log a rank: the processes write into them by themselves
-    command = [sys.executable, str(script), str(spec_path)]
-    scripts = [
-        ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(folder / f"rank-{rank}.log"), *command] for rank in range(num_ranks)
-    ]
-    processes = start_ranks(scripts, {"PYTHONPATH": os.pathsep.join(sys.path)})
+    processes = start_warm_ranks([[sys.executable, str(script), str(spec_path)]] * num_ranks, folder)
     try:
         wait_for(processes, timeout_s)
     finally:
         for process in processes:
             process.kill()
-    logs = "\n---\n".join((folder / f"rank-{rank}.log").read_text()[-4000:] for rank in range(num_ranks))
+    logs = "\n---\n".join(process.log.read_text()[-4000:] for process in processes)
     assert [process.wait() for process in processes] == [0] * num_ranks, logs
 
 
-def wait_for(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def wait_for(processes: list[WarmProcess], timeout_s: float) -> None:
     """Until all ended, or one failed: the others would wait for it for ever."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -1,14 +1,13 @@
 """Save under one strategy and number of ranks, load under every other; one rank's failure costs no older state."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import DEADLINE_S
-from spawned_ranks import start_ranks
+from spawned_ranks import start_warm_ranks
+from warm_process import WarmProcess
 
 from flatout.checkpoint.manifest import read_manifest
 from flatout.checkpoint.write import Checkpoints
@@ -16,11 +15,9 @@ from flatout.checkpoint.write import Checkpoints
 HERE = Path(__file__).parent
 
 
-def start(folder: Path, num_ranks: int) -> list[subprocess.Popen[str]]:
-    paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+def start(folder: Path, num_ranks: int) -> list[WarmProcess]:
     command = [sys.executable, str(HERE / "checkpoint_ranks.py"), str(folder)]
-    env = {"PYTHONPATH": os.pathsep.join(paths)}
-    return start_ranks([command] * num_ranks, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_warm_ranks([command] * num_ranks, folder / f"logs-{num_ranks}")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch
 from launching import DEADLINE_S, wait_for_steps
 from model_table import tiny as tiny_config_of
 from safetensors.torch import load_file
-from spawned_ranks import start_ranks
+from spawned_ranks import start_warm_ranks
 from transformers import CONFIG_MAPPING
+from warm_process import WarmProcess
 
 from flatout.config.read import dump_config
 from flatout.trainer.run import train
@@ -25,17 +25,17 @@ TRAIN = ("-m", "flatout", "train")
 
 def start(
     config: Any, folder: Path, num_ranks: int, *, last: Any = None, program: Sequence[str] = TRAIN
-) -> list[subprocess.Popen[str]]:
+) -> list[WarmProcess]:
     """So many ranks of a run; the last one of another, if given."""
     folder.mkdir(exist_ok=True)
     paths = [folder / f"rank-{rank}.yaml" for rank in range(num_ranks)]
     for path in paths:
         path.write_text(dump_config(last if last and path == paths[-1] else config))
     commands = [[sys.executable, *program, str(path)] for path in paths]
-    return start_ranks(commands, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start_warm_ranks(commands, folder)
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[int]:
+def finish(processes: list[WarmProcess]) -> list[int]:
     outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
     codes = [process.returncode for process in processes]
     assert set(codes) <= {0, 75}, outputs
