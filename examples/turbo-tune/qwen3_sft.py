@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout.compat.turbo_tune import main
+from flatout_frontdoors.turbo_tune import main
 
 sys.exit(main())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 # command -> the function in flatout that does it
 COMMANDS = {
-    "hypersloth-build-dataset": "flatout.compat.hypersloth_commands:build_dataset",
+    "hypersloth-build-dataset": "flatout_frontdoors.hypersloth_commands:build_dataset",
     "hypersloth-init": "flatout_frontdoors:write_example",
-    "hypersloth-train": "flatout.compat.hypersloth_commands:train",
-    "hypersloth-export": "flatout.compat.hypersloth_commands:export",
+    "hypersloth-train": "flatout_frontdoors.hypersloth_commands:train",
+    "hypersloth-export": "flatout_frontdoors.hypersloth_commands:export",
 }
 
 
@@ -27,7 +27,7 @@ def run_command() -> int:
             )
             return 2
     module, _, function = COMMANDS[name].partition(":")
-    return getattr(import_module(module), function)()
+    return int(getattr(import_module(module), function)())
 
 
 def write_example() -> int:

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "cli": _BELOW_TRAIN | _VERBS | {"api", "compat", "export", "launch", "trainer", "view"},
     "api": _BELOW_TRAIN | {"export", "launch", "trainer", "verifier", "view"},
     "export": {"checkpoint", "data", "models", "track", "view"},
-    "compat": {"api", "cli", "config", "data", "launch", "models", "parallel", "track"},
+    "compat": {"api", "config", "data", "launch", "models", "parallel", "track"},
     "bench": _BELOW_TRAIN | {"demo", "trainer"},
     "eval": {"data", "models", "rollout"},
     "studio": _BELOW_TRAIN | {"export", "launch", "trainer", "view"},

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flatout_frontdoors import distributed_demo
 
 import flatout
-from flatout.compat import distributed_demo
 from flatout.data.token_store import TokenStore
 from flatout.trainer import loop
 
@@ -200,7 +200,7 @@ def test_tasks_of_srun_are_ranks(tiny: Any, texts: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     kept: list[Any] = []
-    monkeypatch.setattr("flatout.compat.launched.train", kept.append)
+    monkeypatch.setattr("flatout_frontdoors.launched.train", kept.append)
     assert type_in(monkeypatch, "ddp", tiny, texts, "-b", "3", "-s", "64") == 0
     store = TokenStore.open(Path("data/built_dataset/texts"))
     samples = kept[0].batch.samples_per_step

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import yaml
+from flatout_frontdoors import turbo_tune
 
 import flatout
-from flatout.compat import turbo_tune
 from flatout.data.token_store import TokenStore
 from flatout.errors import install
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "turbo-tune"
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "turbo-tune"
 # the entries of Turbo-Tune's own files that the example's lack
 MISPLACED = {"zero1": {"tensor_parallel": {"autotp_size": 2}}, "zero2": {}, "zero3": {}}
 
@@ -198,7 +199,7 @@ def test_all_missing_packages_are_said_at_once_before_ranks_start(
         **os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NUM_GPU": "2", "CKPT_PREFIX": str(tmp_path),
         "MODEL_PATH": str(tiny.model_dir), "DATA_PATH": str(rows), "DS_CONFIG_PATH": "config/zero3.json",
         "MASTER_ADDR": "h", "MASTER_PORT": "1",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path(__file__).parents[3])]),
+        "PYTHONPATH": os.pathsep.join(map(str, [tmp_path / "packages", ROOT, ROOT / "frontdoors"])),
     }  # fmt: skip
     done = subprocess.run(
         ["bash", script, "--use_packing"], cwd=tmp_path / "here", env=env, capture_output=True, text=True, check=False

@@ -1,2 +1,2 @@
-from flatout.compat.hypersloth import DataConfig, DataConfigHF, DataConfigShareGPT, FastModelArgs, HFDatasetConfig
-from flatout.compat.hypersloth import HyperConfig, LoraArgs, PathDatasetConfig, TrainingArgsConfig, TrainingConfig
+from flatout_frontdoors.hypersloth import DataConfig, DataConfigHF, DataConfigShareGPT, FastModelArgs, HFDatasetConfig
+from flatout_frontdoors.hypersloth import HyperConfig, LoraArgs, PathDatasetConfig, TrainingArgsConfig, TrainingConfig

@@ -1,2 +1,2 @@
-from flatout.compat.opensloth import DatasetConfigBase, FastModelArgs, HFDatasetConfig, LoraArgs, OpenSlothConfig
-from flatout.compat.opensloth import PathDatasetConfig, TrainingArguments, TrainingConfig
+from flatout_frontdoors.opensloth import DatasetConfigBase, FastModelArgs, HFDatasetConfig, LoraArgs, OpenSlothConfig
+from flatout_frontdoors.opensloth import PathDatasetConfig, TrainingArguments, TrainingConfig

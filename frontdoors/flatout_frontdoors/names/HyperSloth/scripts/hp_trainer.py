@@ -1,1 +1,1 @@
-from flatout.compat.hypersloth import run_multiprocess_training, setup_envs
+from flatout_frontdoors.hypersloth import run_multiprocess_training, setup_envs

@@ -1,1 +1,1 @@
-from flatout.compat.opensloth import run_mp_training, setup_envs
+from flatout_frontdoors.opensloth import run_mp_training, setup_envs

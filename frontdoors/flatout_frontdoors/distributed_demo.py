@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import xxhash
 
-from flatout.compat.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 from flatout.config.schema import Config, SourceConfig
 from flatout.environment import environment, set_environment
 from flatout.errors import UsageError
+from flatout_frontdoors.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 
 STRATEGIES = {"single-gpu": "single", "ddp": "ddp", "fsdp": "fsdp"}
 # what names a run to Comet, and what its own variables are for

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from flatout.cli.main import exit_code_of
-from flatout.compat.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 from flatout.compat.training_arguments import TRAINING_ARGUMENTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule, any_value, off, to, translate
 from flatout.config.read import make_config
@@ -18,6 +17,7 @@ from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.io.json_file import read_json
 from flatout.track.trackers import require_installed
+from flatout_frontdoors.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 
 # what the script does without being told
 DEFAULTS: Mapping[str, Any] = {

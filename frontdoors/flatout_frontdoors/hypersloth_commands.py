@@ -7,10 +7,10 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from flatout.cli.main import exit_code_of, main
-from flatout.compat.hypersloth import HOW, HyperConfig, TrainingArgsConfig
 from flatout.config.read import dump_config, run_python
 from flatout.data import registry
 from flatout.io.durable_io import DurableIO
+from flatout_frontdoors.hypersloth import HOW, HyperConfig, TrainingArgsConfig
 
 
 def build_dataset() -> int:

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 
 from flatout.api.run import Run
 from flatout.api.start import train
-from flatout.compat.launched import device
 from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
 from flatout.compat.translation import Rule, Translation, any_value, each, off, only, renamed, to, translate
 from flatout.config.data import data_section
@@ -21,6 +20,7 @@ from flatout.data import registry
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, ProblemsError, UsageError
 from flatout.io.json_file import read_json
+from flatout_frontdoors.launched import device
 
 # the key of a registry entry under which `hypersloth-build-dataset` writes how it built the data set
 HOW = "hypersloth"

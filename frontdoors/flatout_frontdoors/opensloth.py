@@ -6,9 +6,9 @@ from typing import Literal
 
 from flatout.api.run import Run
 from flatout.api.start import train
-from flatout.compat import hypersloth
-from flatout.compat.hypersloth import DataConfig, LoraArgs, RunConfig, TrainingArgsConfig
 from flatout.config.schema import Config
+from flatout_frontdoors import hypersloth
+from flatout_frontdoors.hypersloth import DataConfig, LoraArgs, RunConfig, TrainingArgsConfig
 
 DatasetConfigBase = HFDatasetConfig = PathDatasetConfig = DataConfig
 TrainingArguments = TrainingConfig = TrainingArgsConfig
