@@ -20,7 +20,7 @@ from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.scoring import ScoreHead
-from flatout.models.terms import Terms
+from flatout.models.term import Term
 from flatout.models.token_head import TokenHead, compute_dtype, head_product
 from flatout.objectives.cross_entropy import CrossEntropy
 from flatout.objectives.labels import LabelTokens, LossSums, Readings, SampleScores
@@ -58,7 +58,7 @@ class PackedLoss(nn.Module):
         self.objective = objective or CrossEntropy()
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
-        self.terms = Terms()
+        self.term = Term()
         # reads losses in passes without gradients: of label tokens (L,), or as `Readings.each`
         self.on_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
@@ -70,15 +70,15 @@ class PackedLoss(nn.Module):
         if predict:
             return next_logits(self.model, batch)
         try:
-            return self._observed(batch) if self.terms.observing else self._sums(batch)
+            return self._observed(batch) if self.term.observing else self._sums(batch)
         finally:
             # a pass that ran out of memory is repeated too
-            self.terms.end_pass()
+            self.term.end_pass()
 
     def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
         states = hidden_states(self.model, batch)
-        for term in self.terms.observing:
-            term.observe(self.model, batch, states)
+        for observer in self.term.observing:
+            observer.observe(self.model, batch, states)
         return (states.new_zeros(()),)
 
     def _sums(self, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
@@ -92,14 +92,13 @@ class PackedLoss(nn.Module):
         else:
             labels = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
             labels.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
-        labels.estimates = self.terms.estimates
+        labels.estimates = self.term.estimates
         loss_sum, *others = sums_of(self.objective, labels)
         losses = labels.kept_losses if self.objective.scope == "token" else labels.each
         if self.on_losses and losses is not None:
             self.on_losses(batch, losses)
         if torch.is_grad_enabled():
-            for term in self.terms.every:
-                loss_sum = term.add(loss_sum, self.model, batch)
+            loss_sum = self.term.add(loss_sum, self.model, batch)
         return loss_sum, *others
 
 

@@ -30,7 +30,6 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
 from flatout.models.packed_loss import PackedLoss, prepare_head
-from flatout.models.terms import Terms
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -158,7 +157,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
         fused_lora=fused,
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
-        terms=loss.terms,
+        term=loss.term,
         mismatched_loaders=mismatched_loaders,
     )
     run.model.train()
@@ -205,9 +204,9 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
     routers = Routers(loaded.model, config.experts)
     if routers.layers:
-        loss.terms = Terms(routers)
+        loss.term = routers
         reporter.stage("experts", routers.line)
-    loss.terms.estimates = {name: torch.zeros((), device=loaded.model.device) for name in planned.objective.estimates}
+    loss.term.estimates = {name: torch.zeros((), device=loaded.model.device) for name in planned.objective.estimates}
     return loss
 
 
@@ -292,8 +291,7 @@ def shard_state(
         )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
-    for term in loss.terms.every:
-        term.hold_buffers()
+    loss.term.hold_buffers()
     if config.full.compute == "fp8" and layout.shards_state and not layout.offload:
         compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"

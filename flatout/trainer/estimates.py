@@ -72,7 +72,7 @@ def _estimate(
         wanted = takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)
         num_tokens = sum(one.num_padded_tokens for one in passes)
         timed = nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens)
-        with timed, run.terms.observed_by(reader):
+        with timed, run.term.observed_by(reader):
             for batch in until_stopped(run, batches) if is_evaluation else wanted:
                 with autocast(run):
                     run.loss(batch)
@@ -80,4 +80,4 @@ def _estimate(
 
     sums = take_passes(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
     means = run.strategy.sum_values(sums) / len(step.sample_ids)
-    run.terms.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))
+    run.term.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))

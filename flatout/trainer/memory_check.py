@@ -77,8 +77,7 @@ def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
     run.loader.size_buckets = size_buckets
-    for term in run.terms.every:
-        term.forget_step()
+    run.term.forget_step()
     return peaks
 
 

@@ -186,7 +186,7 @@ def _take(
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
         reader = _SampleLogprobs(HEAD_TILE_ROWS[run.planned.memory.recompute])
         logprobs = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
-        with run.terms.observed_by(reader):
+        with run.term.observed_by(reader):
             for planned, batch in zip(passes, batches, strict=True):
                 with autocast(run):
                     run.loss(batch)

@@ -110,7 +110,7 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
         else {name: as_global(parameter).detach() for name, parameter in run.named_parameters.items()}
     )
     state = {
-        "model": {**weights, **run.terms.buffers},
+        "model": {**weights, **run.term.buffers},
         "optimizer": optimizer_state(run.optimizer, run.named_parameters, engine=engine, keep=run.rank.is_first),
     }
     run.saver.wait()  # its thread communicates over the same group
@@ -268,7 +268,7 @@ def restore(run: TrainingRun, saved: SavedCheckpoint) -> None:
 
 def restore_weights(run: TrainingRun, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
-    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.terms.buffers}
+    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.term.buffers}
     if odd := sorted(set(weights) ^ set(trained)):
         raise CheckpointError(
             f"the checkpoint of step {saved.step} trains different parameters from this run, such as {odd[0]} "

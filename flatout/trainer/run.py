@@ -320,7 +320,7 @@ def export(run: TrainingRun, folder: Path) -> None:
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
-            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.terms.buffers)
+            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.term.buffers)
 
         if meta.processor:
             copy_processor(meta.tokenizer, half_done)

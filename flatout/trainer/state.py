@@ -14,7 +14,7 @@ from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
 from flatout.models.lora.fused import FusedLayers
 from flatout.models.packed_loss import PackedLoss
-from flatout.models.terms import Terms
+from flatout.models.term import Term
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
@@ -113,7 +113,7 @@ class TrainingRun:
     fused_lora: FusedLayers
     watch: PeerWatch
     rank_meter: RankMeter
-    terms: Terms
+    term: Term
     # of prompts with answers to other ones: that of training, then those of `eval_sets`; empty without
     mismatched_loaders: tuple[BatchLoader, ...] = ()
     progress: Progress = field(default_factory=Progress)

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from flatout.errors import NumericError
 from flatout.models.packed import PackedBatch
-from flatout.models.terms import StepFacts
+from flatout.models.term import StepFacts
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
 from flatout.optim.update import (
@@ -42,7 +42,7 @@ class StepOutcome:
 
     `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `ranks` has what each rank measured, in their order, `terms` the sums of `Terms.sums` over them. `ended` marks the
+    `ranks` has what each rank measured, in their order, `term_sums` those of `Term.sums` over them. `ended` marks the
     step's end on the device, for a step that the host did not wait for.
     """
 
@@ -53,7 +53,7 @@ class StepOutcome:
     skipped: str | None = None
     ranks: tuple[RankFigures, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
-    terms: tuple[float, ...] = ()
+    term_sums: tuple[float, ...] = ()
 
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
@@ -87,7 +87,7 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     # filled on the device, so that the host does not wait
     stop = torch.full_like(sums[:1], float(run.stop.requested))
     own = scatter_figures(figures, run.rank, sums.device)
-    totals = run.strategy.sum_values(torch.cat([sums, stop, own, run.terms.sums]))
+    totals = run.strategy.sum_values(torch.cat([sums, stop, own, run.term.sums]))
     return apply_update(run, step, totals, figures)
 
 
@@ -113,7 +113,7 @@ def _backward_each(
     normalizer = normalizer_of(run, step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     each = sums.unbind()
-    start_terms(run, step, micro_batches)
+    start_term(run, step, micro_batches)
     for index, batch in enumerate(batches):
         # in lockstep every rank must run every pass, or the others would hang
         if run.stop.requested and not run.shares_passes:
@@ -132,11 +132,11 @@ def _backward_each(
     return sums
 
 
-def start_terms(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
-    """Start a step of the run's terms, with passes without gradients if any needs them."""
+def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
+    """Start a step of the run's term, with passes without gradients if it needs them."""
     facts = StepFacts(step.index, step.num_tokens, normalizer_of(run, step), run.device, run.strategy.sum_values)
-    with run.terms.passes_before(facts, len(micro_batches)) as any_needed:
-        for index, batch in enumerate(run.loader.batches(micro_batches) if any_needed else ()):
+    with run.term.passes_before(facts, len(micro_batches)) as needed:
+        for index, batch in enumerate(run.loader.batches(micro_batches) if needed else ()):
             if run.stop.requested and not run.shares_passes:
                 break
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
@@ -152,14 +152,14 @@ def normalizer_of(run: TrainingRun, step: StepPlan) -> float:
 def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `Terms.sums`;
+    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `Term.sums`;
     `figures` are this rank's.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
     """
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters)
-    term_sums = totals[len(totals) - run.terms.num_sums :]
+    term_sums = totals[len(totals) - run.term.num_sums :]
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
     if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
@@ -169,7 +169,7 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
         elif outcome is not None:
             _update(run, norm, lr)
             if not outcome.skipped:
-                run.terms.after_update(term_sums)
+                run.term.after_update(term_sums)
         return lambda: outcome
 
     skip = set_found_inf(
@@ -177,7 +177,7 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
         ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[len(run.planned.objective.sum_names)] > 0),
     )
     _update(run, norm, lr)
-    run.terms.after_update(term_sums, skip)
+    run.term.after_update(term_sums, skip)
     run.state.num_in_flight += 1
     read, ended = copy_to_host_async(totals)
 
@@ -224,7 +224,7 @@ def _read_totals(
     """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
     num_sums = len(run.planned.objective.sum_names)
     sums, (num_stopping, *gathered, grad_norm) = totals[:num_sums], totals[num_sums:]
-    num_figures = len(gathered) - run.terms.num_sums
+    num_figures = len(gathered) - run.term.num_sums
     gathered, term_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:
         # some ranks left out micro-batches: the whole step is repeated after resuming
@@ -271,7 +271,7 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
     run.rank_meter.start_step(run.loader.wait_s)
     (batch,) = run.loader.batches(step.ranks[run.data_rank])
     start_estimates(run, step)
-    start_terms(run, step, step.ranks[run.data_rank])
+    start_term(run, step, step.ranks[run.data_rank])
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
         sums = run.loss(batch)
@@ -296,8 +296,8 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
             "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
-    term_sums = run.terms.sums
-    run.terms.after_update(term_sums)
+    term_sums = run.term.sums
+    run.term.after_update(term_sums)
     loss, figures = loss_sum / normalizer, (run.rank_meter.figures(run.loader.wait_s),)
-    outcome = StepOutcome(loss, named, grad_norm, lr, ranks=figures, terms=tuple(term_sums.tolist()))
+    outcome = StepOutcome(loss, named, grad_norm, lr, ranks=figures, term_sums=tuple(term_sums.tolist()))
     return lambda: outcome

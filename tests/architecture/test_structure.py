@@ -69,7 +69,7 @@ MAX_PACKAGE_LINES = {
     "io": 1904,
     "kernels": 4117,
     "launch": 1117,
-    "models": 9223,
+    "models": 9185,
     "objectives": 1058,
     "optim": 653,
     "parallel": 1709,
@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2620,
-    "trainer": 6267,
+    "trainer": 6263,
     "verifier": 1165,
     "view": 1493,
 }

@@ -23,7 +23,7 @@ from flatout.models.experts.router import Routers, find_routers
 from flatout.models.load.model import load_model
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.packed_loss import PackedLoss
-from flatout.models.terms import StepFacts, Terms
+from flatout.models.term import StepFacts
 
 SAMPLES = tiny_samples([11, 7, 5, 9])
 NUM_TOKENS = 32
@@ -49,19 +49,19 @@ def step_gradients(
     """
     loss: Any = PackedLoss(model)
     routers = Routers(model, config)
-    loss.terms = Terms(routers)
+    loss.term = routers
 
     def replay(batch: PackedBatch) -> Tensor:
-        states, kept = hidden_states(model, batch), loss.terms.kept()
-        loss.terms.end_pass()
-        loss.terms.keep([one.clone() for one in kept])
+        states, kept = hidden_states(model, batch), loss.term.kept()
+        loss.term.end_pass()
+        loss.term.keep([one.clone() for one in kept])
         return states
 
     loss.decoder = replay if replays else None
     model.zero_grad()
     batches = [flatten_samples(part, **padding) for part in parts]
     facts = StepFacts(0, NUM_TOKENS, 19.0, model.device, sum_values)
-    with loss.terms.passes_before(facts, len(batches)) as any_needed, torch.no_grad():
+    with loss.term.passes_before(facts, len(batches)) as any_needed, torch.no_grad():
         for batch in batches if any_needed else ():
             loss(batch)
     for batch in batches:
@@ -202,11 +202,11 @@ def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path:
     model = loaded_model("qwen3_moe", tmp_path)
     loss = PackedLoss(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.1))
-    loss.terms = Terms(routers)
+    loss.term = routers
 
     def start() -> bool:
         routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
-        return routers.passes_before(2)
+        return routers.needs_passes(2)
 
     assert start()
     loss(flatten_samples(SAMPLES))
@@ -221,7 +221,7 @@ def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     model = loaded_model("qwen3_moe", tmp_path)
     loss = PackedLoss(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.0 if how == "without losses" else 0.1))
-    loss.terms = Terms(routers)
+    loss.term = routers
     routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
     kept: list[StorageWeakRef] = []
 
@@ -243,7 +243,7 @@ def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     batch = flatten_samples(SAMPLES)
     observers = [Reads()] if how == "observed" else []
     raises = pytest.raises(torch.OutOfMemoryError) if how == "failed" else nullcontext()
-    with loss.terms.observed_by(*observers), raises:
+    with loss.term.observed_by(*observers), raises:
         result = loss(batch)
     if how in ("added", "without losses"):
         assert not kept[0].expired()

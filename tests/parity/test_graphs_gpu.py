@@ -16,7 +16,7 @@ from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
 from flatout.models.packed_loss import PackedLoss, packed_loss
-from flatout.models.terms import StepFacts, Terms
+from flatout.models.term import StepFacts
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 
@@ -51,7 +51,7 @@ def make_trained(folder, family, experts=None):
     num_boundaries = padded_num_boundaries(8)
     loss = PackedLoss(loaded.model)
     if experts is not None:
-        loss.terms = Terms(Routers(loaded.model, experts))
+        loss.term = Routers(loaded.model, experts)
     outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries), loss)
     assert outcome.is_complete, outcome.line
     parameters = list(trainable_parameters(loaded.model).values())
@@ -95,9 +95,9 @@ def test_replays_equal_plain_passes(trained):
 def test_replays_have_the_losses_and_loads_of_routers(tmp_path, losses):
     """Choices are read after each replay, and the losses' gradients of logits go back into it."""
     loss, parameters, num_boundaries = make_trained(tmp_path, "qwen3_moe", ExpertsConfig(**losses))
-    model, [routers] = loss.model, loss.terms.every
+    model, routers = loss.model, loss.term
     assert routers.layers
-    decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters], loss.terms)
+    decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters], loss.term)
     sizes = sorted({packed_size(lengths, size_buckets=LADDER) for lengths in LENGTHS}, reverse=True)
     assert decoder.record(sizes, num_boundaries) == len(sizes)
     for index, lengths in enumerate([*LENGTHS, *LENGTHS[::-1]]):

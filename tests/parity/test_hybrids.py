@@ -22,7 +22,7 @@ from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.selftest import check_packing
-from flatout.models.terms import StepFacts, Terms
+from flatout.models.term import StepFacts
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -75,7 +75,7 @@ def test_routers_of_packed_hybrids_count_tokens_without_padding(
             replace_module(loaded.model, path, PassThrough())
     loss = PackedLoss(loaded.model)
     routers = Routers(loaded.model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
-    loss.terms = Terms(routers)
+    loss.term = routers
     chosen: list[torch.Tensor] = []
     for router in routers.layers:
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))

@@ -16,7 +16,7 @@ from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.packed_loss import PackedLoss, packed_loss
-from flatout.models.terms import StepFacts, Terms
+from flatout.models.term import StepFacts
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 
@@ -81,7 +81,7 @@ def test_recomputed_experts_compile_beside_losses_on_their_routers(tmp_path):
         loaded = load_model(ModelConfig(name=str(tmp_path)), method="full", device=CUDA, seed=0)
         loss = PackedLoss(loaded.model)
         routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
-        loss.terms = Terms(routers)
+        loss.term = routers
         apply_recompute(loaded.model, level)
         outcome = compile_layers(loaded, "auto", CompileOptions(BORDERS), loss=loss)
         assert outcome.is_complete, outcome.line

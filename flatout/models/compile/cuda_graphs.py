@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from flatout.models.blocks import hidden_states
 from flatout.models.packed import PackedBatch, PackedSize, flatten_samples
-from flatout.models.terms import Terms
+from flatout.models.term import Term
 
 
 class GraphedDecoder:
@@ -23,7 +23,7 @@ class GraphedDecoder:
     tensors of `parameters`, zeroed in place between steps. All recordings share one memory pool and the buffers of what
     leaves them, so a batch's backward must run before the next batch's forward. Other sizes run without graphs.
 
-    What `terms` read in a pass leaves a recording beside the states: routers' choices, and logits with gradients.
+    What `term` read in a pass leaves a recording beside the states: routers' choices, and logits with gradients.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class GraphedDecoder:
         model: PreTrainedModel,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        terms: Terms | None = None,
+        term: Term | None = None,
     ) -> None:
-        self._model, self._terms = model, terms or Terms()
+        self._model, self._term = model, term or Term()
         self._parameters, self._gradients = list(parameters), list(gradients)
         # flat, as long as the largest pass needs them
         self._output_buffers: list[Tensor] = []
@@ -54,7 +54,7 @@ class GraphedDecoder:
         for name in ("token_ids", "position_ids", "cu_seqlens"):
             getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
         states, *kept = _Replay.apply(self._anchor, recording)
-        self._terms.keep(kept)
+        self._term.keep(kept)
         last: Tensor = states
         return last
 
@@ -119,11 +119,11 @@ class GraphedDecoder:
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
 
     def _outputs(self, batch: PackedBatch) -> list[Tensor]:
-        """Return the last hidden states, and what the terms have read in the pass."""
+        """Return the last hidden states, and what the term has read in the pass."""
         try:
-            return [hidden_states(self._model, batch), *self._terms.kept()]
+            return [hidden_states(self._model, batch), *self._term.kept()]
         finally:
-            self._terms.end_pass()
+            self._term.end_pass()
 
     def _add_gradients(self, sources: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         summed = torch.autograd.grad(sources, self._parameters, grads, allow_unused=True)

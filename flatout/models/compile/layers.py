@@ -246,11 +246,11 @@ def _compile(
             with autocast_of(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
             gradients(loss_sum, every, None)
-            # passes that terms need before gradients are another graph
-            if isinstance(loss, PackedLoss) and loss.terms.need_passes:
+            # passes that a term needs before gradients are another graph
+            if isinstance(loss, PackedLoss) and loss.term.needs_passes(2):
                 with torch.no_grad(), autocast_of(loaded, calls[0][-1]):
                     hidden_states(model, batch)
-                loss.terms.end_pass()
+                loss.term.end_pass()
     except (TorchDynamoException, InductorError) as error:
         regions.run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})")
     eager, split = regions.eager, regions.split

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from flatout.models.blocks import sample_counts
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import plain_name
 from flatout.models.packed import PackedBatch
-from flatout.models.terms import StepFacts
+from flatout.models.term import StepFacts, Term
 
 # each router's logits and choices of the last pass
 _ROUTED = "flatout_routed"
@@ -24,8 +24,8 @@ _ROUTED = "flatout_routed"
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
 
-class Routers:
-    """The routers of a model's L layers with E experts each, read in every forward pass; a `Term`.
+class Routers(Term):
+    """The routers of a model's L layers with E experts each, read in every forward pass.
 
     With N tokens in the step, over all ranks and micro-batches and without padding, p the softmax of a router's logits
     and f_e the share of them that chose expert e (so that all f_e sum to k):
@@ -41,6 +41,7 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig) -> None:
+        super().__init__()
         text = model.config.get_text_config()
         own = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
         asked = config.balance_loss == "model" or getattr(text, "output_router_logits", False)
@@ -63,10 +64,9 @@ class Routers:
             what = "has no router with a correction bias, or one that is not known"
             raise UsageError(f"experts.bias_update: model type {text.model_type} {what}; set it to 0")
         self._model, self._biased = model, list(places.values())
-        self.buffers: Mapping[str, Tensor] = {path: model.get_buffer(path) for path in places}
+        self.buffers = {path: model.get_buffer(path) for path in places}
         for router in self.layers:
             router.register_forward_hook(self._record)
-        self._step: StepFacts | None = None
         self._counts = self._values = torch.zeros(0)
         self._shares: Tensor | None = None
 
@@ -88,7 +88,7 @@ class Routers:
         self._counts = torch.zeros(len(self.layers), self.num_experts, dtype=torch.float64, device=step.device)
         self._values = torch.zeros(2, dtype=torch.float64, device=step.device)
 
-    def passes_before(self, num_micro_batches: int) -> bool:
+    def needs_passes(self, num_micro_batches: int) -> bool:
         """Whether gradients need the step's choices, which one micro-batch knows by itself and a repeated step has."""
         return num_micro_batches > 1 and bool(self.balance_loss) and self._shares is None
 
@@ -148,10 +148,10 @@ class Routers:
         logits, chosen = zip(*(getattr(router, _ROUTED) for router in self.layers), strict=True)
         return [torch.stack(own) for own in (chosen, logits) if own[0] is not None]
 
-    def keep(self, kept: Iterator[Tensor]) -> None:
+    def keep(self, kept: Sequence[Tensor]) -> None:
         """Take choices and logits as `kept` returned them for those of the last pass."""
-        chosen = next(kept)
-        logits = next(kept).unbind() if self.balance_loss or self.z_loss else [None] * len(chosen)
+        chosen, *more = kept
+        logits = more[0].unbind() if more else [None] * len(chosen)
         for router, own in zip(self.layers, zip(logits, chosen, strict=True), strict=True):
             setattr(router, _ROUTED, own)
 

@@ -1,0 +1,124 @@
+"""What passes add to an objective's loss with a normalizer and sums of its own, such as the losses on routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flatout.models.packed import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a term may know of a step before its first pass; counts are over all ranks and micro-batches.
+
+    `normalizer` is what the objective's loss is divided by, `sum_values` sums a tensor over ranks (collective).
+    """
+
+    index: int
+    num_tokens: int
+    normalizer: float
+    device: torch.device
+    sum_values: Callable[[Tensor], Tensor]
+
+
+class Observer(Protocol):
+    """Reads passes without computing a loss."""
+
+    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+        """Read one of these passes; `states` (T, D) are the last hidden states."""
+
+
+class Term:
+    """The addition to the loss of a run, and what reads its passes; this one adds nothing.
+
+    Every rank has an equal term, and takes its passes together. `buffers` are tensors of the model that updates move,
+    by full name: checkpoints and exports keep them.
+    """
+
+    buffers: Mapping[str, Tensor]
+
+    def __init__(self) -> None:
+        self.buffers = {}
+        # those that only observe the passes now, before a step
+        self.observing: tuple[Observer, ...] = ()
+        # what `Objective.estimates` names, of this step or evaluation set
+        self.estimates: dict[str, Tensor] = {}
+        self._step: StepFacts | None = None
+
+    @property
+    def num_sums(self) -> int:
+        """The length of `sums`."""
+        return 0
+
+    @property
+    def sums(self) -> Tensor:
+        """This rank's part of the step, fp64 (num_sums,), to be summed over ranks."""
+        return torch.zeros(0, dtype=torch.float64, device=self._step.device if self._step else None)
+
+    @contextmanager
+    def passes_before(self, step: StepFacts, num_micro_batches: int) -> Iterator[bool]:
+        """Start a step; say whether passes without gradients, in this context, have to come first."""
+        self.start_step(step)
+        needed = self.needs_passes(num_micro_batches)
+        with self.observed_by(*((self,) if needed else ())):
+            yield needed
+        if needed:
+            self.end_passes()
+
+    @contextmanager
+    def observed_by(self, *observers: Observer) -> Iterator[None]:
+        """Let observers read the passes within, which compute no loss."""
+        self.observing = observers
+        try:
+            yield
+        finally:
+            self.observing = ()
+
+    def start_step(self, step: StepFacts) -> None:
+        """Start a step; also to repeat it, after an out-of-memory error."""
+        self._step = step
+
+    def forget_step(self) -> None:
+        """Forget the last step, so that the next one starts anew even if its index is the same."""
+        self._step = None
+
+    def needs_passes(self, num_micro_batches: int) -> bool:
+        """Whether the step needs passes without gradients over its micro-batches before the others."""
+        return False
+
+    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+        """See Observer."""
+
+    def end_passes(self) -> None:
+        """End these passes; may sum over ranks."""
+
+    def add(self, loss_sum: Tensor, model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+        """Return a micro-batch's loss with the gradients of the term; its value stays the same."""
+        return loss_sum
+
+    def kept(self) -> list[Tensor]:
+        """Return what `add` and `observe` read of the layers' last pass; a recorded pass copies it to fixed places."""
+        return []
+
+    def keep(self, kept: Sequence[Tensor]) -> None:
+        """Take what `kept` returned in an equal pass, with other values: the pass was a recorded one."""
+
+    def end_pass(self) -> None:
+        """Drop what was read in a forward pass that ends or fails: it may hold the pass's graph."""
+
+    def after_update(self, sums: Tensor, skip: Tensor | None = None) -> None:
+        """Follow an update; `sums` are over ranks. Nothing may change if `skip` (0-d) is not 0."""
+
+    def report(self, sums: Tensor, *, whole: bool) -> Mapping[str, Any]:
+        """Return figures of the step's record by name; `whole` asks for those that take much room."""
+        return {}
+
+    def hold_buffers(self) -> None:
+        """Put `buffers` back in their places in the model: DeepSpeed casts a model's buffers."""
