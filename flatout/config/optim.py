@@ -7,21 +7,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
+from flatout.config.objective import OBJECTIVES, class_of_kind
 from flatout.config.section import Section, Share, refuse_unused
 
-LR_OF_METHOD = {"lora": 2e-4, "full": 1e-5}
-# for the weights what papers and their code take, for adapters ten times as much
-LR_OF_OBJECTIVE: Mapping[str, Mapping[str, float]] = {
-    "dpo": {"lora": 5e-6, "full": 5e-7},
-    "ipo": {"lora": 5e-6, "full": 5e-7},
-    "dpo_norm": {"lora": 5e-6, "full": 5e-7},
-    "orpo": {"lora": 5e-5, "full": 5e-6},
-    "simpo": {"lora": 1e-5, "full": 1e-6},
-    "cpo": {"lora": 1e-5, "full": 1e-6},
-    "reward": {"lora": 1e-4, "full": 1e-5},
-    "kto": {"lora": 1e-5, "full": 1e-6},
-    "classify": {"lora": 2e-4, "full": 2e-5},
-}
+LR_OF_METHOD: Mapping[str, float] = {"lora": 2e-4, "full": 1e-5}
 _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1e30}]}
 
 
@@ -53,7 +42,8 @@ class OptimConfig(Section):
 
 def lr_of(method: object, objective: str) -> float | None:
     """Return the learning rate that stands for `auto`; None for an unknown method."""
-    return LR_OF_OBJECTIVE.get(objective, LR_OF_METHOD).get(str(method))
+    usual: Mapping[str, float] = class_of_kind(objective).usual_lr if objective in OBJECTIVES else LR_OF_METHOD
+    return usual.get(str(method))
 
 
 class ScheduleConfig(Section):

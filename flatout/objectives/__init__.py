@@ -1,4 +1,4 @@
-"""Losses, one file each: what a loss declares of itself, and how its sums follow from log-probabilities.
+"""Losses: what a loss declares of itself, and how its sums follow from log-probabilities.
 
 The table of kinds is `OBJECTIVES` in `flatout/config/objective.py`.
 """

@@ -27,6 +27,7 @@ class Classify(Objective):
     scope = "sample"
     columns = ("class",)
     normalizer = "samples"
+    usual_lr: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
     metrics: ClassVar[Mapping[str, Metric]] = {"accuracy": Metric()}
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)

@@ -31,6 +31,7 @@ class KTO(Objective):
     unit_size = 1
     columns = (REFERENCE, "label", UNDESIRABLE)
     normalizer = "units"
+    usual_lr: ClassVar[Mapping[str, float]] = {"lora": 1e-5, "full": 1e-6}
     estimates = ("kl",)
     metrics: ClassVar[Mapping[str, Metric]] = {
         "rewards/chosen": Metric(per="label"),

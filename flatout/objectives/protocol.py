@@ -10,6 +10,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from flatout.config.data import Format
 from flatout.config.objective import MOVING, NO_MOVING
+from flatout.config.optim import LR_OF_METHOD
 from flatout.config.section import Section
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Objective(Section):
     """What the loss is divided by: the step's number of labels, samples or units, or the sum of a column it needs."""
     metrics: ClassVar[Mapping[str, Metric]] = {}
     """The sums besides `loss`, by name."""
+    usual_lr: ClassVar[Mapping[str, float]] = LR_OF_METHOD
+    """The learning rate by method: for the weights what papers and their code take, for adapters ten times as much."""
     estimates: ClassVar[tuple[str, ...]] = ()
     """Means, by name, over the step's prompts with the answers to other ones, known before the step's gradients."""
 

@@ -27,6 +27,7 @@ class Reward(Objective):
     scope = "unit"
     unit_size = 2
     normalizer = "units"
+    usual_lr: ClassVar[Mapping[str, float]] = {"lora": 1e-4, "full": 1e-5}
     metrics: ClassVar[Mapping[str, Metric]] = {
         "accuracy": Metric(),
         "margin": Metric(),

@@ -202,8 +202,8 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
         usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
         if usual and lr > UNUSUAL_LR * usual:
             ran += f"; optim.lr {lr:g} is {lr / usual:.0f} times the usual {usual:g}, which optim.lr=auto takes"
-        pairs = lr_of(config.method, "dpo") if config.objective.path and isinstance(objective, Preference) else None
-        if pairs and lr > UNUSUAL_LR * pairs:
+        own, pairs = config.objective.path, Preference.usual_lr[config.method]
+        if own and isinstance(objective, Preference) and lr > UNUSUAL_LR * pairs:
             ran += f"; losses over pairs usually take optim.lr={pairs:g}, not {lr:g}"
         reporter.stage("objective", f"{objective.line}{ran}")
     return objective

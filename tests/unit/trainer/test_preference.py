@@ -18,8 +18,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config, make_config
 from flatout.config.schema import Config
 from flatout.errors import DataError, ProblemsError
-from flatout.objectives.orpo import ORPO
-from flatout.objectives.preference import Answers
+from flatout.objectives.preference import ORPO, Answers
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.decide import PlannedRun, plan_run
