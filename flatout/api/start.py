@@ -80,7 +80,6 @@ def resolve_config(
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Return `new`, on top of `old` if both are sections."""
     new = new.model_dump(mode="json", exclude_unset=True) if isinstance(new, BaseModel) else new
     return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new
 

@@ -186,7 +186,6 @@ def _overview() -> str:
 
 
 def _example(verb: Sequence[str]) -> str:
-    """Return the lines with the example of a verb; none for another word."""
     named = " ".join(verb)
     words = _ACTION_EXAMPLES.get(named) or EXAMPLES.get(named.partition(" ")[0])
     return "" if words is None else f"\n  example: {' '.join(['flatout', named.partition(' ')[0], words]).strip()}"

@@ -101,7 +101,6 @@ def _worked_out(left: str, sign: str, right: str) -> str:
 
 
 def _words_of_all(file: Path) -> list[list[str]]:
-    """Return the words of each command as they are in the file."""
     text, at, is_target = read_text(file).replace("\r\n", "\n"), 0, False
     commands: list[list[str]] = [[]]
     while at < len(text):

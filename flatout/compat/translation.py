@@ -95,7 +95,6 @@ class Translation:
         return {name: value for outcome in self.outcomes for name, value in outcome.settings.items()}
 
     def problems(self) -> list[str]:
-        """Return one line for each refused name."""
         return [f"{outcome.name}: {outcome.note}" for outcome in self.outcomes if outcome.kind == "refused"]
 
     def checked(self, origin: str, steps: str = "") -> dict[str, Any]:

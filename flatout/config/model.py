@@ -217,7 +217,6 @@ class LoraConfig(Section):
 
     @property
     def listed_targets(self) -> list[str]:
-        """The entries of `targets`."""
         return [self.targets] if isinstance(self.targets, str) else self.targets
 
     def saves(self, name: str) -> bool:

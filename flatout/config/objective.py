@@ -140,5 +140,4 @@ class ObjectiveConfig(Section):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the objective itself."""
         return dict(self.model_extra or {})

@@ -136,7 +136,6 @@ class EvalConfig(Section):
 
     @property
     def data_names(self) -> list[str]:
-        """The data sets of `data`."""
         return [self.data] if isinstance(self.data, str) else self.data or []
 
 
@@ -396,5 +395,4 @@ class Config(Section):
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.run_dir or Path("runs") / self.name

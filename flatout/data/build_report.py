@@ -279,7 +279,6 @@ class BuildReport:
             )
 
     def _some(self, name: str) -> str:
-        """Name the first rows of a list."""
         origins = (f"{file}:{row}" for file, rows in self._listed[name].items() for row in rows)
         return ", ".join(islice(origins, MAX_PROBLEMS)) + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
 

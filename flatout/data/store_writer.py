@@ -301,7 +301,6 @@ class StoreWriter:
         ]
 
     def close(self) -> None:
-        """Close the files, finished or not."""
         with self._durable_io.resource_errors("write", self._folder):
             self._open.close()
 

@@ -240,7 +240,6 @@ class TokenStore:
 
     @property
     def num_pictures(self) -> int:
-        """The pictures of all samples."""
         return int(self.picture_offsets[-1])
 
     def pictures(self, index: int) -> list[bytes]:

@@ -65,7 +65,6 @@ class PeerConnection:
         return [parse_object(line) for line in lines]
 
     def close(self) -> None:
-        """Close the connection."""
         self.is_open = False
         self.socket.close()
 

@@ -55,7 +55,6 @@ class RankReport:
 
     @classmethod
     def read_all(cls, folder: Path) -> list[Self]:
-        """Read all reports of an attempt, sorted by rank."""
         reports = (cls(**json.loads(path.read_text())) for path in folder.glob("rank-*.json"))
         return sorted(reports, key=lambda report: report.rank)
 

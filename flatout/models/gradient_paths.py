@@ -96,7 +96,6 @@ def _unreached(loaded: LoadedModel, documents: Sequence[int] | PackedBatch) -> s
 
 
 def _leaves(loss: Tensor) -> set[Tensor]:
-    """Return the leaf tensors of a graph."""
     leaves: set[Tensor] = set()
     seen, waiting = set(), [loss.grad_fn]
     while waiting:

@@ -94,7 +94,6 @@ class ScoreHead:
         self._score = score_module(model)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the scores, with their graph."""
         score: Any = self._score
         weight: Any = score.trained.weight if isinstance(score, SavedModule) else score.weight
         with torch.autocast(rows.device.type, enabled=False):

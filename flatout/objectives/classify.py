@@ -34,7 +34,6 @@ class Classify(Objective):
     """The share of the probability that is spread over all labels."""
 
     def __call__(self, samples: SampleScores) -> Mapping[str, Tensor]:
-        """Return the sums over samples."""
         labels = samples.column("class").long()
         logprobs = samples.scores.log_softmax(-1)
         right, e = logprobs.gather(-1, labels[:, None])[:, 0], self.label_smoothing

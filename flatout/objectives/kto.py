@@ -54,7 +54,6 @@ class KTO(Objective):
         return {"kl": (labels.by_sample(labels.logprobs) - labels.column(REFERENCE)).sum()}
 
     def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
-        """Return the sums over answers."""
         logprobs = labels.by_sample(labels.logprobs)
         ratios, desirable = logprobs - labels.column(REFERENCE), labels.column("label").bool()
         kl = labels.estimates["kl"].to(ratios.dtype).clamp(min=0)

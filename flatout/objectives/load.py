@@ -63,11 +63,9 @@ class _Source(SourceLoader):
         self._path, self._content = path, content
 
     def get_filename(self, fullname: str) -> str:
-        """See SourceLoader."""
         return str(self._path)
 
     def get_data(self, path: str | bytes) -> bytes:
-        """See SourceLoader."""
         if str(path) != str(self._path):
             raise OSError("no bytecode")
         return self._content

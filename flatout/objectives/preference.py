@@ -126,7 +126,6 @@ class DPO(Preference):
         return (right - wrong) / (1 - 2 * e) if self.robust else right + wrong
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return beta d."""
         return self.beta * answers.ratio
 
 
@@ -167,7 +166,6 @@ class DPONorm(Preference):
         return minus_log_sigmoid(self.rewards(chosen) - self.rewards(rejected))
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return beta d / n."""
         return self.beta * answers.ratio / answers.length
 
 
@@ -189,7 +187,6 @@ class ORPO(Preference):
         return self.beta * minus_log_sigmoid(_log_odds(chosen.mean) - _log_odds(rejected.mean))
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return beta a."""
         return self.beta * answers.mean
 
 
@@ -208,7 +205,6 @@ class SimPO(Preference):
         return minus_log_sigmoid(self.beta * (chosen.mean - rejected.mean) - self.gamma)
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return beta a."""
         return self.beta * answers.mean
 
 
@@ -230,7 +226,6 @@ class CPO(Preference):
         return minus_log_sigmoid(self.beta * (chosen.logprob - rejected.logprob))
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return beta s."""
         return self.beta * answers.logprob
 
 

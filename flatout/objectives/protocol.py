@@ -125,7 +125,6 @@ class Objective(Section):
 
     @property
     def line(self) -> str:
-        """One line for the console."""
         fields = ", ".join(f"{name} {value}" for name, value in self.model_dump(mode="json").items())
         per = {"labels": "label token", "samples": "sample", "units": "unit"}.get(self.normalizer, self.normalizer)
         return f"{self.name}{f' ({fields})' if fields else ''}, per {per}"

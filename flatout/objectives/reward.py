@@ -41,11 +41,9 @@ class Reward(Objective):
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        """See Objective."""
         return ("margin",) if self.margin else ()
 
     def __call__(self, pairs: SampleScores) -> Mapping[str, Tensor]:
-        """Return the sums over pairs."""
         scores = pairs.by_unit(pairs.scores[:, 0])
         chosen, rejected = scores[:, 0], scores[:, 1]
         ahead = chosen - rejected

@@ -22,6 +22,5 @@ class WeightedTokens(Objective):
     metrics: ClassVar[Mapping[str, Metric]] = {"token_accuracy": Metric(per="labels")}
 
     def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
-        """Return the sums."""
         weights = labels.column("weight").to(labels.logprobs.dtype)
         return {"loss": -(weights * labels.logprobs).sum(), "token_accuracy": labels.is_correct.sum()}

@@ -32,7 +32,6 @@ class Energy:
 
     @property
     def line(self) -> str:
-        """One line for the console."""
         return (
             f"energy: {self.joules / self.num_steps:,.1f} J a step, {self.joules / self.num_tokens * 1e3:,.2f} mJ a "
             f"token, {self.watts:,.0f} W on average; {self.joules:,.1f} J in {self.wall_s:.2f} s, within "

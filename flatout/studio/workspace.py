@@ -72,7 +72,6 @@ class Workspace:
         return resolved
 
     def relative(self, path: Path) -> str:
-        """Return a path inside the workspace as pages show it."""
         return path.relative_to(self.root).as_posix()
 
     def survey(self) -> Survey:

@@ -234,7 +234,6 @@ class RankOutput:
         self._metrics = LineFollower(path, offset=path.stat().st_size if path.exists() else 0)
 
     def write(self, text: str) -> None:
-        """Show whole lines."""
         is_terminal = self._console.is_terminal
         if not is_terminal:
             self._stream.write(text)

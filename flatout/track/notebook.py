@@ -85,7 +85,6 @@ class NotebookConsole(ConsoleCallback):
             self.tick()
 
     def tick(self) -> None:
-        """Draw what has changed."""
         from IPython.display import HTML, display
 
         with self._lock:

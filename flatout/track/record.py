@@ -104,7 +104,6 @@ class EvalFigures:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, name: str) -> float:
-        """Return a figure by its name."""
         named = {**self.metrics, "loss": self.loss, "token_accuracy": self.token_accuracy}
         return float(named[name] or 0.0)
 

@@ -70,7 +70,6 @@ class Setup:
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank trains on."""
         return choose_device(self.config.wanted_device, self.rank)
 
     def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> PlannedRun:

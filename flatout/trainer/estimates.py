@@ -32,7 +32,6 @@ class _Sums:
         self.sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=device)
 
     def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """See Observer."""
         labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
         sums = sums_of(self._objective, labels, estimates=True)
         self.sums += torch.stack(sums).double()

@@ -117,7 +117,6 @@ def _require_good_answers(objective: Objective, store: TokenStore) -> None:
 
 
 def _values_of(name: str, store: TokenStore) -> NDArray[np.float64]:
-    """Return what each sample adds to a normalizer."""
     if name == "samples":
         return np.ones(store.num_samples)
     starts_unit = np.diff(store.units_of(np.arange(store.num_samples)), prepend=-1) > 0

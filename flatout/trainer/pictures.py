@@ -120,7 +120,6 @@ class PictureMaker(PicturePacker):
         return given
 
     def close(self) -> None:
-        """Stop the threads."""
         self._threads.shutdown(cancel_futures=True)
 
 

@@ -55,7 +55,6 @@ class _SampleLogprobs:
         self._tile_rows, self.logprobs = tile_rows, torch.zeros(0)
 
     def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """See Observer."""
         labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
         self.logprobs = labels.by_sample(labels.logprobs).detach().double()
 

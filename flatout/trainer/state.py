@@ -128,12 +128,10 @@ class TrainingRun:
 
     @property
     def plan(self) -> RunPlan:
-        """Every step of the run."""
         return self.planned.plan
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:
-        """The evaluation sets."""
         return self.planned.eval_sets
 
     @property

@@ -25,7 +25,6 @@ class StopRequest(StopSignals):
 
     @property
     def requested(self) -> bool:
-        """Whether a stop was requested."""
         return self.number is not None
 
     def __exit__(

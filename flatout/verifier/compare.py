@@ -93,7 +93,6 @@ class Reference:
 
     @classmethod
     def write(cls, folder: Path, loss: float, gradients: Mapping[str, Tensor]) -> Reference:
-        """Write a reference to a new folder."""
         folder.mkdir()
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         save_file({name: gradient.detach().contiguous() for name, gradient in gradients.items()}, folder / GRADIENTS)

@@ -104,7 +104,6 @@ class _Run:
     eval_axes: Axes
 
     def lines(self, measure: _Measure) -> list[_Line]:
-        """Return the lines of a measure: of each value of a step, and of the evaluations."""
         steps, evals = self.log.steps, self.log.evals
         lines = [
             _Line(name, self.axes, np.array([value(record) for record in steps], dtype=np.float64))

@@ -76,7 +76,6 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder that can be read, by name."""
     with suppress(OSError):
         return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.is_dir())
     return []

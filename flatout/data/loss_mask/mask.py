@@ -83,7 +83,6 @@ class Masker:
 
     @cached_property
     def description(self) -> TemplateDescription:
-        """What the template does with a conversation."""
         return describe(self.template, self.stops, self._turns.prompt)
 
     def end_of_turn(self) -> str:

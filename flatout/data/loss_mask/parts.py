@@ -163,7 +163,6 @@ class PartFinder:
     def _rendered(
         self, messages: Sequence[RawMessage], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[_Shape, list[str]] | None:
-        """Return the shape of a rendering with marks, and the texts of its parts."""
         marked = _Marked(messages, tools, self._control)
         try:
             text = self._template.render(marked.messages, marked.tools, source=self._source)

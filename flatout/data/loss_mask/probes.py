@@ -43,7 +43,6 @@ class Stops:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All of them, once each."""
         return tuple(dict.fromkeys(text for text in (self.after_text, self.after_call) if text))
 
 

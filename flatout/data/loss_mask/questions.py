@@ -52,7 +52,6 @@ def masked_samples(masker: Masker, conversation: Conversation, policy: Policy) -
 
 
 def _silent(conversation: Conversation, turns: Container[int]) -> Conversation:
-    """Return the conversation without loss on these turns."""
     messages = (replace(m, train=False) if k in turns else m for k, m in enumerate(conversation.messages))
     return replace(conversation, messages=tuple(messages))
 

@@ -19,7 +19,6 @@ class PictureFiles:
         self._end = end
 
     def columns(self, samples: Sequence[Sequence[Picture]]) -> dict[str, NDArray[Any]]:
-        """Return the columns of the pictures of samples, which are appended next."""
         pictures, new, starts = [picture for own in samples for picture in own], list[bytes](), list[int]()
         for picture in pictures:
             if picture.digest not in self._places:

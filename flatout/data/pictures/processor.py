@@ -185,7 +185,6 @@ class PictureProcessor:
 
     @cached_property
     def plain_ids(self) -> NDArray[np.int64]:
-        """Ids of a few words."""
         return self._ids("what does this picture show? a red square, and two blue circles")
 
     def _ids(self, text: str) -> NDArray[np.int64]:

@@ -101,7 +101,6 @@ class _Reader(AbstractBufferedFile):  # type: ignore[misc]  # fsspec is untyped
         super().__init__(None, file.stat.path, block_size=_BUFFER_BYTES, size=size)
 
     def close(self) -> None:
-        """Close the connection."""
         self._drop()
         super().close()
 

@@ -33,7 +33,6 @@ class Form:
     parts: bool = False
 
     def content(self, reasoning: str, content: str) -> str:
-        """Return the content of an answer with its reasoning in it."""
         if self.reasoning == "prefix":
             return f"{_OPEN_TAG}{reasoning}{CLOSE_TAG}{content}"
         return f"{_OPEN_TAG}\n{reasoning}\n{CLOSE_TAG}\n\n{content}"

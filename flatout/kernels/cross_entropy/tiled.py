@@ -64,7 +64,6 @@ class _Tiles:
     by_row: bool
 
     def weight(self, weight: Tensor, row_ids: Tensor | None, row_values: Tensor | None) -> Tensor:
-        """Return the weight that is computed with."""
         weight = weight.to(self.dtype)
         if row_ids is None or row_values is None:
             return weight

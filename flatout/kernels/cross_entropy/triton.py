@@ -13,7 +13,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shaped(values, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Return scaled and capped logits."""
     shaped = values.to(tl.float32) * scale
     if CAPPED:
         # without overflow, as the exponent is never positive

@@ -90,7 +90,6 @@ class MatrixCopies:
         self._launch: Callable[[], None] | None = None
 
     def write(self) -> None:
-        """Write all copies from their masters."""
         if not self._has_kernel:
             return reference.write(self._copies)
         addresses = [copy.master.data_ptr() for copy in self._copies]

@@ -64,7 +64,6 @@ def low_product(
 
 @triton.jit
 def _values(sources, step, factor, columns, mask):  # type: ignore[no-untyped-def]
-    """Return a tile of the source times its factor."""
     return tl.load(sources + columns * step, mask=mask, other=0.0) * factor
 
 

@@ -115,7 +115,6 @@ class CompileOutcome:
 
     @property
     def line(self) -> str:
-        """One line for the console."""
         if not self.num_compiled:
             return f"off: {self.reason}"
         of = "" if self.num_compared is None else f" of {self.num_compared} layers"

@@ -60,7 +60,6 @@ class Regions:
             self._split(other, why)
 
     def run_eagerly(self, layers: Iterable[nn.Module], why: str) -> None:
-        """Compile nothing of these layers."""
         for layer in layers:
             layer.compile(disable=True)
             if self.split.pop(layer, None) is not None:

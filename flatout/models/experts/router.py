@@ -72,7 +72,6 @@ class Routers(Term):
 
     @property
     def line(self) -> str:
-        """One line for the console."""
         losses = {"balance": self.balance_loss, "z": self.z_loss}
         used = [f"{name} loss times {factor:g}" for name, factor in losses.items() if factor]
         used += [f"{len(self.buffers)} biases updated by {self.bias_update:g}"] if self.buffers else []
@@ -93,7 +92,6 @@ class Routers(Term):
         return num_micro_batches > 1 and bool(self.balance_loss) and self._shares is None
 
     def forget_step(self) -> None:
-        """Forget the last step and its shares of load."""
         self._step = self._shares = None
 
     def end_passes(self) -> None:
@@ -167,7 +165,6 @@ class Routers(Term):
 
     @property
     def num_sums(self) -> int:
-        """The length of `sums`."""
         return 2 + len(self.layers) * self.num_experts
 
     def loads(self, sums: Tensor) -> tuple[Tensor, Tensor]:

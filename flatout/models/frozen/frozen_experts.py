@@ -111,7 +111,6 @@ class FrozenExperts(nn.Module):
 
     @property
     def storage(self) -> list[Tensor]:
-        """The tensors that `matmul` takes."""
         raise NotImplementedError
 
     @property
@@ -132,7 +131,6 @@ class FrozenExperts(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
         return self.storage[0].device
 
     def extra_repr(self) -> str:

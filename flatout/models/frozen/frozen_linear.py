@@ -141,7 +141,6 @@ class Fp8Linear(nn.Module):
         return (self.bytes.float() * self.row_scale[:, None]).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., in) to (..., out)."""
         output: Tensor = FrozenLinearFunction.apply(x, self.matmul, self.row_scale, self.bytes)
         return output if self.bias is None else output + self.bias
 

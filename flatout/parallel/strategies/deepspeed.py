@@ -132,7 +132,6 @@ class PartitionedOptimizer(Optimizer):
         self._engine.optimizer.zero_grad(set_to_none=True)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Clip and update."""
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             theirs["lr"] = ours["lr"]
         self._engine.step()

@@ -187,7 +187,6 @@ def choose_micro_batch(
 
 
 def _fp8_setting(config: Config) -> str:
-    """Return the setting for which products run in fp8."""
     if config.method == "full":
         return f"full.compute: {config.full.compute}"
     if config.base.backward == "fp8":

@@ -57,7 +57,6 @@ class Families:
 
     @classmethod
     def of(cls, row_keys: ArrayLike) -> Families:
-        """Return the families of neighbours with the same key, of keys (n,)."""
         keys = np.asarray(row_keys)
         return cls(np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1, [len(keys)]]).astype(np.int64))
 

@@ -157,7 +157,6 @@ class BatchLayout:
         return [self._batch_of(items, groups, [bundles[index] for index in part]) for part in parts]
 
     def micro_batch(self, items: Sequence[Item]) -> MicroBatch:
-        """Return these samples as one micro-batch."""
         return MicroBatch(
             tuple([item.sample_id for item in items]),
             sum([item.length for item in items]),

@@ -45,7 +45,6 @@ class Samples:
         return len(self.lengths)
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at these indices, in this order."""
         ids = indices if self.ids is None else self.ids[indices]
         units = None if self.units is None else self.units[indices]
         tower = None if self.tower_flops is None else self.tower_flops[indices]

@@ -212,7 +212,6 @@ class TurnReader:
         self.remarks: dict[str, None] = {}
 
     def add(self, message: Message, place: str = "") -> None:
-        """Append a message."""
         self.messages.append(message)
         self.places.append(place)
 

@@ -95,7 +95,6 @@ class FormatRule:
 
     @property
     def columns(self) -> set[str]:
-        """Every column that the format can read."""
         return {*self.optional, *self.named, *chain(*self.required)}
 
     def read(self, reading: Reading) -> set[str]:
