@@ -46,7 +46,7 @@ from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
-from flatout.trainer.memory_check import MemoryCheck, largest_pass
+from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.pictures import PictureMaker
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
@@ -339,7 +339,7 @@ def compile_model(
     mode = config.compile if planned.parallel_layout.compiles else "off"
     known = proofs.find("compiled layers")
     # finding it plans hundreds of steps, which runs that compile nothing need not wait for
-    largest = None if mode == "off" or loader.num_boundaries is None else largest_pass(planned.plan)
+    largest = None if mode == "off" or loader.num_boundaries is None else planned.plan.largest_pass
     with compiling_with(recompute):
         options = CompileOptions(
             num_boundaries=loader.num_boundaries,
@@ -349,7 +349,7 @@ def compile_model(
             fp8=config.computes_in_fp8,
             has_pictures=loader.pictures is not None,
             proved=known is not None,
-            gather=proofs.gather,
+            gather=setup.checkpoints.group.all_gather,
         )
         compiled = compile_layers(loaded, mode, options, *losses)
     if config.compile != "off" and not planned.parallel_layout.compiles:

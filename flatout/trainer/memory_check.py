@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,7 @@ from flatout.parallel.shards import local_part
 from flatout.planner.devices import Device
 from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
-from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.steps.run_plan import RunPlan
-from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
@@ -47,7 +44,6 @@ KIND = "memory"
 SHARES = (0.15, 0.15, 0.5)
 # a longer sample, as a share of the largest micro-batch, makes every measured pass nearly as long as the largest
 MAX_SAMPLE_SHARE = 0.9
-NUM_STEPS_SEEN = 500
 
 # returns the peak bytes of each step on this rank, without the optimizer's state
 Measure = Callable[[TrainingRun, Sequence[StepPlan], int], list[int]]
@@ -218,7 +214,7 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
         return "the backward pass updates the weights"
     if model.kind_of_pass(memory.recompute) in model.corrections:
         return "these passes were measured on this GPU before"
-    if (largest_of_plan := largest_pass(planned.plan)) is None:
+    if (largest_of_plan := planned.plan.largest_pass) is None:
         return "no step has labels"
     step, rank, largest = largest_of_plan
     longest, num_tokens = planned.plan.largest_unit(step.ranks[rank]), largest.num_padded_tokens
@@ -236,25 +232,12 @@ def _reason_of_layout(layout: ParallelLayout) -> str | None:
     return "state is sharded, so a pass alone holds other gradients than a step" if layout.shards_state else None
 
 
-def size_of(batch: MicroBatch) -> MicroBatchSize:
-    """Return what the memory model counts of a micro-batch."""
-    return MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
-
-
-@lru_cache(maxsize=1)
-def largest_pass(plan: RunPlan) -> tuple[StepPlan, int, MicroBatch] | None:
-    """Return a step with the largest micro-batch of `NUM_STEPS_SEEN`, its rank and itself; None without labels."""
-    steps = (step for step in plan.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
-    every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.ranks) for batch in own)
-    return max(every, key=lambda one: one[2].num_padded_tokens, default=None)
-
-
 def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     """Return steps of one micro-batch of `SHARES` of the largest one, the same on every rank.
 
     They are larger where a sample is, as samples stay whole.
     """
-    largest_of_plan = largest_pass(planned.plan)
+    largest_of_plan = planned.plan.largest_pass
     assert largest_of_plan is not None
     step, rank, batch = largest_of_plan
     longest, steps = planned.plan.largest_unit(step.ranks[rank]), []
@@ -273,13 +256,12 @@ def correction_of(
     assert model is not None
     for step, peak_bytes in passes[-2:]:
         batch = step.ranks[0][0]
-        fitted = model.fitted_estimate(size_of(batch), memory.recompute, memory.accumulates)
+        fitted = model.fitted_estimate(batch.size, memory.recompute, memory.accumulates)
         sizes = (fitted.total_bytes, fitted.activations_bytes + fitted.working_bytes)
         ratios.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
-    largest = largest_pass(planned.plan)
+    largest = planned.plan.largest_pass
     assert largest is not None
-    size = size_of(largest[2])
-    most = model.fitted_estimate(size, memory.recompute, memory.accumulates)
+    most = model.fitted_estimate(largest[2].size, memory.recompute, memory.accumulates)
     pass_bytes = most.activations_bytes + most.working_bytes
     return ratios[-1], fit_correction(*ratios, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)
 

@@ -168,7 +168,7 @@ class PeakMemoryReporter:
             return
         for batch in micro_batches_of(run, run.plan, step):
             if batch.num_padded_tokens > self._largest.num_tokens:
-                self._largest = MicroBatchSize(batch.num_padded_tokens, batch.num_label_tokens, len(batch.sample_ids))
+                self._largest = batch.size
         if self._num_steps < MEASURED_STEP or run.state.micro_batch_cap is not None:
             return
         # recorded graphs ran at their largest size before the first step

@@ -23,7 +23,6 @@ from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.fit_memory import fit_plan
 from flatout.trainer.gpu import gpu_of
-from flatout.trainer.memory_check import largest_pass, size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
         except ResourceError as error:
             fits[device.name] = f"cannot train: {str(error).partition(';')[0]}"
             continue
-        largest = largest_pass(plan)
-        estimate = None if largest is None else decision.estimate(size_of(largest[2]))
+        largest = plan.largest_pass
+        estimate = None if largest is None else decision.estimate(largest[2].size)
         if estimate is None:
             fits[device.name] = "no step has labels"
             continue

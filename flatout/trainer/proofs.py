@@ -170,10 +170,6 @@ class Proofs:
         self.keep("gradient-paths", {"unreached": unreached})
         return unreached
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value, by rank."""
-        return self._group.all_gather(value)
-
     def find(self, kind: str) -> KeptFacts | None:
         """Return what was proved; None on all ranks unless all have found it."""
         if not self._recalls:

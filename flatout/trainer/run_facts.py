@@ -18,7 +18,6 @@ from flatout.config.schema import Config
 from flatout.errors import DataError
 from flatout.io.redact import redacted
 from flatout.models.packed import segment_lengths
-from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, padding_share
 from flatout.track.record import GpuFacts, PlanFacts, RunStart
@@ -94,8 +93,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         (batch for step in sampled for rank in step.ranks for batch in rank),
         key=lambda batch: batch.num_padded_tokens,
     )
-    size = MicroBatchSize(largest.num_padded_tokens, largest.num_label_tokens, len(largest.sample_ids))
-    estimate = memory.estimate(size)
+    estimate = memory.estimate(largest.size)
     lengths = plan.samples.lengths
     edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
     epochs = plan.epoch_after(plan.step(plan.num_steps - 1))

@@ -75,7 +75,7 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     both cases no launched step has changed any weight.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    if normalizer_of(run, step) == 0:
+    if run.planned.normalizers.of_loss(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
     sums = accumulate_gradients(run, step)
@@ -110,7 +110,7 @@ def _backward_each(
     run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
 ) -> Tensor:
     run.fused_lora.refresh()
-    normalizer = normalizer_of(run, step)
+    normalizer = run.planned.normalizers.of_loss(step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     each = sums.unbind()
     start_term(run, step, micro_batches)
@@ -134,7 +134,8 @@ def _backward_each(
 
 def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
     """Start a step of the run's term, with passes without gradients if it needs them."""
-    facts = StepFacts(step.index, step.num_tokens, normalizer_of(run, step), run.device, run.strategy.sum_values)
+    normalizer = run.planned.normalizers.of_loss(step)
+    facts = StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values)
     with run.term.passes_before(facts, len(micro_batches)) as needed:
         for index, batch in enumerate(run.loader.batches(micro_batches) if needed else ()):
             if run.stop.requested and not run.shares_passes:
@@ -142,11 +143,6 @@ def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBa
             seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
             with torch.no_grad(), autocast(run):
                 run.loss(batch)
-
-
-def normalizer_of(run: TrainingRun, step: StepPlan) -> float:
-    """Return what the summed loss of a step is divided by."""
-    return run.planned.normalizers.of_loss(step)
 
 
 def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
@@ -231,7 +227,7 @@ def _read_totals(
         run.optimizer.zero_grad(set_to_none=True)
         clear_found_inf(run.optimizer)
         return None
-    loss = sums[0] / normalizer_of(run, step)
+    loss = sums[0] / run.planned.normalizers.of_loss(step)
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
@@ -263,7 +259,7 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
     backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
     found after the updates: NumericError then says to resume from the newest checkpoint.
     """
-    normalizer = normalizer_of(run, step)
+    normalizer = run.planned.normalizers.of_loss(step)
     if normalizer == 0:
         return skip_step(run)
     if run.stop.requested:

@@ -15,7 +15,7 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory import estimate
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.decide import PlannedRun, plan_run
-from flatout.trainer.memory_check import largest_pass, read_record, size_of
+from flatout.trainer.memory_check import read_record
 from flatout.trainer.run import train
 
 pytestmark = [
@@ -77,7 +77,7 @@ def limited(tiny: Any, folder: Path, model_dir: Path, **changes: Any) -> Config:
     values = {"model": {"name": str(model_dir)}, "batch": batch, "device": "cuda", **changes}
     free = tiny.config(folder, **values)
     planned = planned_for(free, Device("a GPU", 60 * GIB))
-    whole = planned.memory.estimate(size_of(largest_pass(planned.plan)[2]))
+    whole = planned.memory.estimate(planned.plan.largest_pass[2].size)
     assert whole is not None
     need = whole.state_bytes + 0.6 * (whole.activations_bytes + whole.working_bytes)
     limit: Config = tiny.config(folder, **values, memory=need / 0.94 / GIB)
@@ -98,7 +98,7 @@ def step_peak_bytes(config: Config, *, recalls: bool = False) -> tuple[int, Told
 
 def assert_planned_within_5_percent(config: Config, peak_bytes: int) -> PlannedRun:
     planned = planned_for(config, read_record(config.folder / "memory.json"))
-    found = planned.memory.estimate(size_of(largest_pass(planned.plan)[2]))
+    found = planned.memory.estimate(planned.plan.largest_pass[2].size)
     assert found is not None
     assert found.total_bytes == pytest.approx(peak_bytes, rel=0.05)
     return planned

@@ -16,7 +16,7 @@ from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.run_plan import NUM_STEPS_SEEN, RunPlan
 
 # without a GPU: enough for efficient matrix products, small enough for any computer
 CPU_MICRO_BATCH_TOKENS = 8192
@@ -24,8 +24,6 @@ CPU_MICRO_BATCH_TOKENS = 8192
 BUSY_TOKENS = 8192
 # share of the memory reserved for allocator waste, other kernels' workspaces and estimation error
 MARGIN = 0.06
-# steps, sampled evenly over the run, that represent all of them
-NUM_STEPS_SEEN = 500
 # weights kept transposed may cost this many times as many passes; otherwise each pass transposes them (30 GB: 14 ms)
 MORE_PASSES = 1.125
 # sizes are multiples of this, so that a few MB more or less of free memory do not change the plan

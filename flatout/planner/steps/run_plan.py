@@ -20,6 +20,7 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.prefixes import Prefixes
 from flatout.planner.steps.step_plan import (
     BatchLayout,
+    MicroBatch,
     StepPlan,
     assemble,
     assemble_eval,
@@ -35,6 +36,8 @@ PLAN_VERSION, UNIT_PLAN_VERSION = 1, 2
 BLOCK_SAMPLES = 1 << 14
 # steps, evenly spaced over the run, that the share of shared tokens is estimated from
 NUM_SHARED_STEPS = 128
+# steps, evenly spaced over the run, that its largest pass is looked for in
+NUM_STEPS_SEEN = 500
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +187,13 @@ class RunPlan(PlannedSamples):
             f"{self.num_units:,}{whole}; {self.layout.num_ranks} {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
+
+    @cached_property
+    def largest_pass(self) -> tuple[StepPlan, int, MicroBatch] | None:
+        """A step with the largest micro-batch of `NUM_STEPS_SEEN`, its rank and itself; None without labels."""
+        steps = (step for step in self.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
+        every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.ranks) for batch in own)
+        return max(every, key=lambda one: one[2].num_padded_tokens, default=None)
 
     @cached_property
     def fingerprint(self) -> str:

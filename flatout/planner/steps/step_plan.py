@@ -11,6 +11,7 @@ import numpy as np
 
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import CostModel
+from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.padded import cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
 from flatout.planner.steps.prefixes import Bundle, Prefixes, PrefixGroup, UnitPrefixes, make_bundles, tokens_together
@@ -50,6 +51,11 @@ class MicroBatch:
         if self.row_length is None:
             return max(self.num_tokens - self.num_shared_tokens, self.fill_tokens)
         return len(self.sample_ids) * self.row_length
+
+    @property
+    def size(self) -> MicroBatchSize:
+        """What the memory model counts of the pass."""
+        return MicroBatchSize(self.num_padded_tokens, self.num_label_tokens, len(self.sample_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,8 @@ from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.memory_check import (
     MemoryCheck,
     choose_passes,
-    largest_pass,
     read_record,
     reason_not_to_measure,
-    size_of,
 )
 from flatout.trainer.state import TrainingRun
 
@@ -100,7 +98,7 @@ class Start:
         model, found = run.memory.model, []
         assert model is not None
         for step in steps:
-            fitted = model.fitted_estimate(size_of(step.ranks[0][0]), run.memory.recompute, True)
+            fitted = model.fitted_estimate(step.ranks[0][0].size, run.memory.recompute, True)
             taken = fitted.activations_bytes + fitted.working_bytes
             state = fitted.state_bytes - fitted.optimizer_bytes
             found.append(int(state + self.factor * taken + self.more_bytes))
@@ -146,7 +144,7 @@ def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothi
 
 def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Config) -> None:
     planned = plan_run(config, Reporter(), Rank(), lambda: GPU)
-    _, _, largest = largest_pass(planned.plan)
+    _, _, largest = planned.plan.largest_pass
     steps = choose_passes(planned)
     shares = [step.ranks[0][0].num_padded_tokens / largest.num_padded_tokens for step in steps]
     assert [share <= bound for share, bound in zip(shares, (0.25, 0.25, 0.5), strict=True)] == [True] * 3
@@ -170,10 +168,10 @@ def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config: Config) ->
     # what the corrected plan says of its largest pass is what that pass takes
     model, memory = off.planned.memory.model, off.planned.memory
     assert model is not None
-    _, _, largest = largest_pass(off.planned.plan)
-    fitted = model.fitted_estimate(size_of(largest), memory.recompute, True)
+    _, _, largest = off.planned.plan.largest_pass
+    fitted = model.fitted_estimate(largest.size, memory.recompute, True)
     truth = fitted.state_bytes + 1.25 * (fitted.activations_bytes + fitted.working_bytes)
-    estimate = memory.estimate(size_of(largest))
+    estimate = memory.estimate(largest.size)
     assert estimate is not None
     assert estimate.total_bytes == pytest.approx(truth, rel=0.01)
     assert memory.budget_bytes is not None
@@ -260,8 +258,8 @@ def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> No
 def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:
     alone = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_step": 1})})
     planned = plan_run(alone, Reporter(), Rank(), lambda: GPU)
-    _, _, largest = largest_pass(planned.plan)
-    need = planned.memory.estimate(size_of(largest))
+    _, _, largest = planned.plan.largest_pass
+    need = planned.memory.estimate(largest.size)
     assert need is not None
     start = Start(alone, factor=1.25, gpu=Device("a GPU", int(1.3 * need.total_bytes)))
     assert start.num_measured == 0
