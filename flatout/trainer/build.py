@@ -36,7 +36,7 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
-from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, connect
+from flatout.parallel.strategies.protocol import Strategy, strategy_class
 from flatout.planner.devices import Device
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
@@ -265,16 +265,7 @@ def shard_state(
         reporter.stage("recompute", "the embedding table is in host memory")
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
-    options = StrategyOptions(
-        strategy=layout.strategy,
-        num_replicas=layout.num_replicas,
-        reshard_after_forward=layout.reshard_after_forward,
-        compute=loaded.dtype if loaded.autocast else None,
-        dtype=loaded.dtype,
-        expert_ranks=layout.expert_ranks,
-        context_ranks=layout.context_ranks,
-    )
-    strategy = connect(rank, device, config, options)
+    strategy = strategy_class(layout.strategy)(rank, device, config, layout, loaded.dtype, loaded.autocast)
     share_context(loaded, strategy, share_of(layout, rank), config, reporter)
     mark_slices = share_experts(loaded, strategy, reporter)
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "models": {"config", "kernels", "objectives"},
     "objectives": {"config"},
     "optim": {"config", "kernels"},
-    "parallel": {"config"},
+    "parallel": {"config", "planner"},
     "launch": {"config"},
     "data": {"config"},
     "planner": {"config"},

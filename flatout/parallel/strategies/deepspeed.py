@@ -16,7 +16,8 @@ from flatout.config.deepspeed import fill
 from flatout.config.schema import Config
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, oom_as_resource_error
+from flatout.parallel.strategies.protocol import Strategy, oom_as_resource_error
+from flatout.planner.layout import ParallelLayout
 
 STEP = "step"
 
@@ -29,13 +30,21 @@ class DeepSpeed(Strategy):
     multiplied by the number of ranks. All ranks must run the same number of micro-batches; none may skip or retry one.
     """
 
-    def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
-        precision = "bf16" if options.dtype == torch.bfloat16 else "fp32"
+    def __init__(
+        self,
+        rank: Rank,
+        device: torch.device,
+        config: Config,
+        layout: ParallelLayout,
+        dtype: torch.dtype = torch.float32,
+        autocast: bool = False,
+    ) -> None:
+        precision = "bf16" if dtype == torch.bfloat16 else "fp32"
         try:
             self._settings = dict(fill(config, num_ranks=rank.world, precision=precision))
         except ValueError as error:
             raise UsageError(f"deepspeed: {error}") from error
-        super().__init__(rank, device, config, options)
+        super().__init__(rank, device, config, layout, dtype, autocast)
         self._engine: Any = None
 
     def prepare(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
@@ -20,25 +19,10 @@ from flatout.errors import ResourceError
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import is_slice, local_part, local_shard_of
+from flatout.planner.layout import ParallelLayout
 
 # elements per partial norm on a CPU
 NORM_PART = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class StrategyOptions:
-    """The plan's decisions. `dtype` is the compute dtype; `compute` is the same if the trained weights are wider.
-
-    `expert_ranks` consecutive ranks share each layer's experts, `context_ranks` each micro-batch's tokens.
-    """
-
-    strategy: StrategyName
-    num_replicas: int = 1
-    reshard_after_forward: bool = True
-    compute: torch.dtype | None = None
-    dtype: torch.dtype = torch.float32
-    expert_ranks: int = 1
-    context_ranks: int = 1
 
 
 class EngineState(Protocol):
@@ -79,11 +63,21 @@ class Strategy:
 
     engine_state: EngineState | None = None
 
-    def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
-        self.rank, self._device, self._config, self._options = rank, device, config, options
+    def __init__(
+        self,
+        rank: Rank,
+        device: torch.device,
+        config: Config,
+        layout: ParallelLayout,
+        dtype: torch.dtype = torch.float32,
+        autocast: bool = False,
+    ) -> None:
+        """Join the other ranks. The model computes in `dtype`; with `autocast`, trained weights are wider than that."""
+        self.rank, self._device, self._config, self._layout = rank, device, config, layout
+        self._dtype, self._autocast = dtype, autocast
         join_group(rank, device)
-        self.expert_mesh = self._groups_of(options.expert_ranks, "expert")
-        self.context_mesh = self._groups_of(options.context_ranks, "context")
+        self.expert_mesh = self._groups_of(layout.expert_ranks, "expert")
+        self.context_mesh = self._groups_of(layout.context_ranks, "context")
 
     def _groups_of(self, num_ranks: int, name: str) -> DeviceMesh | None:
         """Return groups of `num_ranks` consecutive ranks, as the second dimension of a mesh; None for groups of one."""
@@ -142,7 +136,7 @@ class Strategy:
 
     def sum_over_sharers(self, values: Tensor) -> Tensor:
         """Sum a small tensor in place over the ranks that take part in this one's passes."""
-        if self.context_mesh is None or STRATEGIES[self._options.strategy].shards_state:
+        if self.context_mesh is None or self._layout.shards_state:
             return self.sum_values(values)
         dist.all_reduce(values, group=self.context_mesh.get_group("context"))
         return values
@@ -180,12 +174,12 @@ def fill_missing_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def connect(rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> Strategy:
-    """Create this process's strategy and join the other ranks over NCCL (GPU) or gloo (CPU).
+def strategy_class(name: StrategyName) -> type[Strategy]:
+    """Return the class of a strategy; an instance joins the other ranks over NCCL (GPU) or gloo (CPU).
 
-    Raises UsageError for a DeepSpeed JSON that contradicts the configuration or the plan.
+    Making one raises UsageError for a DeepSpeed JSON that contradicts the configuration or the plan.
     """
     # imported here because DTensor and DeepSpeed take seconds to import, and not every strategy needs them
-    module, name = STRATEGIES[options.strategy].class_path.split(".")
-    strategy_class: type[Strategy] = getattr(import_module(f"flatout.parallel.strategies.{module}"), name)
-    return strategy_class(rank, device, config, options)
+    module, _, class_name = STRATEGIES[name].class_path.partition(".")
+    chosen: type[Strategy] = getattr(import_module(f"flatout.parallel.strategies.{module}"), class_name)
+    return chosen

@@ -15,12 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from flatout.config.parallel import STRATEGIES
-from flatout.config.schema import Config
 from flatout.parallel.process_group import share_weights
-from flatout.parallel.rank import Rank
 from flatout.parallel.shards import is_slice
 from flatout.parallel.strategies.buckets import BucketedSum
-from flatout.parallel.strategies.protocol import Strategy, StrategyOptions, oom_as_resource_error
+from flatout.parallel.strategies.protocol import Strategy, oom_as_resource_error
 
 
 class Sharded(Strategy):
@@ -35,11 +33,12 @@ class Sharded(Strategy):
     retry one.
     """
 
-    def __init__(self, rank: Rank, device: torch.device, config: Config, options: StrategyOptions) -> None:
-        super().__init__(rank, device, config, options)
-        num_dims = 2 if options.num_replicas > 1 else 1
-        sizes = (options.num_replicas, rank.world // options.num_replicas)[-num_dims:]
-        self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard")[-num_dims:])
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        num_replicas = self._layout.num_replicas
+        num_dims = 2 if num_replicas > 1 else 1
+        sizes = (num_replicas, self.rank.world // num_replicas)[-num_dims:]
+        self._mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("replicate", "shard")[-num_dims:])
         self._root: FSDPModule | None = None
         self._last: bool | None = None
 
@@ -47,7 +46,7 @@ class Sharded(Strategy):
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
         share_weights(model)
-        compute, frees = self._options.compute, self._options.reshard_after_forward
+        compute, frees = self._dtype if self._autocast else None, self._layout.reshard_after_forward
         reduce = torch.float32 if compute is not None else None
         if self._config.comm.compress == "bf16":
             reduce = torch.bfloat16
@@ -84,13 +83,13 @@ class Sharded(Strategy):
         assert self._root is not None
         if self._last != last:
             self._last = last
-            if STRATEGIES[self._options.strategy].sums_late:
+            if STRATEGIES[self._layout.strategy].sums_late:
                 self._root.set_requires_gradient_sync(last)
                 self._root.set_is_last_backward(last)
-            elif self._options.num_replicas > 1:
+            elif self._layout.num_replicas > 1:
                 # within a replica gradients are reduce-scattered each time; the sum over replicas runs once per step
                 self._root.set_requires_all_reduce(last)
-            if not self._options.reshard_after_forward:
+            if not self._layout.reshard_after_forward:
                 self._root.set_reshard_after_backward(last)
         with oom_as_resource_error(self.rank):
             yield

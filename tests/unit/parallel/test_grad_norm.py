@@ -5,8 +5,8 @@ from torch import nn
 
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.protocol import StrategyOptions
 from flatout.parallel.strategies.single import Single
+from flatout.planner.layout import ALONE
 
 
 def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
@@ -17,7 +17,7 @@ def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
     for parameter, part in zip(small, gradient.split(1000), strict=True):
         parameter.grad = part
     config = make_config({"model": {"name": "x"}})
-    strategy = Single(Rank(), torch.device("cpu"), config, StrategyOptions("single"))
+    strategy = Single(Rank(), torch.device("cpu"), config, ALONE)
     truth = gradient.double().norm().item()
     for parameters in ([flat], small):
         assert abs(strategy.grad_norm(parameters).item() - truth) / truth < 1e-6

@@ -14,8 +14,8 @@ from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.buckets import BucketedSum, into_buckets
 from flatout.parallel.strategies.ddp import DDP
-from flatout.parallel.strategies.protocol import StrategyOptions
 from flatout.parallel.strategies.sharded import Sharded
+from flatout.planner.layout import ParallelLayout
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def run_out(strategy: Any, *, last: bool, model: nn.Module | None = None) -> Non
 def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: None) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     config = make_config({"model": {"name": "x"}, "method": "full"})
-    replicated = DDP(Rank(), CPU, config, StrategyOptions("ddp"))
+    replicated = DDP(Rank(), CPU, config, ParallelLayout("ddp"))
     replicated.prepare(model, [], lambda: torch.optim.SGD(model.parameters()))
     with pytest.raises(torch.OutOfMemoryError):
         run_out(replicated, last=False, model=model)
@@ -87,7 +87,7 @@ def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: No
         run_out(replicated, last=True)
     with pytest.raises(ResourceError, match="during the gradient all-reduce"):
         run_out(replicated, last=True, model=model)
-    sharded = Sharded(Rank(), CPU, config, StrategyOptions("zero3"))
+    sharded = Sharded(Rank(), CPU, config, ParallelLayout("zero3", reshard_after_forward=True))
     sharded.prepare(model, list(model), lambda: torch.optim.SGD(model.parameters()))
     with pytest.raises(ResourceError, match="that all ranks run together"):
         run_out(sharded, last=False)
