@@ -58,7 +58,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1474,
     "cli": 2836,
     "compat": 3014,
-    "config": 2756,
+    "config": 2527,
     "data": 10440,
     "demo": 602,
     "doctor": 395,
