@@ -13,7 +13,8 @@ import numpy as np
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.run_plan import make_plan
+from flatout.planner.steps.run_plan import make_plan, select_samples
+from flatout.planner.steps.step_plan import BatchLayout
 
 # Qwen3-8B, LoRA rank 16: per token, per query-key pair, per label token
 COST = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)
@@ -32,15 +33,8 @@ def main() -> None:
     batch = BatchConfig(samples_per_step=args.samples_per_step)
     before_bytes = _peak_bytes()
     started = time.perf_counter()
-    plan = make_plan(
-        lengths,
-        num_labels,
-        batch,
-        micro_batch_tokens=args.micro_batch_tokens,
-        seed=0,
-        num_ranks=args.ranks,
-        cost=COST,
-    )
+    layout = BatchLayout(args.ranks, args.micro_batch_tokens, COST)
+    plan = make_plan(select_samples(lengths, num_labels, None, layout), layout, batch, seed=0)
     fingerprint = plan.fingerprint
     num_samples, num_micro_batches, balances = 0, 0, []
     for step in plan.steps():

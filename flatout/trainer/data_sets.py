@@ -12,33 +12,34 @@ from flatout.data.mismatched import MismatchedStore, mismatched
 from flatout.data.token_store import TokenStore
 from flatout.objectives.protocol import Objective
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, select_samples
-from flatout.planner.steps.step_plan import BatchLayout, StepPlan
+from flatout.planner.steps.run_plan import RunPlan, select_samples
+from flatout.planner.steps.step_plan import StepPlan, assemble_eval
 from flatout.trainer.normalizers import Normalizers
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One evaluation data set; `plan` is one pass over it. `mismatched` has its prompts with answers to other ones."""
+    """One evaluation data set; `plan` is one pass over its `planned` samples.
+
+    `mismatched` has its prompts with answers to other ones.
+    """
 
     name: str
     store: TokenStore
+    planned: PlannedSamples
     plan: StepPlan
     normalizers: Normalizers
-    layout: BatchLayout
     mismatched: EvalSet | None = None
-
-    @property
-    def planned(self) -> PlannedSamples:
-        """Its samples, which split its passes again."""
-        ids, store = np.sort(self.plan.sample_ids), self.store
-        samples = select_samples(store.lengths, store.num_labels, ids, self.layout, store.unit_offsets)
-        return PlannedSamples(samples, self.layout)
 
     @property
     def max_documents(self) -> int:
         """The most samples of a micro-batch."""
         return max(len(batch.sample_ids) for rank in self.plan.ranks for batch in rank)
+
+
+def eval_set(name: str, store: TokenStore, planned: PlannedSamples, normalizers: Normalizers) -> EvalSet:
+    """Return an evaluation data set with one pass over these samples, in the order of their ids."""
+    return EvalSet(name, store, planned, assemble_eval(planned.samples, planned.layout), normalizers)
 
 
 class MismatchedSteps(NamedTuple):
@@ -62,8 +63,8 @@ def plan_mismatched(
     for each in eval_sets:
         other, ids = stores[id(each.store)], np.sort(each.plan.sample_ids)
         layout = plan.layout.for_others(int(other.lengths.max()))
-        own = make_eval_plan(other.lengths, other.num_labels, ids, layout=layout)
-        planned.append(replace(each, mismatched=EvalSet(each.name, other, own, each.normalizers, layout)))
+        own = PlannedSamples(select_samples(other.lengths, other.num_labels, ids, layout), layout)
+        planned.append(replace(each, mismatched=eval_set(each.name, other, own, each.normalizers)))
     return MismatchedSteps(
         stores[id(store)], plan.of_lengths(stores[id(store)].lengths, stores[id(store)].num_labels)
     ), tuple(planned)

@@ -35,11 +35,12 @@ from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
-from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, split_held_out
+from flatout.planner.steps.planned_samples import PlannedSamples
+from flatout.planner.steps.run_plan import RunPlan, select_samples, split_held_out
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_ranks import check_context
-from flatout.trainer.data_sets import EvalSet, MismatchedSteps, plan_mismatched
+from flatout.trainer.data_sets import EvalSet, MismatchedSteps, eval_set, plan_mismatched
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.fit_memory import SplitStore, plan_layout
 from flatout.trainer.model_shape import read_shape
@@ -285,9 +286,10 @@ def plan_evaluation(
         )
         budget = config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max()))
         layout = replace(plan.layout, micro_batch_tokens=budget, prefixes=None)
-        eval_plan = make_eval_plan(
-            eval_store.lengths, eval_store.num_labels, eval_ids, layout=layout, unit_offsets=eval_store.unit_offsets
-        )
+        own = select_samples(eval_store.lengths, eval_store.num_labels, eval_ids, layout, eval_store.unit_offsets)
+        counted = make_normalizers(objective, eval_store)
+        eval_sets.append(each := eval_set(name, eval_store, PlannedSamples(own, layout), counted))
+        eval_plan = each.plan
         of_data = f"{name}: " if len(stores) > 1 else ""
         counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"
         reporter.stage("eval", of_data + counts)
@@ -295,7 +297,6 @@ def plan_evaluation(
         if num_seen:
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
-        eval_sets.append(EvalSet(name, eval_store, eval_plan, make_normalizers(objective, eval_store), layout))
     totals = [sum(own) for own in zip(*(each.normalizers.of(each.plan) for each in eval_sets), strict=True)]
     if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
         raise DataError(

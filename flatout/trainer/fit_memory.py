@@ -28,7 +28,8 @@ from flatout.planner.memory.budget import (
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, PrefixIndex, UnitPrefixes, find_prefixes
-from flatout.planner.steps.run_plan import RunPlan, make_plan
+from flatout.planner.steps.run_plan import RunPlan, make_plan, select_samples
+from flatout.planner.steps.step_plan import BatchLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.pictures import require_trainable, tower_flops
@@ -91,20 +92,16 @@ def plan_training(
     # an update in the backward pass needs a step in one pass
     pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
     largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
-    whole_steps = make_plan(
-        store.lengths,
-        store.num_labels,
-        config.batch,
-        micro_batch_tokens=row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
-        seed=config.seed,
-        num_ranks=rank.world // config.context.parallel,
-        cost=make_cost(config, shape),
-        sample_ids=data.train_ids,
+    layout = BatchLayout(
+        rank.world // config.context.parallel,
+        row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
+        make_cost(config, shape),
         pass_tokens=pass_tokens if is_padded else None,
         prefixes=prefixes,
-        row_keys=store.row_keys if draws_rows_whole(store) else None,
-        unit_offsets=store.unit_offsets,
     )
+    samples = select_samples(store.lengths, store.num_labels, data.train_ids, layout, store.unit_offsets)
+    row_keys = store.row_keys if draws_rows_whole(store) else None
+    whole_steps = make_plan(samples, layout, config.batch, config.seed, row_keys)
     flops = tower_flops(shape, store)
     if flops is not None and data.train_ids is not None:
         flops = flops[np.asarray(data.train_ids)]

@@ -16,7 +16,9 @@ from flatout.data.statistics import ROW_FATES, padding_share
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json, validated
-from flatout.planner.steps.run_plan import make_plan
+from flatout.planner.cost import COST_BY_TOKENS
+from flatout.planner.steps.run_plan import make_plan, select_samples
+from flatout.planner.steps.step_plan import BatchLayout
 from flatout.track.summary import short_count
 from flatout.view.charts import bar_plot, figure
 from flatout.view.packing import draw_packing
@@ -83,8 +85,8 @@ def statistics(store: TokenStore) -> str:
     units = store.unit_offsets
     largest = store.lengths if units is None else np.add.reduceat(store.lengths, units[:-1])
     budget, batch = max(MICRO_BATCH_TOKENS, int(largest.max())), BatchConfig()
-    whole: dict[str, Any] = {"seed": SEED, "num_ranks": 1, "unit_offsets": units}
-    plan = make_plan(store.lengths, store.num_labels, batch, micro_batch_tokens=budget, **whole)
+    layout = BatchLayout(1, budget, COST_BY_TOKENS)
+    plan = make_plan(select_samples(store.lengths, store.num_labels, None, layout, units), layout, batch, SEED)
     steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
     samples = [
         [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.ranks] for step in steps

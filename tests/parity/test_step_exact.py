@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import make_plan
 from torch import Tensor, nn
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.models.packed import flatten_samples
 from flatout.models.packed_loss import packed_loss
 from flatout.parallel.rank import Rank
-from flatout.planner.steps.run_plan import make_plan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer import build

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import make_eval_plan, make_plan
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import permute
 from flatout.planner.steps.padded import PASS_TOKENS, ROW_MULTIPLE, cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
-from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.run_plan import split_held_out
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.totals import add_up
 

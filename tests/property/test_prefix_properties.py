@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import make_plan
 
 from flatout.config.schema import BatchConfig
 from flatout.models.packed import flatten_samples
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, PrefixIndex, find_prefixes
-from flatout.planner.steps.run_plan import make_plan
 
 BUDGET = 700
 COST = CostModel(per_token=50.0, per_pair=1.0, per_label=7.0)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import make_eval_plan, make_plan
 
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.models.packed import flatten_samples
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, UnitPrefixes, find_prefixes
-from flatout.planner.steps.run_plan import RunPlan, make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.run_plan import RunPlan, split_held_out
 from flatout.planner.steps.step_plan import BatchLayout, MicroBatch, StepPlan
 
 COST = CostModel(per_token=50.0, per_pair=1.0, per_label=7.0)

@@ -14,16 +14,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
-from flatout.planner.cost import COST_BY_TOKENS, CostModel
+from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import Families, permute
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.prefixes import Prefixes
 from flatout.planner.steps.step_plan import (
     BatchLayout,
     MicroBatch,
     StepPlan,
     assemble,
-    assemble_eval,
     check_fits,
     padding_share,
 )
@@ -230,58 +228,23 @@ class RunPlan(PlannedSamples):
 
 
 def make_plan(
-    lengths: ArrayLike,
-    num_labels: ArrayLike,
-    batch: BatchConfig,
-    *,
-    micro_batch_tokens: int,
-    seed: int,
-    num_ranks: int,
-    cost: CostModel = COST_BY_TOKENS,
-    sample_ids: ArrayLike | None = None,
-    pass_tokens: int | None = None,
-    prefixes: Prefixes | None = None,
-    row_keys: ArrayLike | None = None,
-    unit_offsets: ArrayLike | None = None,
+    samples: Samples, layout: BatchLayout, batch: BatchConfig, seed: int, row_keys: ArrayLike | None = None
 ) -> RunPlan:
-    """Plan a run from integer arrays (n,): tokens and label tokens of every sample; memory-mapped arrays stay on disk.
+    """Plan a run of samples from `select_samples`, by a layout with any token budget that all of them fit in.
 
-    `micro_batch_tokens` is batch.micro_batch_tokens, or the chosen value if that is null. `sample_ids` (ascending,
-    unique) restricts the plan to these samples; `pass_tokens` and `prefixes` are as in `BatchLayout`. With `row_keys`
-    (n,), neighbours of one row follow each other in every epoch. Units begin at `unit_offsets` (U + 1,); by default
-    each sample is one.
-    `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is rounded up to whole steps. Raises UsageError
-    for a sample or unit longer than `micro_batch_tokens`, and DataError for empty or damaged data, a part of a unit,
-    and data without label tokens. A single step without label tokens is planned; the run skips it.
+    With `row_keys` (n,) of all samples of the data set, neighbours of one row follow each other in every epoch.
+    `batch.max_steps` overrides `batch.epochs`; a fraction of an epoch is rounded up to whole steps. A single step
+    without label tokens is planned; the run skips it.
     """
-    layout = BatchLayout(num_ranks, micro_batch_tokens, cost, pass_tokens=pass_tokens, prefixes=prefixes)
-    samples = select_samples(lengths, num_labels, sample_ids, layout, unit_offsets)
     families = None
     if row_keys is not None:
         keys = np.asarray(row_keys)
-        keys = keys if sample_ids is None else keys[np.asarray(sample_ids)]
+        keys = keys if samples.ids is None else keys[samples.ids]
         families = Families.of(keys if samples.units is None else keys[samples.unit_starts])
     epoch = RunPlan(samples, layout, batch, seed, num_steps=0, families=families)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
     return replace(epoch, num_steps=num_steps)
-
-
-def make_eval_plan(
-    lengths: ArrayLike,
-    num_labels: ArrayLike,
-    sample_ids: ArrayLike | None = None,
-    *,
-    layout: BatchLayout,
-    unit_offsets: ArrayLike | None = None,
-) -> StepPlan:
-    """Plan one pass over the given samples (all by default) as one step: micro-batches in the order of the ids.
-
-    The micro-batches are the same for any number of ranks. `num_label_tokens` normalizes the evaluation loss. Raises
-    UsageError and DataError as `make_plan` does.
-    """
-    samples = select_samples(lengths, num_labels, sample_ids, layout, unit_offsets)
-    return assemble_eval(samples, layout)
 
 
 def split_held_out(
@@ -344,7 +307,12 @@ def select_samples(
     layout: BatchLayout,
     unit_offsets: ArrayLike | None = None,
 ) -> Samples:
-    """Select a plan's samples from arrays (n,) by ids. Raises like `make_plan`, and DataError for invalid ids."""
+    """Select a plan's samples from integer arrays (n,), tokens and label tokens of each; mapped ones stay on disk.
+
+    `sample_ids` (ascending, unique) restricts them. Units begin at `unit_offsets` (U + 1,); by default each sample is
+    one. Raises UsageError for a sample or unit longer than a micro-batch of `layout`, and DataError for invalid ids,
+    empty or damaged data, a part of a unit, and data without label tokens.
+    """
     lengths, num_labels = np.asanyarray(lengths), np.asanyarray(num_labels)
     if lengths.ndim != 1 or lengths.shape != num_labels.shape:
         raise DataError(f"lengths {lengths.shape} and label counts {num_labels.shape} must be equal 1-d shapes")

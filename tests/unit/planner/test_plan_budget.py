@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plans import make_plan
 from qwen3_8b import QWEN3_8B
 
 from flatout.config.read import make_config
@@ -20,7 +21,6 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.steps.run_plan import make_plan
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)

@@ -7,11 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from plans import make_eval_plan, make_plan
 
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
-from flatout.planner.steps.run_plan import make_eval_plan, make_plan, split_held_out
+from flatout.planner.steps.run_plan import split_held_out
 from flatout.planner.steps.step_plan import BatchLayout
 
 COST = CostModel(per_token=100.0, per_pair=1.0, per_label=10.0)

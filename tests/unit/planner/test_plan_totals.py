@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plans import make_plan
 
 from flatout.cli.plan import step_lines
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.devices import GIB
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
-from flatout.planner.steps.run_plan import make_plan
 from flatout.planner.totals import add_up, totals_lines
 
 COST = CostModel(per_token=1e12, per_pair=1e9, per_label=1e11)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import make_plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
@@ -17,7 +18,7 @@ from flatout.models.packed import PackedSize, packed_size
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.host_bound import HOST_S_PER_LAYER, is_host_bound
-from flatout.planner.steps.run_plan import RunPlan, make_plan
+from flatout.planner.steps.run_plan import RunPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import plan_run
 from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets, plan_graphs

@@ -1,0 +1,27 @@
+"""Plans from arrays, as tests of the planner make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.config.schema import BatchConfig
+from flatout.planner.cost import COST_BY_TOKENS, CostModel
+from flatout.planner.steps import run_plan
+from flatout.planner.steps.run_plan import RunPlan, select_samples
+from flatout.planner.steps.step_plan import BatchLayout, StepPlan, assemble_eval
+
+
+def make_plan(
+    lengths: Any, num_labels: Any, batch: BatchConfig, *, micro_batch_tokens: int, seed: int, num_ranks: int,
+    cost: CostModel = COST_BY_TOKENS, sample_ids: Any = None, row_keys: Any = None, unit_offsets: Any = None,
+    **layout: Any,
+) -> RunPlan:  # fmt: skip
+    own = BatchLayout(num_ranks, micro_batch_tokens, cost, **layout)
+    samples = select_samples(lengths, num_labels, sample_ids, own, unit_offsets)
+    return run_plan.make_plan(samples, own, batch, seed, row_keys)
+
+
+def make_eval_plan(
+    lengths: Any, num_labels: Any, sample_ids: Any = None, *, layout: BatchLayout, unit_offsets: Any = None
+) -> StepPlan:
+    return assemble_eval(select_samples(lengths, num_labels, sample_ids, layout, unit_offsets), layout)
