@@ -17,7 +17,7 @@ from flatout.config.schema import Config
 from flatout.data.pictures.read import require_pillow
 from flatout.data.prompt_file import read_prompts
 from flatout.data.rows.formats.pictures import MARK
-from flatout.demo.settings import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
+from flatout.demo.settings import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE, tiny_config
 from flatout.demo.write import save_parts, train_tokenizer, write_once
 from flatout.io.durable_io import DurableIO
 from flatout.models.load.inference import load_trained, resolve_model_paths
@@ -146,24 +146,7 @@ def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 def shapes_config(folder: Path, seed: int) -> Config:
     """Return the configuration: full training of the decoder from random weights, six passes over the pictures."""
-    values = {
-        "name": "demo",
-        "run_dir": folder / "run",
-        "seed": seed,
-        "method": "full",
-        "model": {"name": str(folder / MODEL_DIR), "init": "random"},
-        "data": {
-            "name": "demo",
-            "root": folder / "data",
-            "sources": [{"path": str(folder / TRAIN_FILE)}],
-            "num_procs": 1,
-        },
-        "batch": {"samples_per_step": 32, "epochs": 6},
-        "optim": {"lr": 3e-3, "beta2": 0.98},
-        "schedule": {"kind": "cosine", "warmup_ratio": 0.05},
-        "eval": {"fraction": 0.02, "every_steps": 300},
-    }
-    return Config.model_validate(values)
+    return tiny_config(folder, seed, {"samples_per_step": 32, "epochs": 6}, {"fraction": 0.02, "every_steps": 300})
 
 
 class Seen(NamedTuple):

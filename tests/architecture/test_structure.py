@@ -60,7 +60,7 @@ MAX_PACKAGE_LINES = {
     "compat": 3014,
     "config": 2527,
     "data": 10440,
-    "demo": 602,
+    "demo": 594,
     "doctor": 395,
     "environment": 180,
     "errors": 150,
