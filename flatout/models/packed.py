@@ -72,7 +72,7 @@ def packed_size(
 
 
 class KeyPieces(NamedTuple):
-    """Which keys the pieces of a share attend to, see `flatout.models.context.share`.
+    """Which keys the pieces of a shard attend to, see `flatout.models.context.shard`.
 
     `rows` int64 (S,) are the keys' rows in the gathered shares of all ranks, piece by piece; `cu_seqlens` int32 (D+1,)
     their boundaries, as many as of the batch; `max_seqlen` an upper bound on the keys of a piece.
@@ -131,7 +131,7 @@ class PackedBatch:
     tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
-    the batch is one rank's share of the tokens, and D counts pieces of documents. `asked` is what the objective asked
+    the batch is one rank's shard of the tokens, and D counts pieces of documents. `asked` is what the objective asked
     for; its own names are read as properties of the batch. With a `cache` of transformers', documents go on after the
     tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
     names of `get_image_features`'s arguments; empty without any, None in a run whose data has none. `axes` int64 (3, T)

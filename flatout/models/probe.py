@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import decoder_layers
-from flatout.models.context.share import ContextShare
+from flatout.models.context.shard import ContextShard
 from flatout.models.experts.lora import num_expert_tensors
 from flatout.models.packed import PackedBatch, flatten_samples
 
@@ -35,19 +35,19 @@ def random_batch(
     num_boundaries: int | None = None,
     num_shared_boundaries: int | None = None,
     row_length: int | None = None,
-    share: ContextShare | None = None,
+    shard: ContextShard | None = None,
 ) -> PackedBatch:
     """Return documents of these lengths on the model's device, all tokens labels; the same at every call.
 
     With `num_shared_boundaries`, the first two share half of the shorter one, which has no labels. With
-    `share`, the batch is that share of them.
+    `shard`, the batch is that shard of them.
     """
     # every token is a label, too
     num_tokens = num_logits(model.config.get_text_config()) or model.get_input_embeddings().weight.shape[0]
     token_ids = np.random.default_rng(0).integers(0, num_tokens, sum(lengths))
     documents = [(ids, np.ones(len(ids), bool)) for ids in np.split(token_ids, np.cumsum(lengths)[:-1])]
-    if share is not None:
-        return share.of(flatten_samples(documents), num_boundaries).to(model.device)
+    if shard is not None:
+        return shard.of(flatten_samples(documents), num_boundaries).to(model.device)
     half = min(lengths[:2]) // 2 if num_shared_boundaries and len(lengths) > 1 else 0
     for ids, loss_mask in documents[:2] if half else ():
         ids[:half] = documents[0][0][:half]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flatout.data.token_store import TokenSample, TokenStore
 from flatout.errors import DataError
-from flatout.models.context.share import ContextShare
+from flatout.models.context.shard import ContextShard
 from flatout.models.packed import (
     BatchColumns,
     PackedBatch,
@@ -48,7 +48,7 @@ class BatchLoader:
         self,
         store: TokenStore,
         device: torch.device,
-        share: ContextShare | None = None,
+        shard: ContextShard | None = None,
         *,
         max_documents: int,
         size_buckets: Sequence[int] = (),
@@ -57,17 +57,17 @@ class BatchLoader:
     ) -> None:
         """`max_documents` is the most samples that a micro-batch holds, and `max_prefixes` the most prefixes.
 
-        `size_buckets` are as in `packed_size`. With `share`, batches are that share of each micro-batch. `columns` are
+        `size_buckets` are as in `packed_size`. With `shard`, batches are that shard of each micro-batch. `columns` are
         the store's columns that batches carry, with the samples and units that labels belong to; None: neither.
         """
         self.store = store
         self._device = device
         # one number of boundaries for the whole run, to avoid recompilation
         is_cuda = device.type == "cuda"
-        count = padded_num_boundaries if share is None else share.num_boundaries
+        count = padded_num_boundaries if shard is None else shard.num_boundaries
         self.num_boundaries = count(max_documents + max_prefixes) if is_cuda else None
         self.num_shared_boundaries = padded_num_boundaries(max_prefixes) if is_cuda and max_prefixes else None
-        self.share = share
+        self.shard = shard
         # makes the pixels of a store with pictures; set before the first batch
         self.pictures: PictureMaker | None = None
         self.wait_s = 0.0
@@ -140,7 +140,7 @@ class BatchLoader:
             samples = [(ids, np.zeros(len(ids), bool)) for ids, _ in samples]
         batch = flatten_samples(
             samples,
-            num_boundaries=self.num_boundaries if self.share is None else None,
+            num_boundaries=self.num_boundaries if self.shard is None else None,
             size_buckets=self.size_buckets,
             row_length=micro_batch.row_length,
             fill_tokens=micro_batch.fill_tokens,
@@ -161,8 +161,8 @@ class BatchLoader:
             batch = self.pictures.add(batch, self.store, shown, [ids for ids, _ in samples[: len(shown)]], made)
         if self._columns is not None:
             batch = replace(batch, asked=self._gather(micro_batch, read, batch))
-        if self.share is not None:
-            batch = self.share.of(batch, self.num_boundaries)
+        if self.shard is not None:
+            batch = self.shard.of(batch, self.num_boundaries)
         if self._copies is None:
             return batch.to(self._device), None
         with torch.cuda.stream(self._copies):

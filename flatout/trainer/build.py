@@ -41,7 +41,7 @@ from flatout.planner.devices import Device
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.context_ranks import share_context, share_of
+from flatout.trainer.context_ranks import context_shard, share_context
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
@@ -96,7 +96,7 @@ def build_run(
         measured, is_off = memory_check.check(run, stood_bytes)
         setup = replace(setup, planned=run.planned)
         planned = setup.plan_again(measured) if is_off else run.planned
-        if planned.split == run.planned.split:
+        if planned.pass_settings == run.planned.pass_settings:
             memory_check.record(measured)
             memory = replace(planned.memory, recompute=run.memory.recompute)
             run = replace(run, planned=replace(planned, device=measured), memory=memory)
@@ -174,7 +174,7 @@ def make_loaders(
     planned: PlannedRun, model: PreTrainedModel, device: torch.device, rank: Rank, size_buckets: Sequence[int]
 ) -> tuple[BatchLoader, tuple[BatchLoader, ...], tuple[BatchLoader, ...]]:
     """Return the loader of training, one for each evaluation data set, and those of `Run.mismatched_loaders`."""
-    share, mismatched, scoring = share_of(planned.parallel_layout, rank), planned.mismatched, planned.scoring
+    shard, mismatched, scoring = context_shard(planned.parallel_layout, rank), planned.mismatched, planned.scoring
     columns, bounds = planned.objective.asked_columns, planned.plan.batch_bounds
     if mismatched is not None:
         # equal bounds, so that compiled layers take both
@@ -182,7 +182,7 @@ def make_loaders(
 
     def loader_of(store: TokenStore, asked: Sequence[str] | None = columns, **options: Any) -> BatchLoader:
         own = None if asked is None else tuple(name for name in asked if name in store.extra)
-        loader = BatchLoader(store, device, share, columns=own, **options)
+        loader = BatchLoader(store, device, shard, columns=own, **options)
         loader.pictures = PictureMaker.of(store, model)
         loader.padding_id = scoring.padding_id if scoring else None
         return loader
@@ -266,7 +266,7 @@ def shard_state(
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     strategy = strategy_class(layout.strategy)(rank, device, config, layout, loaded.dtype, loaded.autocast)
-    share_context(loaded, strategy, share_of(layout, rank), config, reporter)
+    share_context(loaded, strategy, context_shard(layout, rank), config, reporter)
     mark_slices = share_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
@@ -335,7 +335,7 @@ def compile_model(
         options = CompileOptions(
             num_boundaries=loader.num_boundaries,
             num_shared_boundaries=loader.num_shared_boundaries,
-            share=loader.share,
+            shard=loader.shard,
             largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
             has_pictures=loader.pictures is not None,

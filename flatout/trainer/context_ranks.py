@@ -9,8 +9,8 @@ from flatout.errors import PackingError, UsageError
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.attention import register_over_ranks
 from flatout.models.collectives import RankGroup
-from flatout.models.context.check import check_share
-from flatout.models.context.share import ContextShare
+from flatout.models.context.check import check_shard
+from flatout.models.context.shard import ContextShard
 from flatout.models.load.model import LoadedModel
 from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
@@ -32,37 +32,37 @@ def check_context(config: Config, rank: Rank, objective: Objective) -> None:
         )
     why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
     if why is None and objective.scope != "token":
-        why = f"objective {objective.name} reads all tokens of a {objective.scope}, of which a rank has a share"
+        why = f"objective {objective.name} reads all tokens of a {objective.scope}, of which a rank has a shard"
     if why is not None:
         raise UsageError(f"context.parallel: {num_ranks} does not work with {config.model.name}: {why}; set it to 1")
 
 
-def share_of(layout: ParallelLayout, rank: Rank) -> ContextShare | None:
-    """Return which share of each micro-batch a rank takes; None if it takes them whole."""
+def context_shard(layout: ParallelLayout, rank: Rank) -> ContextShard | None:
+    """Return which shard of each micro-batch a rank takes; None if it takes them whole."""
     num_ranks = layout.context_ranks
-    return ContextShare(num_ranks, rank.index % num_ranks) if num_ranks > 1 else None
+    return ContextShard(num_ranks, rank.index % num_ranks) if num_ranks > 1 else None
 
 
 def share_context(
-    loaded: LoadedModel, strategy: Strategy, share: ContextShare | None, config: Config, reporter: Reporter
+    loaded: LoadedModel, strategy: Strategy, shard: ContextShard | None, config: Config, reporter: Reporter
 ) -> None:
     """Let the model attend to the keys of all ranks that share a micro-batch, and check on small ones that it does.
 
-    Collective. Raises PackingError on every rank if a share's hidden states differ from those of whole documents.
+    Collective. Raises PackingError on every rank if a shard's hidden states differ from those of whole documents.
     """
-    if share is None:
+    if shard is None:
         return
     assert strategy.context_mesh is not None
     assert loaded.attention != "transformers", "only rows have it"
-    group = RankGroup(strategy.context_mesh.get_group("context").group_name, share.num_shares, share.place)
+    group = RankGroup(strategy.context_mesh.get_group("context").group_name, shard.num_shards, shard.place)
     loaded.model.set_attn_implementation(register_over_ranks(loaded.attention, group))
     with loaded.present():
         # of all ranks, as each must raise if one does
         errors = torch.zeros(strategy.rank.world, dtype=torch.float64, device=loaded.model.device)
-        errors[strategy.rank.index], limit = check_share(loaded, share, fp8=config.computes_in_fp8)
+        errors[strategy.rank.index], limit = check_shard(loaded, shard, fp8=config.computes_in_fp8)
     if not (worst := strategy.sum_values(errors).max().item()) <= limit:
         raise PackingError(
-            f"model type {loaded.model.config.model_type}: hidden states of a rank's share of the tokens differ from "
+            f"model type {loaded.model.config.model_type}: hidden states of a rank's shard of the tokens differ from "
             f"those of whole documents by {worst:.1e} (limit {limit:.1e}); set context.parallel: 1"
         )
-    reporter.stage("context", f"{share.num_shares} ranks share each micro-batch; equal to whole within {worst:.1e}")
+    reporter.stage("context", f"{shard.num_shards} ranks share each micro-batch; equal to whole within {worst:.1e}")

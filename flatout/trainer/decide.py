@@ -92,7 +92,7 @@ class PlannedRun:
         return [self.store, *own, *(one.store for one in others)]
 
     @property
-    def split(self) -> list[Any]:
+    def pass_settings(self) -> list[Any]:
         """What decides how steps are cut into passes, and what passes do: equal on all ranks."""
         layout, memory = self.parallel_layout, self.memory
         return [
@@ -350,7 +350,7 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
         "host": socket.gethostname(),
         "config": config.model_dump(mode="json"),
         "data": {**planned.fingerprints, "prompts": prompts and xxh3_64_hexdigest(repr(prompts.prompts).encode())},
-        "split": planned.split,
+        "passes": planned.pass_settings,
     }
     first, *others = group.all_gather(mine)
     for index, other in enumerate(others, start=1):
@@ -367,8 +367,8 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
                 f"{who} has different data from rank 0 on {first['host']}: its {what} differ; build the data once, in "
                 "a folder that all nodes share, or copy the built data set"
             )
-        if other["split"] != first["split"]:
+        if other["passes"] != first["passes"]:
             raise UsageError(
-                f"{who} splits the same steps differently: {other['split']}, but rank 0 on {first['host']} "
-                f"{first['split']}; install the same version of flatout on every node"
+                f"{who} splits the same steps differently: {other['passes']}, but rank 0 on {first['host']} "
+                f"{first['passes']}; install the same version of flatout on every node"
             )

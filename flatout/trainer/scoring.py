@@ -33,7 +33,7 @@ def check_scoring(config: Config, objective: Objective) -> None:
     if config.context.parallel > 1:
         raise UsageError(
             f"context.parallel: {config.context.parallel} does not work with objective {objective.name}, which scores "
-            "the last token of a text, of which a rank has a share; set it to 1"
+            "the last token of a text, of which a rank has a shard; set it to 1"
         )
     if config.experts.parallel > 1:
         raise UsageError(

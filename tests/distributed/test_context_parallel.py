@@ -227,7 +227,7 @@ def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chat
             assert plan_run(config, Reporter(), Rank(0, 2)).parallel_layout.context_ranks == 2
             continue
         with pytest.raises(
-            FlatoutError, match="objective Own reads all tokens of a sample, of which a rank has a share"
+            FlatoutError, match="objective Own reads all tokens of a sample, of which a rank has a shard"
         ):
             plan_run(config, Reporter(), Rank(0, 2))
 

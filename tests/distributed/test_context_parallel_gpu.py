@@ -31,9 +31,9 @@ def test_gpus_that_share_micro_batches_equal_one(
                 pair = shared(tiny, long_chats, method, precision=precision, strategy=strategy, **gpu)
                 add(cases, f"{precision} {method} {strategy}", 8, pair)
     windows = {"name": models["windows"]}
-    for num_shares in {2, num_ranks}:
+    for num_shards in {2, num_ranks}:
         given = {"precision": "bf16", "strategy": "ddp", "recompute": "full", "model": windows}
-        add(cases, f"bf16 windows {num_shares}", 4, shared(tiny, long_chats, "full", num_shares, **given, **gpu))
+        add(cases, f"bf16 windows {num_shards}", 4, shared(tiny, long_chats, "full", num_shards, **given, **gpu))
     for strategy in ("ddp", "zero3"):
         given = {"precision": "bf16", "strategy": strategy, "device": "cuda"}
         compiled, alone = shared(tiny, long_chats, "lora", num_ranks, **given)

@@ -28,8 +28,8 @@ from flatout.models.collectives import RankGroup
 from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.context import attention as context_attention
 from flatout.models.context.attention import attention_over_ranks
-from flatout.models.context.check import check_share
-from flatout.models.context.share import ContextShare
+from flatout.models.context.check import check_shard
+from flatout.models.context.shard import ContextShard
 from flatout.models.load.model import Loading, load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.packed import KeyPieces, flatten_samples
@@ -152,7 +152,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def whole_documents(q: Any, k: Any, v: Any, cu_seqlens: Any, *_: int, **settings: Any) -> Any:
-    """The form for batches that are no shares, where torch's kernel is not."""
+    """The form for batches that are no shards, where torch's kernel is not."""
     return sdpa_attention(q, k, v, cu_seqlens, **settings)
 
 
@@ -248,8 +248,8 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
     for name, own in trainable_parameters(loaded.model).items():
         if name.endswith("lora_b"):
             own.data.copy_(torch.randn(own.shape, generator=draw) * 0.02)
-    share = ContextShare(1, 0)
-    number = share.num_boundaries(20) if place.form == "varlen" else None
+    shard = ContextShard(1, 0)
+    number = shard.num_boundaries(20) if place.form == "varlen" else None
     batches = [flatten_samples(tiny_samples(lengths)) for lengths in ([5, 300, 1, 90], [900, 300], [64], [400] * 3)]
 
     def gradients(batch: Any) -> tuple[float, torch.Tensor]:
@@ -261,26 +261,26 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
 
     expected = [gradients(batch) for batch in batches]
     loaded.model.set_attn_implementation(register_over_ranks(place.form, place.group))
-    error, limit = check_share(loaded, share)
+    error, limit = check_shard(loaded, shard)
     assert error <= limit
     torch.compiler.reset()
     if place.is_cuda:
-        outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=number or 0, share=share))
+        outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=number or 0, shard=shard))
         assert outcome.is_complete, outcome.line
     elif place.form == "varlen":
         loaded.model.enable_input_require_grads()
         for layer in decoder_layers(loaded.model):
             layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")
         for batch in batches[:2]:
-            gradients(share.of(batch, number))
+            gradients(shard.of(batch, number))
     # floats such as a norm's epsilon are constants in compiled layers
     with torch._dynamo.config.patch(error_on_recompile=True, specialize_float=True):
-        found = [gradients(share.of(batch, number)) for batch in batches]
+        found = [gradients(shard.of(batch, number)) for batch in batches]
     for (loss, grads), (true_loss, true) in zip(found, expected, strict=True):
         assert loss == pytest.approx(true_loss, rel=2e-3 if place.is_cuda else 1e-7)
         assert (grads - true).norm() < (0.03 if place.is_cuda else 1e-6) * true.norm()
     if place.is_cuda:
-        batch = share.of(batches[0], number).to(place.device)
+        batch = shard.of(batches[0], number).to(place.device)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -26,7 +26,7 @@ from flatout.models.compile.layer_calls import (
     record_calls,
 )
 from flatout.models.compile.regions import Regions, ends_of_kinds
-from flatout.models.context.share import ContextShare
+from flatout.models.context.shard import ContextShard
 from flatout.models.experts.block import computes_experts
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
@@ -134,7 +134,7 @@ class CompileOptions:
     """What compiled layers must be ready for, and how they are compared with eager ones.
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
-    `num_shared_boundaries`, in a run that shares prefixes. With `share`, batches are shares of micro-batches. `fp8`
+    `num_shared_boundaries`, in a run that shares prefixes. With `shard`, batches are shards of micro-batches. `fp8`
     means that products are in float8, and `has_pictures` that the run's data has pictures. `proved` says that an equal
     process has compared all layers: then only the first and last of each kind are compared, and all if one of these
     differs. `gather` returns a value of every rank.
@@ -142,7 +142,7 @@ class CompileOptions:
 
     num_boundaries: int | None
     num_shared_boundaries: int | None = None
-    share: ContextShare | None = None
+    shard: ContextShard | None = None
     largest_pass_tokens: int = 0
     fp8: bool = False
     has_pictures: bool = False
@@ -156,7 +156,7 @@ class CompileOptions:
             lengths,
             num_boundaries=self.num_boundaries,
             num_shared_boundaries=self.num_shared_boundaries,
-            share=self.share,
+            shard=self.shard,
             row_length=_row_length(lengths) if loaded.is_padded else None,
         )
         return replace(batch, pictures={}) if self.has_pictures else batch
@@ -175,7 +175,7 @@ def compile_layers(
     recompilation. `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the
     layers. All ranks must make the same call.
     The first and last layer of each kind first run one large batch, of at most half of the run's largest pass: the
-    compiler picks block sizes on a kernel's first call. There is none with a share, as a rank's share could be as long
+    compiler picks block sizes on a kernel's first call. There is none with a shard, as a rank's shard could be as long
     as a layer is wide (`_row_length`). `mode` tuned searches for faster block sizes.
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
@@ -188,7 +188,7 @@ def compile_layers(
         return CompileOutcome(0, len(decoder_layers(model)), why)
     assert options.num_boundaries is not None
     was_training = model.training
-    large = _large_lengths(loaded, options.largest_pass_tokens) if options.share is None else []
+    large = _large_lengths(loaded, options.largest_pass_tokens) if options.shard is None else []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _compiler_settings(tuned=mode == "tuned"):
         smallest = _SMALLEST_FP8_COSINE if options.fp8 else _SMALLEST_COSINE[loaded.dtype]

@@ -1,4 +1,4 @@
-"""Attention of a share's queries to the keys and values of all ranks' shares."""
+"""Attention of a shard's queries to the keys and values of all ranks' shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatout.models.packed import KeyPieces
 
 
 def attention_over_ranks(form: Attention, group: RankGroup, *, is_varlen: bool) -> Attention:
-    """Return `form` with a keyword `keys`: queries (T, H, D) of a share attend to `keys` of all shares of the group.
+    """Return `form` with a keyword `keys`: queries (T, H, D) of a shard attend to `keys` of all shards of the group.
 
     Every rank gathers keys and values (T, K, D) of all N ranks in each pass, and picks those of its pieces; in the
     backward pass their gradients are summed and return to their ranks. `is_varlen`: torch's FlashAttention-2 computes
@@ -55,7 +55,7 @@ def _scatter(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of this rank's `num_tokens` keys and values, summed over pieces and ranks."""
     both = torch.cat([key_grad.flatten(1), value_grad.flatten(1)], 1)
-    # at most two pieces of a share have a key, so the order of additions does not matter
+    # at most two pieces of a shard have a key, so the order of additions does not matter
     total = both.new_zeros(group.size * num_tokens, both.shape[1]).index_add(0, rows, both)
     own = wait(reduce_scatter(total, group))
     width = key_grad.shape[1] * key_grad.shape[2]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from flatout.models.blocks import hidden_states
-from flatout.models.context.share import MIN_CHUNK_TOKENS, ContextShare
+from flatout.models.context.shard import MIN_CHUNK_TOKENS, ContextShard
 from flatout.models.load.model import LoadedModel
 from flatout.models.probe import first_states, has_experts, random_batch, relative_error, widened
 
@@ -15,8 +15,8 @@ from flatout.models.probe import first_states, has_experts, random_batch, relati
 _16_BIT_LIMIT, _FLOAT8_LIMIT = 0.1, 0.2
 
 
-def check_share(loaded: LoadedModel, share: ContextShare, *, fp8: bool = False) -> tuple[float, float]:
-    """Return by how much a rank's share of a micro-batch differs from the whole after the first layers, and a limit.
+def check_shard(loaded: LoadedModel, shard: ContextShard, *, fp8: bool = False) -> tuple[float, float]:
+    """Return by how much a rank's shard of a micro-batch differs from the whole after the first layers, and a limit.
 
     The micro-batch has documents that are cut and some that are not. `fp8`: products are in float8, whose scales may
     depend on all tokens of a pass. Collective over the ranks that share it; the model's mode and the random state do
@@ -24,18 +24,18 @@ def check_share(loaded: LoadedModel, share: ContextShare, *, fp8: bool = False) 
     """
     model, was_training = loaded.model, loaded.model.training
     # float8 products need multiples of 16 tokens
-    lengths = (3, 2 * share.num_shares * MIN_CHUNK_TOKENS + 5, 150, 34)
-    number = share.num_boundaries(len(lengths)) if model.device.type == "cuda" else None
+    lengths = (3, 2 * shard.num_shards * MIN_CHUNK_TOKENS + 5, 150, 34)
+    number = shard.num_boundaries(len(lengths)) if model.device.type == "cuda" else None
     batch = random_batch(model, lengths)
     on_host = batch.to(torch.device("cpu"))
-    numbered = share.of(replace(on_host, token_ids=torch.arange(batch.num_tokens)), number)
+    numbered = shard.of(replace(on_host, token_ids=torch.arange(batch.num_tokens)), number)
     own = torch.nonzero(numbered.sample_counts).flatten().to(model.device)
     model.eval()
     try:
         autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
         with torch.no_grad(), autocast, first_states(model) as states:
             hidden_states(model, batch)
-            hidden_states(model, share.of(on_host, number).to(model.device))
+            hidden_states(model, shard.of(on_host, number).to(model.device))
         whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[own])
         ours = widened(states[1])[own]
     finally:

@@ -13,7 +13,7 @@ from flatout.data.columns import Column
 from flatout.data.store_writer import new_store
 from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.errors import UsageError
-from flatout.models.context.share import ContextShare
+from flatout.models.context.shard import ContextShard
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.trainer.batch_loader import BatchLoader
@@ -60,8 +60,8 @@ def micro_batch(store: TokenStore, ids: tuple[int, ...], **more: Any) -> MicroBa
     return MicroBatch(ids, int(store.lengths[list(ids)].sum()), num_labels, **more)
 
 
-def read(store: TokenStore, batch: MicroBatch, share: ContextShare | None = None) -> PackedBatch:
-    loader = BatchLoader(store, torch.device("cpu"), share, max_documents=8, max_prefixes=4, columns=NAMES)
+def read(store: TokenStore, batch: MicroBatch, shard: ContextShard | None = None) -> PackedBatch:
+    loader = BatchLoader(store, torch.device("cpu"), shard, max_documents=8, max_prefixes=4, columns=NAMES)
     (made,) = loader.batches([batch])
     loader.close()
     return made
@@ -111,12 +111,12 @@ def test_each_label_has_the_columns_of_its_token_sample_and_unit(store: TokenSto
     assert batch.columns["weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("num_shares", [2, 3])
-def test_the_shares_of_ranks_have_each_label_once_and_all_samples(store: TokenStore, num_shares: int) -> None:
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_the_shards_of_ranks_have_each_label_once_and_all_samples(store: TokenStore, num_shards: int) -> None:
     ids = (3, 4, 5, 0, 1, 2)
-    shares = [read(store, micro_batch(store, ids), ContextShare(num_shares, place)) for place in range(num_shares)]
-    assert sorted(label for share in shares for label in seen(share, ids)) == sorted(expected(store, ids))
-    assert {(share.num_samples, share.num_units) for share in shares} == {(6, 3)}
+    shards = [read(store, micro_batch(store, ids), ContextShard(num_shards, place)) for place in range(num_shards)]
+    assert sorted(label for shard in shards for label in seen(shard, ids)) == sorted(expected(store, ids))
+    assert {(shard.num_samples, shard.num_units) for shard in shards} == {(6, 3)}
 
 
 def test_a_filler_has_no_sample_and_no_unit(store: TokenStore) -> None:

@@ -156,7 +156,7 @@ def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Co
 def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config: Config) -> None:
     held = Start(config)
     assert held.num_measured == 1
-    assert held.planned.split == held.first_plan.split
+    assert held.planned.pass_settings == held.first_plan.pass_settings
     (line,) = [text for text in held.told.of("memory") if text.startswith("measured")]
     assert "planned again" not in line
     off = Start(config, factor=1.25)
@@ -187,7 +187,7 @@ def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor:
     first = Start(config, factor=factor, recalls=True)
     second = Start(config, factor=factor, recalls=True)
     assert (first.num_measured, second.num_measured) == (1, 0)
-    assert second.first_plan.split == first.planned.split == second.planned.split
+    assert second.first_plan.pass_settings == first.planned.pass_settings == second.planned.pass_settings
     assert second.planned.device == first.planned.device
     assert second.planned.memory.reason == first.planned.memory.reason
     assert "not measured: these passes were measured on this GPU before" in second.told.of("memory")
@@ -207,7 +207,7 @@ def test_each_recompute_level_is_measured_once(config: Config) -> None:
     assert start.num_measured == 3
     again = Start(auto, factor=1.6, recalls=True, gpu=gpu)
     assert again.num_measured == 0
-    assert again.first_plan.split == start.planned.split
+    assert again.first_plan.pass_settings == start.planned.pass_settings
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(
     assert start.num_measured == 0
     assert start.planned.device == GPU
     assert f"not measured: {why}" in start.told.of("memory")
-    assert start.planned.split == start.first_plan.split
+    assert start.planned.pass_settings == start.first_plan.pass_settings
 
 
 @pytest.mark.parametrize("planned", ["selective", "budget", "full", "none"])
@@ -244,7 +244,7 @@ def test_memory_is_measured_of_the_level_at_which_layers_recompute(config: Confi
     # an equal start knows what this one measured, and its plan is the same
     again = Start(config, factor=1.25, recalls=True)
     assert again.num_measured == 0
-    assert again.planned.split == start.planned.split
+    assert again.planned.pass_settings == start.planned.pass_settings
 
 
 def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> None:
@@ -252,7 +252,7 @@ def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> No
     start = Start(config, factor=1.5, gpu=Device("a large GPU", 80 * GIB))
     assert start.num_measured == 1
     assert any("planned again with 50.0% more per token" in text for text in start.told.of("memory"))
-    assert start.planned.split == start.first_plan.split
+    assert start.planned.pass_settings == start.first_plan.pass_settings
 
 
 def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:
@@ -350,7 +350,7 @@ def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -
 
     start = Start(config, measure=runs_out)
     assert "not measured: out of memory on rank 0; its micro-batches stay smaller" in start.told.of("memory")
-    assert start.planned.split == start.first_plan.split
+    assert start.planned.pass_settings == start.first_plan.pass_settings
 
 
 def test_passes_that_take_far_more_than_any_card_explains_leave_the_plan(config: Config) -> None:

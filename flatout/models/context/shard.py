@@ -1,4 +1,4 @@
-"""Cut a micro-batch into shares of equal length and attention, one for each rank of a group."""
+"""Cut a micro-batch into shards of equal length and attention, one for each rank of a group."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextShare:
-    """The share of one of N ranks: every micro-batch is cut into `num_shares`, and this rank takes that at `place`.
+class ContextShard:
+    """The shard of one of N ranks: every micro-batch is cut into `num_shards`, and this rank takes that at `place`.
 
     Each long document, and all the rest as one, is cut into 2 N chunks of equal length, of which a rank takes the one
     at `place` and its mirror image, 2 N - 1 - `place`. Causal attention to earlier chunks grows linearly along a
@@ -56,16 +56,16 @@ class ContextShare:
     multiple of 2 N tokens, and the rest to that or, for a GPU, all to a multiple of 128 N. Padding has no labels.
     """
 
-    num_shares: int
+    num_shards: int
     place: int
 
     def num_boundaries(self, max_documents: int) -> int:
-        """Return the number of boundaries of every share of a run, see `padded_num_boundaries`."""
+        """Return the number of boundaries of every shard of a run, see `padded_num_boundaries`."""
         # two pieces of every document, and one more where the rest's second chunk starts
         return padded_num_boundaries(2 * max_documents + 2)
 
     def of(self, batch: PackedBatch, num_boundaries: int | None = None) -> PackedBatch:
-        """Return this rank's share of a packed batch on the CPU, which `flatten_samples` made without padding.
+        """Return this rank's shard of a packed batch on the CPU, which `flatten_samples` made without padding.
 
         Its documents are pieces of documents, whose keys `PackedBatch.keys` lists. With `num_boundaries` (for a GPU),
         the last boundaries are repeated to that number. Padding is in no sample, see `sample_counts`.
@@ -73,7 +73,7 @@ class ContextShare:
         boundaries = batch.cu_seqlens.numpy().astype(np.int64)
         stream = self.stream(np.diff(boundaries), TOKENS_MULTIPLE if num_boundaries else 1)
         begins, ends, documents = self.pieces(stream)
-        rows = [_ranges(*self.pieces(stream, place)[:2]) for place in range(self.num_shares)]
+        rows = [_ranges(*self.pieces(stream, place)[:2]) for place in range(self.num_shards)]
         own, gathered_row = rows[self.place], np.empty(stream.starts[-1], np.int64)
         gathered_row[np.concatenate(rows)] = np.arange(stream.starts[-1])
         key_begins = stream.starts[documents]
@@ -108,8 +108,8 @@ class ContextShare:
         )
 
     def stream(self, lengths: Integers, multiple: int = 1) -> Stream:
-        """Return the order and padding of documents of these lengths; a share has a multiple of `multiple` tokens."""
-        num_chunks = 2 * self.num_shares
+        """Return the order and padding of documents of these lengths; a shard has a multiple of `multiple` tokens."""
+        num_chunks = 2 * self.num_shards
         is_long = lengths >= num_chunks * MIN_CHUNK_TOKENS
         rest = np.flatnonzero(~is_long)
         rest = rest[np.argsort(-lengths[rest], kind="stable")]
@@ -117,14 +117,14 @@ class ContextShare:
         rest = rest[np.argsort(np.arange(len(rest)) % num_chunks, kind="stable")]
         order = np.concatenate([np.flatnonzero(is_long), rest])
         padded = np.where(is_long, lengths + -lengths % num_chunks, lengths)[order]
-        tail = -int(padded.sum()) % max(num_chunks, multiple * self.num_shares)
+        tail = -int(padded.sum()) % max(num_chunks, multiple * self.num_shards)
         if tail:
             padded, order = np.append(padded, tail), np.append(order, -1)
         return Stream(padded, order, int(is_long.sum()))
 
     def pieces(self, stream: Stream, place: int | None = None) -> tuple[Integers, Integers, Integers]:
-        """Return first rows, end rows and documents of a share's pieces in the stream, by default of this rank's."""
-        place, num_chunks = self.place if place is None else place, 2 * self.num_shares
+        """Return first rows, end rows and documents of a shard's pieces in the stream, by default of this rank's."""
+        place, num_chunks = self.place if place is None else place, 2 * self.num_shards
         starts = stream.starts
         cuts = np.append(starts[: stream.num_long + 1], starts[-1])
         sizes = np.diff(cuts) // num_chunks
