@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, **settings: Any) -> TokenStore:
     """Tokenize data into a named data set, as `flatout data build` does; an unchanged one is opened.
 
-    `data` as for `flatout.train`, or a list of paths; `settings` are those of the `data` section. `replace` allows
-    another data set of that name to be replaced. Raises DataError and UsageError with what is wrong.
+    `data` as for `flatout.train`, or a list of paths; `settings` are those of the `data` section. `replace` replaces
+    another data set of that name, and reads pictures again. Raises DataError and UsageError with what is wrong.
     """
     from pydantic import ValidationError
 
@@ -37,7 +37,7 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
     sources = DataConfig.model_validate({"sources": [{"path": path} for path in paths]}).sources
     config = config.model_copy(update={"sources": sources})
     folder = tokenizer_folder(tokenizer, config.root / "tokenizers")
-    return open_or_build(config, folder, replaces=replace)
+    return open_or_build(config, folder, replaces=replace, reads_again=replace)
 
 
 @spelled_for(Caller("python", ("plan",)))

@@ -49,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
     add("--media-root", type=Path, help="folder of relative paths of pictures (that of the file of rows)")
+    add(
+        "--allowed-media-domain", action="append", dest="allowed_media_domains", metavar="HOST",
+        help="host that pictures given by URL are downloaded from, such as *.example.org; *: any; repeatable",
+    )  # fmt: skip
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
     add("--template-arg", action="append", default=[], metavar="NAME=VALUE", help="template variable; repeatable")
     add("--new-token", action="append", dest="new_tokens", help="token to add to the tokenizer; repeatable")
@@ -64,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dedupe", help="exact, near or off: leave out rows that repeat an earlier one (off)")
     add("--print-samples", action="store_true", help="print the first samples as text")
     add("--num-procs", type=int, help="tokenizer processes")
-    add("--replace", action="store_true", help="replace an existing data set of the same name")
+    add("--replace", action="store_true", help="replace a data set of that name if it differs, or has pictures")
     add("--root", type=Path, help="folder of the registry and the built data sets (data)")
     show = actions.add_parser("show", help="print samples, with tokens in the loss in color, and statistics")
     show.add_argument("name", help="name of a built data set")
@@ -137,6 +141,7 @@ def _build(args: argparse.Namespace) -> None:
                 config,
                 args.tokenizer,
                 replaces=args.replace,
+                reads_again=args.replace,
                 progress=lambda done, total: console.on_phase("tokenizing row", done, total or 0),
                 log=console.print_line,
             )

@@ -23,6 +23,14 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _host_pattern(text: str) -> str:
+    if not re.fullmatch(r"[\w.*-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}", text):  # a name, or an IPv6 address
+        raise ValueError(f"{text!r} is no host; give one such as images.example.org, *.example.org or *")
+    return text.lower()
+
+
+Domain = Annotated[str, AfterValidator(_host_pattern)]
+"""A host, with * for any part of its name."""
 Text = Annotated[str, AfterValidator(_encodable)]
 """Text that a tokenizer takes."""
 Format = Literal[
@@ -112,6 +120,9 @@ class DataConfig(Section):
     `special_tokens`)."""
     media_root: Path | None = None
     """Folder that the relative paths of pictures are below; null: the folder of the file of rows."""
+    allowed_media_domains: list[Domain] = []
+    """Hosts that pictures given by URL are downloaded from: [images.example.org, "*.example.com"], or ["*"] for all;
+    empty: URLs are refused. A host at an address that is not public must be named in full."""
     template: PathText | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca, plain or a .jinja file; null:
     the tokenizer's own."""

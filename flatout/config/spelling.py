@@ -41,7 +41,8 @@ class Caller:
     def setting(self, name: str, value: str) -> str:
         """Spell a setting with its value, which is YAML."""
         if self.kind == "command":
-            return f"{name}={value}"
+            is_option = name.startswith("data.") and [*self.words[:2]] == ["data", "build"]
+            return _option(name, value) if is_option else f"{name}={value}"
         if self.kind == "studio":
             return f"{_FIELDS.get(name, name)}: {value}"
         if name == RESTART:
@@ -133,6 +134,16 @@ def _mention() -> re.Pattern[str]:
 
     names = "|".join(map(re.escape, sorted(dotted_names(), key=len, reverse=True)))
     return re.compile(rf"(\b(?:set|use|or|and|with|give|write|choose) )({names})(?:: |=)({_VALUE})")
+
+
+def _option(name: str, value: str) -> str:
+    """Return a setting of `data` as an option of `flatout data build`, repeated for each part of the value."""
+    given, option = yaml.safe_load(value), "--" + name.removeprefix("data.").replace("_", "-")
+    if isinstance(given, dict):
+        given = [f"{key}={_python(part).lower()}" for key, part in given.items()]
+    if not isinstance(given, list):
+        return f"{option} {value}"
+    return " ".join(f"{option.removesuffix('s')} {shlex.quote(str(part))}" for part in given)
 
 
 def _parts(word: str) -> tuple[str, str]:

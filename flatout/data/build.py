@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
+from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import RowSource, open_source
@@ -53,6 +53,7 @@ LATER_SETTINGS: Mapping[str, Any] = {
     "end_of_turn": None,
     "dedupe": "off",
     "media_root": None,
+    "allowed_media_domains": [],
 }
 """The same, left out of a fingerprint at these defaults: data sets built before they existed stay valid."""
 POLICIES = (
@@ -80,6 +81,7 @@ def open_or_build(
     tokenizer_name: str,
     *,
     replaces: bool = True,
+    reads_again: bool = False,
     trained_on: Container[str] = (),
     progress: Progress = _quiet,
     log: Log = _quiet,
@@ -87,7 +89,8 @@ def open_or_build(
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
 
     One that only has earlier rules of the loss mask, or no commits of sets on the hub, stays if its fingerprint is in
-    `trained_on`: of a run that goes on.
+    `trained_on`: of a run that goes on. With `reads_again`, one with pictures is built again in any case: a fingerprint
+    knows the rows, not the files that they name.
 
     Several processes may call this at once: one builds, the others wait and open. Without sources, the data set of that
     name must be in the registry and fit the settings. Raises DataError, ResourceError, and UsageError if there is
@@ -109,6 +112,8 @@ def open_or_build(
         store = None
         if folder.exists():
             store, change = _kept_store(config, meta, folder, trained_on, log)
+            if store and reads_again and store.num_pictures:
+                store, change = None, "its pictures are read again"
             if store is None and not replaces:
                 _choose_parsers(sources, config.sources)  # columns that no format reads are told first
                 raise UsageError(
@@ -119,18 +124,7 @@ def open_or_build(
         if store is None:
             _build(config, sources, tokenizer_name, (meta, identity), folder, progress, log)
             store = TokenStore.open(folder, verify=False)
-        entry = registry.Entry(
-            name=config.name,
-            path=str(folder.relative_to(config.root)),
-            sources=store.meta.sources,
-            num_samples=store.num_samples,
-            tokenizer=store.meta.tokenizer,
-            template=store.meta.template or None,
-            loss_type=config.loss_type,
-            fingerprint=store.meta.fingerprint,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-        registry.upsert(config.root, entry)
+        registry.upsert(config.root, registry.entry_of(config, store))
         return store
 
 
@@ -262,7 +256,8 @@ def _build(
     log: Log,
 ) -> None:
     meta, identity = described
-    to_tokens = _sample_tokenizer(config, meta, tokenizer_name)
+    downloads = Downloads(folder.with_name(f".{folder.name}.pictures"), config.allowed_media_domains, log)
+    to_tokens = _sample_tokenizer(config, meta, tokenizer_name, downloads.folder)
     notes: list[str] = []
 
     def log_note(text: str) -> None:
@@ -275,8 +270,7 @@ def _build(
     readers = with_classes(_choose_parsers(sources, config.sources), log_note)
     for source, parser in readers:
         log_note(f"{source.name}: {parser.summary}")
-    columns = own_columns(config, readers, log_note)
-    columns |= PICTURES if meta.processor and not columns else {}
+    columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
     done = _Done(report, SeenRows(config.dedupe))
@@ -286,7 +280,7 @@ def _build(
     ):
         if done.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
-        chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
+        chunks = downloads.ahead(islice(_chunks(readers, copies, report, log_note), done.num_chunks, None))
         on_chunk = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             tokens = done.seen.without_repeated(read)
@@ -308,15 +302,17 @@ def _build(
         else:
             meta = replace(meta, template="", template_text="")
         left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
-        for text in left_out + report.notes():
+        for text in left_out + downloads.notes() + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)))
+    downloads.remove()
 
 
-def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str) -> SampleTokenizer:
+def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, downloads: Path) -> SampleTokenizer:
     template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
     policies = config.model_dump(include=set(POLICIES))
     policies |= {"added_tokens": tuple(config.added_tokens.items()), "media_root": config.media_root}
+    policies["downloads"] = downloads if config.allowed_media_domains else None
     options = TokenizeOptions(meta.tokenizer, meta.template, template, args, **policies)
     return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
 

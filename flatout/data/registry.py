@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from flatout.config.schema import NAME_PATTERN
+from flatout.config.schema import NAME_PATTERN, DataConfig
+from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, SecurityError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
@@ -36,6 +38,21 @@ class Entry:
 
 
 _ENTRY = TypeAdapter(Entry)
+
+
+def entry_of(config: DataConfig, store: TokenStore) -> Entry:
+    """Return the entry of a data set that is opened or built now."""
+    return Entry(
+        name=config.name,
+        path=str(store.folder.relative_to(config.root)),
+        sources=store.meta.sources,
+        num_samples=store.num_samples,
+        tokenizer=store.meta.tokenizer,
+        template=store.meta.template or None,
+        loss_type=config.loss_type,
+        fingerprint=store.meta.fingerprint,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 def built_dir(root: Path, name: str) -> Path:

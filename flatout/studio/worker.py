@@ -80,6 +80,7 @@ def build(
         config.data,
         config.model.name,
         replaces=replaces,
+        reads_again=replaces,
         progress=lambda done, total: emit(progress=[done, total]),
         log=lambda text: emit(log=text),
     )

@@ -19,6 +19,8 @@ PACKAGE = ROOT / "flatout"
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {
     "flatout/data/rows/remote.py: _fetch_range": "fsspec calls it",
+    "flatout/data/pictures/fetch.py: http_open": "urllib calls it",
+    "flatout/data/pictures/fetch.py: https_open": "the same",
 }
 # names of our own making, and the field's word in their place
 WORDS = {
@@ -56,10 +58,10 @@ MAX_PACKAGE_LINES = {
     "api": 905,
     "bench": 255,
     "checkpoint": 1474,
-    "cli": 2836,
+    "cli": 2841,
     "compat": 3014,
-    "config": 2527,
-    "data": 10440,
+    "config": 2549,
+    "data": 10866,
     "demo": 594,
     "doctor": 395,
     "environment": 180,
@@ -76,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "planner": 3295,
     "profile": 308,
     "rollout": 1355,
-    "studio": 1396,
+    "studio": 1397,
     "track": 2617,
     "trainer": 6216,
     "verifier": 1164,

@@ -9,8 +9,10 @@ import re
 import stat
 import struct
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import xxhash
 
@@ -27,7 +29,16 @@ _EXIF_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 # modes of color that become RGB without loss of range
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "RGBX")
 _DATA_URI = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+URL, _ADDRESS = re.compile(r"https?://", re.IGNORECASE), re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_LONGEST_NAME = 200
+# what other files begin with, in lower case
+_OTHER_KINDS = {
+    "a HEIC picture": rb"....ftyp(hei|hev|mif1|msf1)", "an AVIF picture": rb"....ftypavi",
+    "a JPEG XL picture": rb"\xff\n|....jxl ", "a JPEG 2000 picture": rb"....jp  |\xffo\xffq",
+    "a video": rb"....ftyp|\x1ae\xdf\xa3|riff....avi ", "a PDF document": rb"%pdf", "a PostScript drawing": rb"%!ps",
+    "a ZIP archive": rb"pk\x03\x04", "a web page": rb"<!doctype html|<html", "an SVG drawing": rb".*<svg",
+    "a pointer of Git LFS (run git lfs pull)": rb"version https://git-lfs", "text": rb"[\t\n\r -~\x80-\xff]{8,}$",
+}  # fmt: skip
 # what Pillow raises for files that are damaged
 _DAMAGES = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError, struct.error, MemoryError)
 
@@ -55,14 +66,24 @@ def require_pillow() -> Any:
     return PIL
 
 
-def read_picture(source: PictureSource, origin: Origin, media_root: Path | None) -> PictureFile:
+def no_download(url: str) -> bytes:
+    """Raise DataError: where pictures are not downloaded."""
+    raise DataError("pictures are not downloaded here; give the path of a file")
+
+
+def read_picture(
+    source: PictureSource, origin: Origin, media_root: Path | None, download: Callable[[str], bytes] = no_download
+) -> PictureFile:
     """Return the file of a picture, decoded once to see that it is whole.
 
-    A relative path is below `media_root`, or below the folder of the file of rows. Raises DataError for a picture that
-    is missing, broken, of none of FORMATS, animated, too large, or of a mode of color that has no exact RGB form.
+    A relative path is below `media_root`, or below the folder of the file of rows; the bytes at a URL are those that
+    `download` returns. Raises DataError for a picture that is missing, broken, of none of FORMATS, animated, too large,
+    or of a mode of color that has no exact RGB form.
     """
     where = f"{origin}: {source.place}"
-    content = _content(source, where, media_root or Path(origin.source).parent)
+    if isinstance(source.value, str) and not _DATA_URI.match(source.value):
+        where += f" ({source.value[:_LONGEST_NAME]!r})"
+    content = _content(source, where, media_root or Path(origin.source).parent, download)
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{where}: its file has {len(content) >> 20:,} MiB (limit {MAX_FILE_BYTES >> 20}); resize it")
     pil = require_pillow()
@@ -76,11 +97,12 @@ def read_picture(source: PictureSource, origin: Origin, media_root: Path | None)
                 has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
     except DataError:
         raise
-    except (pil.Image.DecompressionBombError, *_DAMAGES) as error:
-        reason = "its first bytes are none's" if isinstance(error, pil.UnidentifiedImageError) else reason_of(error)
+    except pil.UnidentifiedImageError:
         raise DataError(
-            f"{where}: not a whole picture of the formats {', '.join(FORMATS)}: {reason}; replace it, or remove the row"
+            f"{where}: {_other_kind(content)}; expected a picture in one of {', '.join(FORMATS)}: convert or replace it"
         ) from None
+    except (pil.Image.DecompressionBombError, *_DAMAGES) as error:
+        raise DataError(f"{where}: its file is damaged or cut off: {reason_of(error)}; replace it") from None
     return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha)
 
 
@@ -111,17 +133,36 @@ def _check(image: Any, where: str) -> None:
         raise DataError(f"{where}: its pixels are of mode {image.mode}; convert it to 8-bit RGB")
 
 
-def _content(source: PictureSource, where: str, root: Path) -> bytes:
+def _other_kind(content: bytes) -> str:
+    """Say what a file is that is no picture of FORMATS, by its first bytes."""
+    start = content[:512].lstrip().lower()
+    kinds = (kind for kind, magic in _OTHER_KINDS.items() if re.match(magic, start, re.DOTALL))
+    return f"its file is {next(kinds, 'of an unknown type, or damaged')}" if content else "its file is empty"
+
+
+def _embedded(uri: str, where: str) -> bytes:
+    if not (match := _DATA_URI.match(uri)):
+        raise DataError(f"{where}: of data URIs, only data:image/png;base64,... and the like are read; write it so")
+    try:
+        return base64.b64decode(uri[match.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
+
+
+def _content(source: PictureSource, where: str, root: Path, download: Callable[[str], bytes]) -> bytes:
     value = source.value
     if isinstance(value, bytes):
         return value
-    if match := _DATA_URI.match(value):
+    if value[:5].lower() == "data:":
+        return _embedded(value, where)
+    if URL.match(value):
         try:
-            return base64.b64decode(value[match.end() :], validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
+            return download(value)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+    value = unquote(value.removeprefix("file://")) if value.startswith("file:///") else value
     if _ADDRESS.match(value):
-        raise DataError(f"{where}: {value[:80]!r} is an address; download the pictures and give their paths")
+        raise DataError(f"{where}: of addresses, only http:// and https:// are read; give the path of a file")
     try:
         path = root / Path(value).expanduser()
         status = path.stat()
@@ -132,6 +173,6 @@ def _content(source: PictureSource, where: str, root: Path) -> bytes:
         return path.read_bytes()
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
-            f"{where}: {value[:200]!r} cannot be read: {reason_of(error)}; relative paths are below data.media_root, "
-            f"or below the folder of the file of rows: {root}"
+            f"{where}: cannot be read: {reason_of(error)}; relative paths are below data.media_root, or below the "
+            f"folder of the file of rows: {root}"
         ) from None

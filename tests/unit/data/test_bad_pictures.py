@@ -59,6 +59,11 @@ def png(*chunks: tuple[bytes, bytes]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
+def box(content: bytes) -> bytes:
+    """The first box of a file in the format of MP4."""
+    return struct.pack(">I", 4 + len(content)) + content + bytes(8)
+
+
 def header(width: int, height: int, depth: int = 8, color: int = 2) -> tuple[bytes, bytes]:
     return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
 
@@ -114,7 +119,7 @@ def hostile() -> Iterator[tuple[str, Case]]:
     rows = zlib.compress(bytes(1000))
     for width, height in ((30000, 30000), (65535, 65535), (2**31 - 1, 2**31 - 1), (2**26, 4)):
         yield f"PNG of {width} x {height}", (of(png(header(width, height), (b"IDAT", rows), (b"IEND", b""))), "pixels")
-    yield "PNG of no pixels", (of(png(header(0, 0), (b"IDAT", rows), (b"IEND", b""))), "not a whole picture")
+    yield "PNG of no pixels", (of(png(header(0, 0), (b"IDAT", rows), (b"IEND", b""))), "its file is")
     bomb = zlib.compress(bytes(200 << 20), 9)
     for name, held in {
         "zTXt": b"Comment\0\0" + bomb, "iTXt": b"Comment\0\1\0\0\0" + bomb, "iCCP": b"profile\0\0" + bomb,
@@ -127,13 +132,22 @@ def hostile() -> Iterator[tuple[str, Case]]:
     at = jpeg.index(b"\xff\xc0") + 5
     yield "JPEG of 65500 x 65500", (of(jpeg[:at] + struct.pack(">HH", 65500, 65500) + jpeg[at + 4 :]), "pixels")
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 20\n%%EndComments\nshowpage\n%%EOF\n"
+    unknown = "of an unknown type, or damaged"
     others = {
-        "EPS": eps, "SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>", "PDF": b"%PDF-1.4\n1 0 obj\n<<>>\nendobj\n",
-        "HTML": b"<html><body>404</body></html>", "ZIP": b"PK\3\4" + bytes(40), "JSON": b'{"error": "not found"}',
-        "NumPy": b"\x93NUMPY\1\0" + bytes(80), "zeros": bytes(500), "text": b"not a picture", "one byte": b"x",
+        "EPS": (eps, "a PostScript drawing"), "SVG": (b"<?xml version='1.0'?>\n<svg xmlns='a'/>", "an SVG drawing"),
+        "PDF": (b"%PDF-1.4\n1 0 obj\n<<>>\nendobj\n", "a PDF document"),
+        "HTML": (b"\n <!DOCTYPE html><html><body><svg/></body></html>", "a web page"),
+        "ZIP": (b"PK\3\4" + bytes(40), "a ZIP archive"), "JSON": (b'{"error": "not found"}', "text"),
+        "NumPy": (b"\x93NUMPY\1\0" + bytes(80), unknown), "zeros": (bytes(500), unknown), "one byte": (b"x", unknown),
+        "text": ("kein Bild, \u00fcberhaupt".encode(), "text"), "HEIC": (box(b"ftypheic"), "a HEIC picture"),
+        "AVIF": (box(b"ftypavif"), "an AVIF picture"), "MP4": (box(b"ftypisom"), "a video"),
+        "Matroska": (b"\x1aE\xdf\xa3" + bytes(40), "a video"), "AVI": (b"RIFF\0\0\0\0AVI LIST", "a video"),
+        "JPEG XL": (box(b"JXL \r\n\x87\n"), "a JPEG XL picture"), "JPEG 2000": (box(b"jP  \r\n\x87\n"), "a JPEG 2000"),
+        "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        "an icon": (saved(picture(size=(32, 32)), "ICO"), unknown),
     }  # fmt: skip
-    for name, held in others.items():
-        yield f"a file of {name}", (of(held), "not a whole picture")
+    for name, (held, kind) in others.items():
+        yield f"a file of {name}", (of(held), f"its file is {kind}")
 
 
 def elsewhere(folder: Path) -> Iterator[tuple[str, Case]]:
@@ -148,13 +162,18 @@ def elsewhere(folder: Path) -> Iterator[tuple[str, Case]]:
     }  # fmt: skip
     for name, path in places.items():
         yield f"at {name}", (ask({"path": path}), "cannot be read")
-    yield "an empty file", (ask({"path": "empty.png"}), "not a whole picture")
-    for scheme in ("http", "https", "s3", "gs", "ftp", "file"):
-        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "is an address")
+    yield "an empty file", (ask({"path": "empty.png"}), "its file is empty; expected a picture in one of PNG")
+    for scheme in ("http", "HTTPS"):
+        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "a.example is not an allowed host")
+    for scheme in ("s3", "gs", "ftp", "file"):
+        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "only http:// and https:// are read")
+    yield "at no host", (ask({"url": "https://[::1/a.png"}), "it is no valid URL: Invalid IPv6 URL")
+    yield "at a file's URI", (ask({"url": (folder / "good.png").as_uri()}), GOOD)
+    yield "at a missing file's URI", (ask({"url": "file:///no/such/a.png"}), "cannot be read: No such file")
     for name, held in {"letters": "%%%", "padding": "QUJ", "its alphabet": "_-_-", "its end": "QU=D"}.items():
         yield f"base64 with bad {name}", (ask({"base64": held}), "its base64 is damaged")
-    yield "a URI without base64", (ask({"url": "data:image/png,abc"}), "cannot be read")
-    yield "a URI of a text", (ask({"url": "data:text/plain;base64,QUJD"}), "not a whole picture")
+    yield "a URI without base64", (ask({"url": "data:image/png,abc"}), "of data URIs, only data:image/png;base64,")
+    yield "a URI of a text", (ask({"url": "data:text/plain;base64,QUJD"}), "its file is of an unknown type")
 
 
 def wrong() -> Iterator[tuple[str, Case]]:

@@ -126,7 +126,7 @@ def test_relative_paths_are_below_media_root(build: Build, tmp_path: Path) -> No
     (tmp_path / "media" / "c.png").write_bytes(OTHER)
     rows = [row({"type": "image", "path": "c.png"}, ASKED)]
     assert build(rows, media_root=tmp_path / "media").pictures(0) == [OTHER]
-    with pytest.raises(DataError, match=r"c\.png' cannot be read: .*relative paths are below data.media_root"):
+    with pytest.raises(DataError, match=r"\('c\.png'\): cannot be read: .*relative paths are below data.media_root"):
         build(rows)
 
 
@@ -154,13 +154,13 @@ def of_size(content: bytes, size: int) -> bytes:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": (row({"type": "image", "path": "no.png"}, ASKED), "no.png' cannot be read: No such file"),
+    "missing": (row({"type": "image", "path": "no.png"}, ASKED), ".path ('no.png'): cannot be read: No such file"),
     "a folder": (row({"type": "image", "path": "."}, ASKED), "cannot be read"),
-    "an address": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "is an address; download"),
-    "no picture": (bad(b"not a picture"), "not a whole picture"),
+    "a URL": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "a.example is not an allowed host"),
+    "no picture": (bad(b"not a picture"), "its file is text; expected a picture in one of PNG"),
     "empty": (bad(b""), "messages[0].content[0] says not where its picture is"),
-    "cut off": (bad(CONTENT[:-200]), "not a whole picture"),
-    "flipped": (bad(CONTENT[:60] + bytes(40) + CONTENT[100:]), "not a whole picture"),
+    "cut off": (bad(CONTENT[:-200]), "its file is damaged or cut off"),
+    "flipped": (bad(CONTENT[:60] + bytes(40) + CONTENT[100:]), "its file is damaged or cut off"),
     "bad base64": (row({"type": "image", "base64": "%%%"}, ASKED), "its base64 is damaged"),
     "animated": (bad(animated()), "animated, with 2 frames"),
     "16 bit": (bad(wide("I;16")), "its pixels are of mode I;16; convert it"),
