@@ -37,6 +37,7 @@ _FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "simpo_gamma": ("gamma", ("simpo",)),
     "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
 }
+_SWITCHES = {"train_on_prompt": {"data.loss_type": "all"}, "pure_bf16": {"full.weights": "bf16"}}
 # an entry of dataset_info.json -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
     **t.each("file_name hf_hub_url", t.to("path")),
@@ -243,21 +244,14 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
     "adapter_name_or_path": _adapter,
     "stage": _stage,
     **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
-    **t.each("ref_model ref_model_adapters ref_model_quantization_bit",
-             t.off("the reference is the model before training; remove it")),
-    "finetuning_type": t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full"),
     "lora_target": _targets,
     "freeze_multi_modal_projector": _projector,
     "additional_target": saved_modules,
     **t.each("add_tokens add_special_tokens", _new_tokens),
     "resize_vocab": _resize,
     "quantization_bit": _bits,
-    "quantization_method": t.only(("bnb", "bitsandbytes"), "only nf4 in bitsandbytes' format is supported"),
-    "quantization_type": t.only(("nf4",), "only nf4 is supported"),
-    "double_quantization": t.only((True,), "nf4 is always double quantized"),
+    **{name: t.switch(sets) for name, sets in _SWITCHES.items()},
     "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
-    "train_on_prompt": t.switch({"data.loss_type": "all"}),
     "val_size": held_out,
     **t.each("packing neat_packing", _packing),
-    "pure_bf16": t.switch({"full.weights": "bf16"}),
 }  # fmt: skip

@@ -30,7 +30,6 @@ _TYPES = ("train_type", "tuner_type", "sft_type")
 _DATA_SET = re.compile(r"(?:(?P<hub>(?i:hf|ms))::)?(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
 _OF_MODELSCOPE = "an id of ModelScope there, of the Hugging Face hub here"
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _WITHOUT_REFERENCE = ("cpo", "orpo", "reward")
 
 
@@ -210,12 +209,7 @@ _OWN: Mapping[str, Rule] = {
     "split_dataset_ratio": held_out,
     "val_dataset": evaluated_apart,
     **evaluation(lambda values: values.get("split_dataset_ratio")),
-    "freeze_vit": t.to("model.freeze_vision_tower"),
-    "freeze_aligner": t.to("model.freeze_projector"),
-    "train_dataloader_shuffle": t.to("batch.shuffle"),
-    "early_stop_interval": t.to("eval.patience"),
     "strict": lambda given: Became({} if given.value else {"data.on_bad_row": "skip"}),
-    "torch_dtype": t.one_of("model.precision", _PRECISIONS, "write bfloat16, float16 or float32"),
     **t.each("adapters ref_adapters", _adapters),
     **t.each("ref_model ref_model_revision ref_model_type", _reference),
     "deepspeed": _deepspeed,

@@ -27,10 +27,6 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 OPTIMIZER_NAMES = {other: ours for ours, others in _OPTIMIZERS.items() for other in others.split()}
-SCHEDULES = {
-    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine",
-}  # fmt: skip
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet"} | {
     "trackio": "trackio"
 }
@@ -255,19 +251,13 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
         Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
     ),
     "data_seed": _data_seed,
-    "loss_type": t.only(("nll", "chunked_nll"), "only nll is supported", "cross-entropy in chunks"),
     "router_aux_loss_coef": _router_loss,
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
     "optim": _optimizer,
     **{name: _unless_sgd(rule) for name, rule in t.renamed("adam_beta1 adam_beta2 adam_epsilon").items()},
-    "lr_scheduler_type": t.one_of("schedule.kind", SCHEDULES, "write linear, cosine or constant"),
     "lr_scheduler_kwargs": _schedule_arguments,
     **t.each("warmup_steps warmup_ratio", warmup),
     **t.each("bf16 fp16", precision),
-    "train_sampling_strategy": t.one_of(
-        "batch.shuffle", {"random": True, "group_by_length": True, "sequential": False}, "write random or sequential"
-    ),
-    **t.each("use_cpu no_cuda", t.switch({"device": "cpu"})),
     "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
     **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
     "accelerator_config": t.nested(
@@ -278,30 +268,17 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
             **t.each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
         }
     ),
-    "truncation_mode": t.one_of("data.too_long", {"keep_start": "truncate"}, "the start of a sample is kept"),
     **t.each("assistant_only_loss completion_only_loss", _loss_type),
-    "packing_strategy": t.one_of(
-        "data.too_long",
-        {"bfd": "truncate", "ffd": "truncate", "bfd_split": "split"},
-        "samples are never joined; write bfd",
-    ),
-    "dataset_text_field": t.only(("text",), "set data.sources with columns: {text: NAME}", "the column text"),
     "dataset_kwargs": t.nested(_DATASET_ARGUMENTS),
     "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
     **t.each(
         "eval_strategy evaluation_strategy eval_steps",
         interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
     ),
-    "metric_for_best_model": t.only(("loss", "eval_loss"), "the evaluation loss decides what is best", "the loss"),
     **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
     "report_to": report_to,
     "run_name": run_name,
     "project": lambda given: Became({} if given.value == "huggingface" else {"track.project": given.value}),
     **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
-    "save_safetensors": t.only((True,), "only safetensors are written", "always"),
-    "overwrite_output_dir": t.switch({"checkpoint.resume": "never"}, "a folder with checkpoints is not overwritten"),
-    "resume_from_checkpoint": t.only(
-        (True, False), "checkpoints of other trainers cannot be resumed", "checkpoint.resume"
-    ),
 }

@@ -244,10 +244,16 @@ def each(names: str, rule: Rule) -> dict[str, Rule]:
 def rules_of(table: str) -> dict[str, Rule]:
     """Return the rules of a file in `tables/`: settings by name, and names by what is said of their values."""
     text = (Path(__file__).parent / "tables" / f"{table}.yaml").read_text(encoding="utf-8")
-    kinds: dict[str, dict[str, str]] = yaml.safe_load(text)
+    kinds: dict[str, dict[str, Any]] = yaml.safe_load(text)
     rules = {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
     rules |= {name: number(setting) for name, setting in kinds.get("numbers", {}).items()}
     for kind, make in (("accepted", any_value), ("off here", off)):
         for said, names in kinds.get(kind, {}).items():
             rules |= each(names, make(said))
+    for reason, it in kinds.get("only", {}).items():
+        rules |= each(it["names"], only(it["values"], reason, it.get("note", "")))
+    for note, it in kinds.get("switches", {}).items():
+        rules |= each(it["names"], switch(it["sets"], note, check=it.get("check", False)))
+    for name, it in kinds.get("choices", {}).items():
+        rules[name] = one_of(it["setting"], it["values"], it["else"])
     return rules

@@ -192,7 +192,6 @@ TRL: Mapping[str, Rule] = {
     "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
     "tokenizer_name_or_path": _tokenizer,
     **t.each(_OF_DATA + " dataset_text_field", _sources),
-    "eos_token": t.any_value("of text; the template ends each turn with a token of its own"),
     "callbacks": _callbacks,
     "dataset_test_split": _evaluates,
     **evaluation(
@@ -200,9 +199,7 @@ TRL: Mapping[str, Rule] = {
     ),
     "dataset_mixture": t.nested(_MIXTURE),
     "test_split_size": held_out,
-    "dataset_streaming": t.any_value("tokens are memory-mapped"),
     "chat_template": template({}),
-    "ignore_bias_buffers": t.any_value("no buffers are sent"),
 }
 
 

@@ -59,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "bench": 255,
     "checkpoint": 1474,
     "cli": 2841,
-    "compat": 3014,
+    "compat": 2960,
     "config": 2549,
     "data": 10866,
     "demo": 594,

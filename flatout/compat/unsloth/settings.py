@@ -14,7 +14,6 @@ from flatout.track.callback import Callback
 
 _PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
-_PARTS = ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules")
 _ENDS = ("embed_tokens", "lm_head")
 _COLLATORS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType")
 
@@ -78,25 +77,12 @@ ARGUMENTS: Mapping[str, Rule] = {
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
     # get_peft_model, and PEFT's LoraConfig
     "target_modules": _targets,
-    **t.each(
-        "bias task_type peft_type", t.only(("none", "CAUSAL_LM", "LORA"), "adapters without bias, of a causal model")
-    ),
-    "init_lora_weights": t.only((True,), "A is random and B zero at the start"),
     "modules_to_save": _saved,
     "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
-    "layers_pattern": t.only(("layers", ["layers"], None, []), "it is always the list of decoder layers"),
-    **{name: t.to(f"lora.{name}") for name in ("rank_pattern", "alpha_pattern")},
-    **dict.fromkeys(_PARTS, t.only((True,), "name the layers in target_modules")),
     # trainers
-    "distributed_backend": t.only(("nccl", "gloo"), "ranks talk over nccl on GPUs and gloo on CPUs"),
     "data_collator": _collator,
     **t.each("optimizers optimizer_cls_and_kwargs model_init", t.only((None, (None, None)), "write optim= instead")),
     "callbacks": _callbacks,
-    # saving
-    "save_method": t.only(
-        ("merged_16bit", "lora"), "write merged_16bit or lora; `flatout export --to gguf` has 4 bits"
-    ),
-    "safe_serialization": t.only((True,), "only safetensors are written"),
 }
 
 
