@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,25 @@ def read_metrics(run_dir: Path, kind: str = "step") -> list[dict[str, Any]]:
     """The records of a run, a later line for a step replacing an earlier one."""
     lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
     return list({line["step"]: line for line in lines if line["kind"] == kind}.values())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    """Ranks that a test's own process starts are forked from one that has imported torch: seconds for each."""
+    import warm_process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatout.launch.ranks.start_python", warm_process.start_python)
+        yield
+
+
+@pytest.fixture
+def real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of how ranks begin."""
+    from flatout.io import child_process
+    from flatout.launch import ranks
+
+    monkeypatch.setattr(ranks, "start_python", child_process.start_python)
 
 
 def pytest_collection_finish() -> None:

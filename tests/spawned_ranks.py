@@ -3,7 +3,7 @@
 import os
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ def environments(num_ranks: int, listener: socket.socket, env: Mapping[str, str]
         "MASTER_PORT": str(listener.getsockname()[1]),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    made = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    made[0]["FLATOUT_STORE_SOCKET"] = str(listener.fileno())
+    return made
 
 
 def start_ranks(
@@ -31,24 +33,19 @@ def start_ranks(
 ) -> list[subprocess.Popen[Any]]:
     """One process a command, in the order of ranks; the first one's store listens on a socket that is bound here."""
     with socket.create_server((LOOPBACK, 0)) as listener:
-        started = []
-        for command, own in zip(commands, environments(len(commands), listener, env), strict=True):
-            fds = () if started else (listener.fileno(),)
-            if fds:
-                own["FLATOUT_STORE_SOCKET"] = str(fds[0])
-            started.append(subprocess.Popen(command, env=own, pass_fds=fds, **popen))
-        return started
-
-
-def start_warm_ranks(
-    commands: Sequence[Sequence[str]], logs: Path, env: Mapping[str, str] | None = None
-) -> list[WarmProcess]:
-    """The same without the imports of each process; what they say is in `logs`, `rank-N.log` each."""
-    logs.mkdir(exist_ok=True)
-    with socket.create_server((LOOPBACK, 0)) as listener:
         return [
-            WarmProcess(command, own, logs / f"rank-{rank}.log", None if rank else listener)
+            subprocess.Popen(command, env=own, pass_fds=(() if rank else (listener.fileno(),)), **popen)
             for rank, (command, own) in enumerate(
                 zip(commands, environments(len(commands), listener, env), strict=True)
             )
+        ]
+
+
+def start_warm_ranks(num_ranks: int, words: Callable[[int], Sequence[str]], logs: Path) -> list[WarmProcess]:
+    """So many of `python WORDS(RANK)`, without the imports of each; what they say is in `logs`, `rank-N.log` each."""
+    logs.mkdir(exist_ok=True)
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        return [
+            WarmProcess(words(rank), env, logs / f"rank-{rank}.log")
+            for rank, env in enumerate(environments(num_ranks, listener, None))
         ]

@@ -243,7 +243,7 @@ def spawn(script: Path, spec: dict[str, Any], folder: Path, num_ranks: int, time
     """Run `script` as so many ranks with `spec` in a file; all must end well. Logs are `rank-N.log` in `folder`."""
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    processes = start_warm_ranks([[sys.executable, str(script), str(spec_path)]] * num_ranks, folder)
+    processes = start_warm_ranks(num_ranks, lambda _: [str(script), str(spec_path)], folder)
     try:
         wait_for(processes, timeout_s)
     finally:

@@ -1,6 +1,5 @@
 """Save under one strategy and number of ranks, load under every other; one rank's failure costs no older state."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ HERE = Path(__file__).parent
 
 
 def start(folder: Path, num_ranks: int) -> list[WarmProcess]:
-    command = [sys.executable, str(HERE / "checkpoint_ranks.py"), str(folder)]
-    return start_warm_ranks([command] * num_ranks, folder / f"logs-{num_ranks}")
+    words = [str(HERE / "checkpoint_ranks.py"), str(folder)]
+    return start_warm_ranks(num_ranks, lambda _: words, folder / f"logs-{num_ranks}")
 
 
 @pytest.fixture(scope="module")

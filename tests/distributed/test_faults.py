@@ -88,8 +88,8 @@ def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come(tmp_path: Pa
     begun = []
     for world, stops, _ in JOINS:
         # in the first case nobody is to be late, however slow the machine is
-        command = [sys.executable, script, "3" if stops else str(DEADLINE_S), *stops]
-        begun.append(start_warm_ranks([command] * world, tmp_path / f"case-{len(begun)}"))
+        words = [script, "3" if stops else str(DEADLINE_S), *stops]
+        begun.append(start_warm_ranks(world, lambda _, words=words: words, tmp_path / f"case-{len(begun)}"))
     try:
         for ranks, (world, stops, said) in zip(begun, JOINS, strict=True):
             going = set(range(world)) - {int(place[0]) for place in stops}
@@ -261,8 +261,8 @@ def test_a_stop_of_one_rank_ends_the_evaluation_of_all(tiny: Any, tmp_path: Path
     batch = {"samples_per_step": 7, "micro_batch_tokens": 300, "max_steps": 2}
     made = settings(tiny, batch=batch, data={"max_tokens": 300, "too_long": "drop"}, **sections)
     (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", **made, eval={"fraction": 0.5})))
-    command = [sys.executable, str(Path(__file__).with_name("stopping_ranks.py")), str(tmp_path / "run.yaml")]
-    ranks = start_warm_ranks([command, command], tmp_path)
+    words = [str(Path(__file__).with_name("stopping_ranks.py")), str(tmp_path / "run.yaml")]
+    ranks = start_warm_ranks(2, lambda _: words, tmp_path)
     outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [75, 75], outputs
     told = [re.search(r"passes (\d+): stop requested: saved at step 0", output) for output in outputs]
@@ -283,8 +283,8 @@ def test_a_slow_callback_of_a_run_costs_no_rank(tiny: Any, tmp_path: Path) -> No
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 4})
     config = tiny.config(tmp_path / "run", **made, faults={"hang_s": HANG_S})
     (tmp_path / "run.yaml").write_text(dump_config(config))
-    command = [sys.executable, str(Path(__file__).with_name("slow_callback_ranks.py")), str(tmp_path / "run.yaml")]
-    ranks = start_warm_ranks([command, command], tmp_path)
+    words = [str(Path(__file__).with_name("slow_callback_ranks.py")), str(tmp_path / "run.yaml")]
+    ranks = start_warm_ranks(2, lambda _: words, tmp_path)
     outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ def start(
     paths = [folder / f"rank-{rank}.yaml" for rank in range(num_ranks)]
     for path in paths:
         path.write_text(dump_config(last if last and path == paths[-1] else config))
-    commands = [[sys.executable, *program, str(path)] for path in paths]
-    return start_warm_ranks(commands, folder)
+    return start_warm_ranks(num_ranks, lambda rank: [*program, str(paths[rank])], folder)
 
 
 def finish(processes: list[WarmProcess]) -> list[int]:

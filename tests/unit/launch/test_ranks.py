@@ -34,7 +34,9 @@ def test_the_environment_of_the_ranks() -> None:
     assert environment_for(OTHER_NODE, PARENT)["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
 
 
-def test_each_rank_is_described_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_is_described_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_ranks: None
+) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr("flatout.launch.ranks.subprocess.Popen", lambda words, *, env, **_: started.append(env))
     start_ranks(["train"], OTHER_NODE, 2, {"PATH": "/bin"}, tmp_path)
@@ -62,7 +64,7 @@ def test_on_one_machine_collectives_stay_on_loopback() -> None:
     assert environment_for(OTHER_NODE, PARENT)["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
-def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
+def test_words_reach_the_ranks_as_they_are(tmp_path: Path, real_ranks: None) -> None:
     """No shell and no parser of another launcher stands between."""
     words = ["train", "odd name; $(x).yaml", "model.name=a b"]
     info = Rendezvous().next_rendezvous(1)
