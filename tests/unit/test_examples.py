@@ -17,7 +17,7 @@ from flatout.demo.write import write_demo
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # losses, which the tests of objectives train with, and scripts
-OTHERS = ("dpo.py", "hinge.py", "lost_updates.py", "short_answers.py")
+OTHERS = ("dpo.py", "hinge.py", "lost_updates.py", "pictures_in_memory.py", "short_answers.py")
 EXAMPLES = sorted(path for path in FOLDER.glob("*.*") if path.name not in OTHERS)
 NUM_ROWS = 40
 

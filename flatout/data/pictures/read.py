@@ -28,6 +28,7 @@ MIN_SIDE = 4
 _EXIF_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 # modes of color that become RGB without loss of range
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "RGBX")
+_BARE_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{300,}={0,2}\s*")
 _DATA_URI = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
 URL, _ADDRESS = re.compile(r"https?://", re.IGNORECASE), re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _LONGEST_NAME = 200
@@ -101,7 +102,9 @@ def read_picture(
         raise DataError(
             f"{where}: {_other_kind(content)}; expected a picture in one of {', '.join(FORMATS)}: convert or replace it"
         ) from None
-    except (pil.Image.DecompressionBombError, *_DAMAGES) as error:
+    except pil.Image.DecompressionBombError:
+        raise DataError(f"{where}: it has far more than {MAX_PIXELS:,} pixels, the limit; resize it") from None
+    except _DAMAGES as error:
         raise DataError(f"{where}: its file is damaged or cut off: {reason_of(error)}; replace it") from None
     return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha)
 
@@ -144,7 +147,7 @@ def _embedded(uri: str, where: str) -> bytes:
     if not (match := _DATA_URI.match(uri)):
         raise DataError(f"{where}: of data URIs, only data:image/png;base64,... and the like are read; write it so")
     try:
-        return base64.b64decode(uri[match.end() :], validate=True)
+        return base64.b64decode(re.sub(r"\s", "", uri[match.end() :]), validate=True)  # mails break its lines
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
 
@@ -160,6 +163,8 @@ def _content(source: PictureSource, where: str, root: Path, download: Callable[[
             return download(value)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
+    if _BARE_BASE64.fullmatch(value):
+        raise DataError(f"{where}: looks like base64, not like a path; write data:image/png;base64, before it")
     value = unquote(value.removeprefix("file://")) if value.startswith("file:///") else value
     if _ADDRESS.match(value):
         raise DataError(f"{where}: of addresses, only http:// and https:// are read; give the path of a file")

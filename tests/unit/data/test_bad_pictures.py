@@ -131,6 +131,9 @@ def hostile() -> Iterator[tuple[str, Case]]:
     jpeg = saved(picture(), "JPEG")
     at = jpeg.index(b"\xff\xc0") + 5
     yield "JPEG of 65500 x 65500", (of(jpeg[:at] + struct.pack(">HH", 65500, 65500) + jpeg[at + 4 :]), "pixels")
+    for number, (width, height) in enumerate(((20000, 20000), (12000, 7000))):
+        content = jpeg[:at] + struct.pack(">HH", height, width) + jpeg[at + 4 :]
+        yield f"JPEG bomb {number}", (of(content), "far more than 67,108,864 pixels" if not number else "are too many")
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 20\n%%EndComments\nshowpage\n%%EOF\n"
     unknown = "of an unknown type, or damaged"
     others = {
@@ -172,6 +175,29 @@ def elsewhere(folder: Path) -> Iterator[tuple[str, Case]]:
     yield "at a missing file's URI", (ask({"url": "file:///no/such/a.png"}), "cannot be read: No such file")
     for name, held in {"letters": "%%%", "padding": "QUJ", "its alphabet": "_-_-", "its end": "QU=D"}.items():
         yield f"base64 with bad {name}", (ask({"base64": held}), "its base64 is damaged")
+    good = base64.encodebytes((folder / "good.png").read_bytes()).decode()
+    yield "base64 in lines", (ask({"base64": good}), GOOD)
+    yield "base64 as a path", (ask({"image": good}), "looks like base64, not like a path")
+    yield "base64 among paths", (marked("<image>?", [good.replace("\n", "")]), "looks like base64, not like a path")
+    yield "an id of OpenAI", (ask({"file_id": "file-1"}), ".file_id names a file at a service")
+    yield (
+        "an id of Anthropic",
+        (ask({"source": {"type": "file", "file_id": "1"}}), ".file_id names a file at a service"),
+    )
+    outside = folder / "outside"
+    outside.mkdir()
+    (outside / "up.png").symlink_to(folder / "good.png")
+    for name, path in {"up": "outside/../good.png", "a link": "outside/up.png"}.items():
+        yield f"at {name}", (ask({"path": path}), GOOD)
+    junk = saved(picture(), "JPEG")
+    yield "JPEG with junk behind it", (of(junk + b"junk" * 99), GOOD)
+    yield "JPEG without its end", (of(junk[:-2]), "its file is damaged or cut off")
+    for mime in ("", "image/gif", "image/jpeg;charset=utf-8"):
+        uri = f"data:{mime};base64,{base64.b64encode(junk).decode()}"
+        yield f"a URI of {mime!r}", (ask({"url": uri}), GOOD)
+    yield "one picture twice", (marked("<image><image>?", ["good.png", "good.png"]), GOOD)
+    yield "null among them", (marked("<image><image>?", ["good.png", None]), "images[1] is null, not a picture")
+    yield "lists in a list", (marked("<image><image>?", [["good.png"], ["good.png"]]), "images[0] is a list")
     yield "a URI without base64", (ask({"url": "data:image/png,abc"}), "of data URIs, only data:image/png;base64,")
     yield "a URI of a text", (ask({"url": "data:text/plain;base64,QUJD"}), "its file is of an unknown type")
 

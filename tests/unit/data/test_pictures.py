@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import runpy
 import struct
 import zlib
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_world import FAMILIES, draw, make_reader
+from picture_world import FAMILIES, draw, make_picture_model, make_reader
 from PIL import Image
 
 from flatout.api.inputs import data_file
@@ -310,3 +311,11 @@ def test_samples_are_shown_with_their_pictures(build: Build, tmp_path: Path, cap
     page = out.read_text()
     assert page.count('<img src="data:image/jpeg;base64,') == 2
     assert "img-src data:" in page
+
+
+@pytest.mark.exhaustive
+def test_the_example_learns_from_images_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_picture_model(tmp_path / "model", "qwen2_5_vl")
+    monkeypatch.chdir(tmp_path)
+    example = Path(__file__).parents[3] / "examples" / "pictures_in_memory.py"
+    assert runpy.run_path(str(example))["main"]("model") == ["It is red.", "It is green.", "It is blue."]

@@ -35,7 +35,7 @@ def picture_of_part(part: Mapping[str, Any], place: str) -> PictureSource:
             "preprocessor_config.json, and remove it from the row"
         )
     given = {name: value for name, value in part.items() if name in PICTURE_KEYS and value is not None}
-    return picture_at(given, place) if given else WAITING
+    return picture_at(part, place) if given or "file_id" in part else WAITING
 
 
 def picture_at(value: object, place: str) -> PictureSource:
@@ -58,7 +58,9 @@ def picture_at(value: object, place: str) -> PictureSource:
             if name in ("base64", "data") and isinstance(content, str) and not content.startswith("data:"):
                 content = f"data:;base64,{content}"
             return picture_at(content, f"{place}.{name}")
-        raise FieldError(f"{place} says not where its picture is; give one of image, path, base64, bytes")
+        if value.get("file_id"):
+            raise FieldError(f"{place}.file_id names a file at a service, which is not read; give its bytes or path")
+        raise FieldError(f"{place} says not where its picture is; give one of image, path, url, base64, bytes")
     if isinstance(value, bytes):
         return PictureSource(value, place)
     if isinstance(value, str) and value.strip():
