@@ -120,7 +120,9 @@ def decoded(content: bytes) -> Any:
     """Return the pixels of a file that `read_picture` has read, as an RGB image of Pillow's that stands upright."""
     pil = require_pillow()
     with pil.Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        return pil.ImageOps.exif_transpose(image).convert("RGB")
+        upright = pil.ImageOps.exif_transpose(image)
+        # the same colors; Pillow warns if a palette with transparency loses that in one step
+        return (upright.convert("RGBA") if "transparency" in upright.info else upright).convert("RGB")
 
 
 def _check(image: Any, where: str) -> None:
