@@ -34,9 +34,7 @@ def test_the_environment_of_the_ranks() -> None:
     assert environment_for(OTHER_NODE, PARENT)["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
 
 
-def test_each_rank_is_described_to_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_ranks: None
-) -> None:
+def test_each_rank_is_described_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_ranks: None) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr("flatout.launch.ranks.subprocess.Popen", lambda words, *, env, **_: started.append(env))
     start_ranks(["train"], OTHER_NODE, 2, {"PATH": "/bin"}, tmp_path)
