@@ -151,7 +151,7 @@ def test_an_equal_start_measures_nothing_and_takes_the_same_steps(
         peak_bytes, told = step_peak_bytes(config, recalls=True)
         assert bool(told.starts("measured")) == (name == "first")
         plans.append(assert_planned_within_5_percent(config, peak_bytes))
-    assert plans[0].split == plans[1].split
+    assert plans[0].pass_settings == plans[1].pass_settings
     assert plans[0].device is not None
     assert plans[1].device is not None
     assert plans[0].device.corrections == plans[1].device.corrections
