@@ -162,7 +162,7 @@ def test_chat_eval_and_python_answer_about_pictures(
     assert "exact match: 2 of 3 right" in capfd.readouterr().out
     Path("rows.txt").write_text("no picture")
     for options_of, code, says in (
-        (["chat", "one", "--image", "rows.txt", *given], 3, "not a whole picture"),
+        (["chat", "one", "--image", "rows.txt", *given], 3, "('rows.txt'): its file is text; expected a picture"),
         (["chat", "one", "--image", "nothing.png", *given], 3, "cannot be read"),
         (["chat", "one", "--image", "pictures/0.png", "--prompt", "<image> and <image>"], 3, "has 1 pictures"),
     ):
