@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +27,9 @@ _PROJECTOR = re.compile("projector|merger|connector|embed_vision|visual_embeddin
 _TOWER = re.compile("vision|visual|image|audio")
 # the argument by which a model of transformers' takes features that were computed before
 FEATURES = "mm_encoder_outputs"
-# the answers of `_transforms_states`: walking all parameters in every pass would take milliseconds
+# the answers of `_transforms_states` and `trains_tower`: walking all parameters in every pass would take milliseconds
 _TRANSFORMING: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_TRAINING_TOWER: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def layer_list(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
@@ -98,11 +98,10 @@ def towers(model: PreTrainedModel, trained: Collection[str] = ()) -> dict[str, n
 
 
 def trains_tower(model: PreTrainedModel) -> bool:
-    """Whether anything that reads pictures is trained, in a model that reads some."""
-    read, base = text_decoder(model), model.base_model
-    parts = [one for one in base.children() if one is not read and read not in one.modules()]
-    held = chain(base.parameters(recurse=False), *(one.parameters() for one in parts))
-    return any(parameter.requires_grad for parameter in held)
+    """Whether anything that reads pictures is trained; looked up in a model's first pass with gradients."""
+    if model not in _TRAINING_TOWER:
+        _TRAINING_TOWER[model] = any(parameter.requires_grad for parameter in towers(model).values())
+    return _TRAINING_TOWER[model]
 
 
 def trained_towers(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flatout.config.read import line_of
 from flatout.errors import FlatoutError, UsageError
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
-from flatout.models.blocks import hidden_states
+from flatout.models.blocks import hidden_states, towers
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.packed import PackedBatch, flatten_samples
@@ -59,6 +59,8 @@ class PackedLoss(nn.Module):
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
         self.term = Term()
+        # modules that own trained weights which read pictures, and the weights' names there; None: not looked up
+        self._readers: list[tuple[nn.Module, str]] | None = None
         # reads losses in passes without gradients: of label tokens (L,), or as `Readings.each`
         self.on_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
@@ -85,7 +87,7 @@ class PackedLoss(nn.Module):
         if batch.asked is None and self.objective.asked_columns is not None:
             # documents that check or warm up layers; they are no samples
             return packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
-        states = hidden_states(self.model, batch) if self.decoder is None else self.decoder(batch)
+        states = self._states(batch) if self.decoder is None else self.decoder(batch)
         labels: SampleScores | LabelTokens
         if self.objective.reads == "scores":
             labels = SampleScores(states, batch, ScoreHead(self.model))
@@ -100,6 +102,27 @@ class PackedLoss(nn.Module):
         if torch.is_grad_enabled():
             loss_sum = self.term.add(loss_sum, self.model, batch)
         return loss_sum, *others
+
+    def _states(self, batch: PackedBatch) -> torch.Tensor:
+        """Return a batch's last hidden states; without pictures, what reads them gets a gradient of zero.
+
+        Ranks that sum gradients in each pass must sum the same ones in the same order, also where one has no picture.
+        """
+        reads_none = torch.is_grad_enabled() and batch.pictures is not None and not batch.pictures
+        if reads_none and self._readers is None:
+            names = [name.rpartition(".") for name, one in towers(self.model).items() if one.requires_grad]
+            self._readers = [(self.model.get_submodule(path), leaf) for path, _, leaf in names]
+        if not (reads_none and self._readers):
+            return hidden_states(self.model, batch)
+        # read anew in each pass, as sharding puts other tensors in the modules
+        weights = [getattr(module, leaf) for module, leaf in self._readers]
+        zero = sum(weight.flatten()[:0].sum() for weight in weights)
+        embedding = self.model.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda _, given, embedded: embedded + zero)
+        try:
+            return hidden_states(self.model, batch)
+        finally:
+            hook.remove()
 
 
 def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:

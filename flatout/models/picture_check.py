@@ -117,12 +117,17 @@ def _measure(
     return error, max(leaks), tolerance
 
 
+def batch_of(documents: Sequence[PictureDocument], pack: Pack, *, is_padded: bool) -> PackedBatch:
+    """Return documents in one batch, with loss on every token that may have it."""
+    row_length = max(len(ids) for ids, *_ in documents) if is_padded else None
+    batch = flatten_samples([(ids, np.arange(len(ids)) > 0) for ids, *_ in documents], row_length=row_length)
+    images, ids = [image for document in documents for image in document.images], [ids for ids, *_ in documents]
+    return pack(batch, images, [len(document.images) for document in documents], ids)
+
+
 def _together(loaded: LoadedModel, documents: Sequence[PictureDocument], pack: Pack) -> torch.Tensor:
     lengths = [len(document.token_ids) for document in documents]
-    row_length = max(lengths) if loaded.is_padded else None
-    batch = flatten_samples([(ids, np.ones(len(ids), bool)) for ids, *_ in documents], row_length=row_length)
-    images, ids = [image for document in documents for image in document.images], [ids for ids, *_ in documents]
-    batch = pack(batch, images, [len(document.images) for document in documents], ids).to(loaded.model.device)
+    batch = batch_of(documents, pack, is_padded=loaded.is_padded).to(loaded.model.device)
     states = widened(hidden_states(loaded.model, batch))
     starts = batch.cu_seqlens[: len(lengths)].tolist()
     return torch.cat([states[start : start + length] for start, length in zip(starts, lengths, strict=True)])

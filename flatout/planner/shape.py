@@ -11,6 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 
+# for each number of a picture: in fp32, of the micro-batch and of those prefetched; and what a block of the tower holds
+# of a patch, about 12 elements in 16 bit for each of its D channels (D = 1,152, patches of 3 x 14 x 14)
+_PICTURE_BYTES = 3 * 4 + 48
 # bytes for each number of a picture while a block of a trained tower computes its gradients: about 36 elements in 16
 # bit for each of a patch's D channels (D = 1,152, patches of 3 x 14 x 14)
 _BACKWARD_BYTES = 144
@@ -67,7 +70,8 @@ class TowerShape:
     `per_token` in what projects it. `pair_width` is that of a pair of patches: heads x (query + value) of all layers
     without windows. Pictures are cut into images of at most `image_patches`, whose patches see each other; None: they
     are not cut. If it is trained, each patch keeps `kept_elements`, the inputs of all layers, which are computed again.
-    The layers take `layer_passes` as long as their forward pass does, and what projects patches `token_passes`.
+    `num_trained` counts the parameters of the parts that are not frozen. The layers take `layer_passes` as long as
+    their forward pass does, and what projects patches `token_passes`.
     """
 
     patch_values: int
@@ -76,6 +80,7 @@ class TowerShape:
     pair_width: int
     image_patches: int | None = None
     kept_elements: int = 0
+    num_trained: int = 0
     layer_passes: int = 1
     token_passes: int = 1
 
@@ -135,6 +140,10 @@ class ModelShape:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def picture_bytes(self, element_bytes: int) -> float:
+        """Return the most that pictures need for each token of a micro-batch, with hidden states of this width."""
+        return self.picture_values * (_PICTURE_BYTES + (self.tower.trained_bytes(element_bytes) if self.tower else 0))
 
     @property
     def num_head_rows(self) -> int:

@@ -103,7 +103,7 @@ def _empty(values: Mapping[str, Any], origin: str, *, scores: bool) -> PreTraine
     return model
 
 
-def _tower_shape(model: PreTrainedModel, unread: Set[str]) -> TowerShape | None:
+def _tower_shape(model: PreTrainedModel, unread: Set[str], num_trained: int) -> TowerShape | None:
     """Return the shape of the part that reads pictures: its first convolution, its layers and what projects patches."""
     parts = {name: module for name, module in model.named_modules() if f"{name}.weight" in unread}
     patch = next((one for one in parts.values() if isinstance(one, nn.Conv2d | nn.Conv3d)), None)
@@ -126,6 +126,7 @@ def _tower_shape(model: PreTrainedModel, unread: Set[str]) -> TowerShape | None:
         per_token=sum(one.weight.numel() for one in linears.values()) - in_layers,
         pair_width=2 * width * num_whole,
         kept_elements=width * len(lists[path]),
+        num_trained=num_trained,
         image_patches=(size // patch.kernel_size[-1]) ** 2 if isinstance(size, int) else None,
     )
 
@@ -180,7 +181,7 @@ def _shape_of(model: PreTrainedModel, text: Any, trained: Collection[str]) -> Mo
             if not name.startswith(f"{layers_path}.")
         ),
         groups_experts=bool(experts_modules(layers)),
-        tower=_tower_shape(model, set(every)),
+        tower=_tower_shape(model, set(every), sum(one.numel() for one in every.values()) - num_tower_params),
         embedding=next(name for name, module in model.named_modules() if module is embedding),
         head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
         modules=tuple(

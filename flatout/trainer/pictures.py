@@ -20,7 +20,7 @@ from flatout.data.pictures.show import picture_statistics
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
-from flatout.models.packed import PackedBatch, flatten_samples
+from flatout.models.packed import PackedBatch
 from flatout.models.picture_check import PictureDocument
 from flatout.models.pictures import PicturePacker
 from flatout.planner.layout import ParallelLayout
@@ -98,15 +98,6 @@ class PictureMaker(PicturePacker):
             documents.append(PictureDocument(token_ids, own, self.alone(token_ids, own)))
         return documents
 
-    def probe_batch(self, *, is_padded: bool) -> PackedBatch:
-        """Return the documents of the self-test in one batch, with loss on every token that may have it."""
-        documents = self.probes(0)
-        longest = max(len(one.token_ids) for one in documents) if is_padded else None
-        samples = [(ids, np.arange(len(ids)) > 0) for ids, *_ in documents]
-        batch = flatten_samples(samples, row_length=longest)
-        images, counts = [image for one in documents for image in one.images], [len(one.images) for one in documents]
-        return self.with_images(batch, images, counts, [one.token_ids for one in documents])
-
     def alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return the arguments of transformers' whole model for one document."""
         ids = torch.from_numpy(token_ids)[None]
@@ -172,18 +163,14 @@ def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout)
                 "leave the setting out"
             )
         return
-    strategy, stored, computed = layout.strategy, config.base.storage, config.full.compute
     unproved = {
-        f"strategy {strategy}": strategy not in ("single", "ddp"),
-        f"base.storage: {stored}": stored != "model",
-        f"full.compute: {computed}": computed != "model",
+        f"full.compute: {config.full.compute}": config.full.compute != "model",
+        f"base.backward: {config.base.backward}": config.base.backward != "same",
+        f"strategy {layout.strategy}": STRATEGIES[layout.strategy].has_replicas,
     }
     for what, is_wanted in unproved.items():
         if parts and is_wanted:
-            raise UsageError(
-                f"model.freeze_{min(parts)}: false is not proved with {what}; use one GPU or strategy: ddp, and "
-                "weights in model.precision"
-            )
+            raise UsageError(f"model.freeze_{min(parts)}: false is not proved with {what}; leave one of them out")
     refused = {
         f"context.parallel: {config.context.parallel}": config.context.parallel > 1,
         f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,

@@ -17,7 +17,7 @@ from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
 from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.adapter import adapter_config
-from flatout.models.picture_check import check_pictures, read_with_own_attention
+from flatout.models.picture_check import batch_of, check_pictures, read_with_own_attention
 from flatout.models.proof_key import proof_key
 from flatout.models.selftest import prove_layout
 from flatout.parallel.control_group import ControlGroup
@@ -161,7 +161,7 @@ class Proofs:
         def search() -> None:
             # what reads pictures is reached through them
             maker = None if self._pictures is None else PictureMaker(processor_of(self._pictures), loaded.model)
-            seen = None if maker is None else maker.probe_batch(is_padded=loaded.is_padded)
+            seen = None if maker is None else batch_of(maker.probes(0), maker.with_images, is_padded=loaded.is_padded)
             unreached.extend(unreached_parameters(loaded, longest=self._longest, seen=seen))
             if maker is not None:
                 maker.close()

@@ -290,8 +290,9 @@ def export(run: TrainingRun, folder: Path) -> None:
     is_lora = run.config.method == "lora"
     state: dict[str, Tensor] | None = None
     gather = run.strategy.engine_state.weight if run.strategy.engine_state else None
-    if gather or any(is_sharded(parameter) for parameter in run.model.parameters()):
-        parameters = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
+    # a model's state has shards, though its modules may still hold what the last pass gathered
+    parameters = adapter_parameters(run.model) if is_lora else run.model.state_dict(keep_vars=True)
+    if gather or any(is_sharded(parameter) for parameter in (*parameters.values(), *run.model.parameters())):
         group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
         state = global_tensors(parameters, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
         state = in_peft_shapes(state) if is_lora else state

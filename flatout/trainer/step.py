@@ -125,8 +125,7 @@ def _backward_each(
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_sums[0] / normalizer)
-                if loss.requires_grad:  # texts do not reach a projector that is trained alone
-                    loss.backward()
+                loss.backward()
         for total, value in zip(each, pass_sums, strict=True):
             total += value.detach()
     return sums
@@ -284,8 +283,7 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
         loss = sums[0] / normalizer
-        if loss.requires_grad:
-            loss.backward()
+        loss.backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(

@@ -160,7 +160,7 @@ def _expert_targets(model: PreTrainedModel) -> list[str]:
 def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
     """Return PEFT's fields for ranks and alphas of single layers, and for what is trained beside LoRA."""
     saved = saved_modules(model)
-    masters = [module.trained.weight for module in saved.values() if isinstance(module, SavedModule)]
+    masters = [next(module.trained.parameters()) for module in saved.values() if isinstance(module, SavedModule)]
     return {
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,

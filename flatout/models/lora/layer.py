@@ -282,6 +282,13 @@ def choose_targets(
     """
     wanted, chosen = config.targets, _named_targets(model, config, parts)
     saved = tuple(f"{name}." for name in saved_names(model, config))
+    if saved and (unread := next((name for name in towers(model, parts) if name.startswith(saved)), None)):
+        part, owner = part_of(unread), next(name for name in saved if unread.startswith(name)).removesuffix(".")
+        remedy = f"set model.freeze_{part}: false, or name other modules" if part else "name other modules"
+        raise UsageError(
+            f"lora.modules_to_save: {owner} is in the {part.replace('_', ' ') or 'audio tower'}, which stays frozen; "
+            f"{remedy}"
+        )
     chosen = {name: linear for name, linear in chosen.items() if not f"{name}.".startswith(saved)} if saved else chosen
     if (indices := config.layer_indices) is not None:
         decoder, inner = layer_list(model)

@@ -36,9 +36,6 @@ OFFLOAD_INPUTS = 3
 # adapters of up to so many layers of one input save it in float8, with ranks up to this that add up to a multiple of
 # this: `MAX_GRADIENT_RANK`, `MAX_SEGMENTS` and `RANK_MULTIPLE` of flatout.kernels
 FLOAT8_RANK, FLOAT8_LAYERS, FLOAT8_RANK_MULTIPLE = 16, 3, 8
-# for each number of a picture: in fp32, of the micro-batch and of those prefetched; and what a block of the tower holds
-# of a patch, about 12 elements in 16 bit for each of its D channels (D = 1,152, patches of 3 x 14 x 14)
-PICTURE_VALUE_BYTES = 3 * 4 + 48
 # cuBLAS workspaces, batch tensors
 CONSTANT_BYTES = 64 << 20
 # rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short

@@ -20,7 +20,6 @@ from flatout.planner.memory.constants import (
     LAST_NORM_BYTES,
     NF4_BYTES,
     OFFLOAD_INPUTS,
-    PICTURE_VALUE_BYTES,
     Precision,
 )
 from flatout.planner.memory.correction import Correction
@@ -175,7 +174,6 @@ class MemoryModel:
         num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
         optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
-        tower_bytes = shape.tower.trained_bytes(width.hidden) if shape.tower else 0.0
         whole = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
@@ -183,7 +181,7 @@ class MemoryModel:
             optimizer_bytes=int(optimizer),
             activations_bytes=self._activations_bytes(size, recompute),
             working_bytes=self._working_bytes(size, recompute)
-            + int(size.num_tokens * shape.picture_values * (PICTURE_VALUE_BYTES + tower_bytes)),
+            + int(size.num_tokens * shape.picture_bytes(width.hidden)),
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole
@@ -233,7 +231,9 @@ class MemoryModel:
         part = 0.0 if layout.offload else 1 / layout.num_shards
         num_in_flight = 2 + self.config.sharding.prefetch
         gathered = min(1.0, num_in_flight / shape.num_layers) if layout.reshard_after_forward else 1.0
+        # what is outside the decoder's layers is gathered once for all passes
         num_root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+        num_root += shape.tower.num_trained if shape.tower else 0
         num_blocks = shape.num_params - num_root
         root = num_root * width.trained
         if is_full:
