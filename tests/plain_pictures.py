@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import torch
 import torch.nn.functional as F
-from picture_world import LR, NUM_STEPS
+from picture_world import LR
 
 
 def plain_processor(folder: Path) -> Any:
@@ -58,14 +58,16 @@ def plain_inputs(
     return given
 
 
-def plain_losses(model: Any, steps: Any, loss_of: Any, weight_decay: float = 0.01) -> Iterator[tuple[float, float]]:
+def plain_losses(
+    model: Any, steps: list[Any], loss_of: Any, weight_decay: float = 0.01
+) -> Iterator[tuple[float, float]]:
     """Take the steps one sample at a time, with AdamW, clipped gradients and a linear schedule.
 
     Yields each step's loss and gradient norm.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / NUM_STEPS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / len(steps))
     for step in steps:
         optimizer.zero_grad()
         total = 0.0
@@ -118,9 +120,10 @@ class PlainRun:
         self._rows = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
 
     def losses(self) -> list[float]:
-        steps = list(plain_losses(self.model, self._planned.plan.steps(), self._loss, self._weight_decay))
-        self.grad_norms = [grad_norm for _, grad_norm in steps]
-        return [loss for loss, _ in steps]
+        steps = list(self._planned.plan.steps())
+        taken = list(plain_losses(self.model, steps, self._loss, self._weight_decay))
+        self.grad_norms = [grad_norm for _, grad_norm in taken]
+        return [loss for loss, _ in taken]
 
     def adapter(self) -> dict[str, torch.Tensor]:
         return peft.get_peft_model_state_dict(self.model)
