@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -42,25 +42,9 @@ Progress = Callable[[int, int | None], None]
 Log = Callable[[str], None]
 """Called with one sentence for the console."""
 
-SETTINGS = (
-    "template_args", "empty_reasoning", "lost_reasoning", "special_tokens", "loss_type", "max_tokens", "too_long",
-    "on_bad_row", "num_samples", "shuffle", "seed",
-)  # fmt: skip
-"""Settings of `data` that decide which tokens are stored."""
-LATER_SETTINGS: Mapping[str, Any] = {
-    "new_tokens": [],
-    "new_special_tokens": [],
-    "end_of_turn": None,
-    "dedupe": "off",
-    "media_root": None,
-    "allowed_media_domains": [],
-}
-"""The same, left out of a fingerprint at these defaults: data sets built before they existed stay valid."""
-POLICIES = (
-    "empty_reasoning", "lost_reasoning", "end_of_turn", "loss_type", "max_tokens", "too_long", "special_tokens",
-    "dedupe",
-)  # fmt: skip
-"""Those of TokenizeOptions, under the same names."""
+_NOT_OF_TOKENS = {"name", "root", "sources", "tokenizer", "template", "num_procs"}
+"""Settings of `data` that do not decide which tokens are stored; those of rows, tokenizer and template count by their
+content."""
 _ONLY_REFUSING = ("on_bad_row",)
 """Those that decide only whether a set is built, so that a build which they stopped goes on with another value."""
 _FINGERPRINT_VERSION = 2
@@ -88,9 +72,9 @@ def open_or_build(
 ) -> TokenStore:
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
 
-    One that only has earlier rules of the loss mask, or no commits of sets on the hub, stays if its fingerprint is in
-    `trained_on`: of a run that goes on. With `reads_again`, one with pictures is built again in any case: a fingerprint
-    knows the rows, not the files that they name.
+    One that only has earlier rules of the loss mask stays if its fingerprint is in `trained_on`: of a run that goes on.
+    With `reads_again`, one with pictures is built again in any case: a fingerprint knows the rows, not the files that
+    they name.
 
     Several processes may call this at once: one builds, the others wait and open. Without sources, the data set of that
     name must be in the registry and fit the settings. Raises DataError, ResourceError, and UsageError if there is
@@ -111,7 +95,7 @@ def open_or_build(
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
         if folder.exists():
-            store, change = _kept_store(config, meta, folder, trained_on, log)
+            store, change = _kept_store(meta, folder, trained_on, log)
             if store and reads_again and store.num_pictures:
                 store, change = None, "its pictures are read again"
             if store is None and not replaces:
@@ -128,22 +112,14 @@ def open_or_build(
         return store
 
 
-def _kept_store(
-    config: DataConfig, meta: StoreMeta, folder: Path, trained_on: Container[str], log: Log
-) -> tuple[TokenStore | None, str]:
+def _kept_store(meta: StoreMeta, folder: Path, trained_on: Container[str], log: Log) -> tuple[TokenStore | None, str]:
     """Return the store in `folder` if it is as `meta` says; else None, and how it differs."""
     try:
         store = TokenStore.open(folder)
     except DataError as error:
         return None, str(error)
     if not store.meta.has_content(meta.fingerprint):
-        asked = replace(meta, settings=_settings(config, {*SETTINGS, *LATER_SETTINGS}))
-        ids = tuple(redacted(source.path) for source in config.sources)
-        is_same = meta.sources != ids and not _change(store.meta, replace(asked, sources=ids))
-        if not (is_same and store.meta.fingerprint in trained_on):
-            return None, _change(store.meta, asked) or "its rows or the way they are read changed"
-        log(f"{folder} was built before commits of hub sets were recorded; the run goes on with it")
-        return store, ""
+        return None, _change(store.meta, meta) or "its rows or the way they are read changed"
     if store.meta.processor not in ("", meta.processor):
         return None, f"{meta.tokenizer!r} has another image processor now"
     if not store.meta.has_earlier_rules:
@@ -164,12 +140,12 @@ def _describe(
     template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
         template, text = template_text(tokenizer, config.template, name)
-    settings = _settings(config, set(SETTINGS))
+    settings = config.model_dump(mode="json", exclude=_NOT_OF_TOKENS)
     where = {"path", "hub", "split", "subset", "revision", "unread_files"}
     content = {
         "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
-        "formats": [source.model_dump(exclude={*where, *_unset_later(source)}) for source in config.sources],
+        "formats": [source.model_dump(exclude=where) for source in config.sources],
         "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,
@@ -195,18 +171,6 @@ def _describe(
     return meta, identity
 
 
-def _unset_later(source: SourceConfig) -> set[str]:
-    """Return the settings of a source that came later and are at their defaults: no fingerprint has these."""
-    fields = type(source).model_fields
-    return {name for name in ("keys", "pairs") if getattr(source, name) == fields[name].default}
-
-
-def _settings(config: DataConfig, names: set[str]) -> dict[str, Any]:
-    """Return the settings that decide tokens: those of `names`, and later ones that are not at their defaults."""
-    settings = config.model_dump(mode="json", include={*names, *LATER_SETTINGS})
-    return {name: value for name, value in settings.items() if name in names or value != LATER_SETTINGS[name]}
-
-
 def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
     """Open a data set by its name in the registry, and check that it fits the settings that are given."""
     store = TokenStore.open(registry.entry_dir(config.root, registry.find(config.root, config.name)))
@@ -219,7 +183,7 @@ def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
         tokenizer_digest=tokenizer.digest,
         template=template,
         template_text=text or store.meta.template_text,
-        settings=_settings(config, config.model_fields_set & {*SETTINGS, *LATER_SETTINGS}),
+        settings=config.model_dump(mode="json", include=config.model_fields_set - _NOT_OF_TOKENS),
     )
     if store.meta.has_earlier_rules:
         log(f"data set {config.name!r} was built {_EARLIER}; build it again to train by today's")
@@ -241,7 +205,7 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
     if built.sources != wanted.sources:
         changes.append(f"rows of {', '.join(built.sources)}, but {', '.join(wanted.sources)} is configured")
     for name, asked in wanted.settings.items():
-        if (had := built.settings.get(name, LATER_SETTINGS.get(name, "not recorded"))) != asked:
+        if (had := built.settings.get(name, "not recorded")) != asked:
             changes.append(f"{name}={had}, but {asked} is configured")
     return "; ".join(changes)
 
@@ -309,11 +273,18 @@ def _build(
 
 
 def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, downloads: Path) -> SampleTokenizer:
-    template, args = meta.template_text if meta.template else None, tuple(config.template_args.items())
-    policies = config.model_dump(include=set(POLICIES))
-    policies |= {"added_tokens": tuple(config.added_tokens.items()), "media_root": config.media_root}
-    policies["downloads"] = downloads if config.allowed_media_domains else None
-    options = TokenizeOptions(meta.tokenizer, meta.template, template, args, **policies)
+    policies = config.model_dump(include={one.name for one in fields(TokenizeOptions)})
+    options = TokenizeOptions(
+        **policies
+        | {
+            "tokenizer_name": meta.tokenizer,
+            "template_name": meta.template,
+            "template_source": meta.template_text if meta.template else None,
+            "template_args": tuple(config.template_args.items()),
+            "added_tokens": tuple(config.added_tokens.items()),
+            "downloads": downloads if config.allowed_media_domains else None,
+        }
+    )
     return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
 
 

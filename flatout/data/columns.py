@@ -66,8 +66,6 @@ COLUMNS = {
 """What every new store holds. The manifest records it, with the columns that a store has besides."""
 PREFIX_TOKENS = "prefix_tokens"
 """The column per unit, of integers, that declares how many tokens its samples begin with in common."""
-NOT_IN_OLD = {"unit_starts"}
-"""Columns that stores of earlier versions lack: there, each sample is a unit."""
 JUDGEMENTS = {
     PREFIX_TOKENS: Column("int32", "unit", "tokens that a pair begins with in common"),
     "margin": Column("float32", "unit", "by how much a pair's first answer is better"),
@@ -97,13 +95,13 @@ HEADER_BYTES = 128
 class Shard:
     """Consecutive samples; `xxh3` is the hash (32 hex digits) of their bytes in each column.
 
-    `num_units` is None where each sample is a unit. `num_pictures` and `num_bytes` are those of PICTURES.
+    `num_pictures` and `num_bytes` are those of PICTURES.
     """
 
     num_samples: Annotated[int, Field(ge=0)]
     num_tokens: Annotated[int, Field(ge=0)]
     xxh3: Mapping[str, str]
-    num_units: Annotated[int, Field(ge=0)] | None = None
+    num_units: Annotated[int, Field(ge=0)]
     num_pictures: Annotated[int, Field(ge=0)] = 0
     num_bytes: Annotated[int, Field(ge=0)] = 0
 
@@ -113,7 +111,7 @@ class Shard:
             return -(-self.num_tokens // 8) if column.dtype == "bits" else self.num_tokens
         if column.per in ("picture", "byte"):
             return self.num_pictures if column.per == "picture" else self.num_bytes
-        return self.num_samples if column.per == "sample" or self.num_units is None else self.num_units
+        return self.num_samples if column.per == "sample" else self.num_units
 
 
 def fingerprint(name: str, column: Column, shards: Sequence[Shard]) -> str:

@@ -18,12 +18,11 @@ from typing import Annotated, Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, with_config
 
 from flatout.data.columns import (
     CHECKED,
     COLUMNS,
-    NOT_IN_OLD,
     Column,
     Layout,
     LossMask,
@@ -34,17 +33,14 @@ from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again
 from flatout.errors import CheckpointError, DataError, ResourceError
-from flatout.io.json_file import encode_json, read_json
+from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
 
-VERSION, EARLIER_VERSION, OLD_VERSION = 4, 3, 2
+VERSION = 4
 MANIFEST = "manifest.json"
 _AGAIN = "rebuild the data set"
 MASK_RULES = 1
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
-_OLD_COLUMNS = {name: column for name, column in COLUMNS.items() if name not in NOT_IN_OLD}
-_OLD_COLUMNS |= {"loss_mask": Column("bool", "token", COLUMNS["loss_mask"].meaning)}
-_PER_UNIT = Column("int64", "unit")
 _FILLED_BY = {
     "label": "build it from rows of format: kto",
     "class": "build it from rows of format: classify",
@@ -64,8 +60,8 @@ class StoreMeta:
     `template` is the chat template's name and `template_text` the text that rendered the conversations, byte for byte;
     both are empty if there was none; `template_facts` describe it. `end_of_turn` is what it writes behind an answer,
     and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens. `mask_rules` is the
-    version of the rules that chose what carries loss in conversations; 0 without any, and in stores of old. `labels`
-    are those that the column `class` numbers. `processor` identifies the image processor of a set with pictures.
+    version of the rules that chose what carries loss in conversations; 0 without any. `labels` are those that the
+    column `class` numbers. `processor` identifies the image processor of a set with pictures.
     """
 
     name: str
@@ -88,10 +84,8 @@ class StoreMeta:
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
-        """The texts that end an answer, each one token of the tokenizer if it has it; stores of old know one."""
-        if self.template_facts is None:
-            return (self.end_of_turn,) if self.end_of_turn else ()
-        return self.template_facts.stops
+        """The texts that end an answer, each one token of the tokenizer if it has it; none without conversations."""
+        return () if self.template_facts is None else self.template_facts.stops
 
     @property
     def has_earlier_rules(self) -> bool:
@@ -124,19 +118,7 @@ class StoreManifest:
     shards: tuple[Shard, ...]
 
 
-@with_config(CHECKED)
-@dataclass(frozen=True, slots=True)
-class _OldArray:
-    length: Annotated[int, Field(ge=0)]
-    xxh3_128: str
-
-
-@with_config(CHECKED)
-@dataclass(frozen=True, slots=True)
-class _OldManifest:
-    version: int
-    meta: StoreMeta
-    arrays: Mapping[str, _OldArray]
+_MANIFEST = TypeAdapter(StoreManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,12 +260,11 @@ class TokenStore:
         arrays = {name: _open_array(folder, name, manifest.columns, layout) for name in manifest.columns}
         check = ShardCheck(folder, manifest.columns, layout, dict(arrays)) if verify else None
         known: dict[str, Any] = {name: arrays.pop(name) for name in COLUMNS if name in arrays}
-        if manifest.columns["loss_mask"].dtype == "bits":
-            known["loss_mask"] = LossMask(known["loss_mask"], layout)
+        known["loss_mask"] = LossMask(known["loss_mask"], layout)
         store = cls(folder=folder, meta=manifest.meta, check=check, columns=manifest.columns, extra=arrays, **known)
         fits = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
         if store.unit_starts is not None and store.num_samples:
-            num_units = sum(shard.num_values(_PER_UNIT) for shard in manifest.shards)
+            num_units = sum(shard.num_units for shard in manifest.shards)
             fits &= bool(store.unit_starts[0]) and int(np.count_nonzero(store.unit_starts)) == num_units
         if fits and store.num_samples and verify:
             in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
@@ -346,40 +327,27 @@ class ShardCheck:
 
 
 def read_manifest(folder: Path) -> StoreManifest:
-    """Read the manifest of a store of any version, as one of today's. Raises DataError."""
+    """Read the manifest of a store. Raises DataError, also for one of another version."""
     path = folder / MANIFEST
     if not path.exists():
         raise DataError(f"{folder} is not a built data set ({MANIFEST} is missing); run flatout data build")
     raw = read_json(path, DataError)
     version = raw.get("version") if isinstance(raw, dict) else None
-    if version not in (VERSION, EARLIER_VERSION, OLD_VERSION):
-        raise DataError(
-            f"{path}: found format version {version}, but this flatout reads {OLD_VERSION} to {VERSION}; {_AGAIN}"
-        )
-    adapter: TypeAdapter[Any] = TypeAdapter(_OldManifest if version == OLD_VERSION else StoreManifest)
+    if version != VERSION:
+        raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
     try:
-        parsed = adapter.validate_json(encode_json(raw))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_name = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {field_name}: {first['msg'].lower()}; {_AGAIN}") from None
-    if version == OLD_VERSION:  # as a store of one shard, which is what it is
-        hashes = {name: facts.xxh3_128 for name, facts in parsed.arrays.items()}
-        length = {name: facts.length for name, facts in parsed.arrays.items()}
-        shard = Shard(length.get("num_labels", 0), length.get("token_ids", 0), hashes)
-        parsed = StoreManifest(VERSION, parsed.meta, _OLD_COLUMNS, (shard,))
-    manifest: StoreManifest = parsed
-    if missing := COLUMNS.keys() - manifest.columns.keys() - NOT_IN_OLD:
+        manifest = validated(_MANIFEST, raw, str(path), DataError)
+    except DataError as error:
+        raise DataError(f"{error}; {_AGAIN}") from error
+    if missing := COLUMNS.keys() - manifest.columns.keys():
         raise DataError(f"{path}: columns: {min(missing)} is missing; {_AGAIN}")
-    columns = {}
     for name, column in manifest.columns.items():
         mark = fingerprint(name, column, manifest.shards)
-        if column.fingerprint not in ("", mark):
+        if column.fingerprint != mark:
             raise DataError(
                 f"{path}: columns.{name}.fingerprint: found {column.fingerprint}, but its shards give {mark}; {_AGAIN}"
             )
-        columns[name] = replace(column, fingerprint=mark, file=column.file or f"{name}.npy")
-    return replace(manifest, version=VERSION, columns=columns)
+    return manifest
 
 
 def _open_array(folder: Path, name: str, columns: Mapping[str, Column], layout: Layout) -> NDArray[Any]:

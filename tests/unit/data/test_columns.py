@@ -125,29 +125,12 @@ def test_a_damaged_column_is_named(tmp_path: Path, name: str, index: int | None,
         TokenStore.open(store.folder).sample(index or 0)
 
 
-def as_version_3(folder: Path) -> None:
-    """Make of a store without units what version 3 wrote."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "unit_starts.npy").unlink()
-    columns = {name: {"dtype": own["dtype"], "per": own["per"]} for name, own in manifest["columns"].items()}
-    del columns["unit_starts"]
-    for shard in manifest["shards"]:
-        del shard["num_units"], shard["xxh3"]["unit_starts"]
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 3, "columns": columns}))
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_a_column_is_added_later_and_replaced(tmp_path: Path, old: bool) -> None:
-    plain = write(tmp_path / "d", {}, shards=(3, 5), units=not old)
+def test_a_column_is_added_later_and_replaced(tmp_path: Path) -> None:
+    plain = write(tmp_path / "d", {}, shards=(3, 5))
     before = {name: column.fingerprint for name, column in plain.columns.items()}
-    if old:
-        as_version_3(plain.folder)
-        plain = TokenStore.open(plain.folder)
-        assert plain.unit_offsets is None
-        assert {name: column.fingerprint for name, column in plain.columns.items()}.items() <= before.items()
     marks = []
     for seed in (1, 2, 2, 1):
-        own = values_of([1] * 8 if old else SIZES, seed)
+        own = values_of(SIZES, seed)
         store = add_column(plain.folder, "ref_logprob", own["ref_logprob"], per="sample", meaning="by step 0")
         assert [store.sample(i, ["ref_logprob"]).columns["ref_logprob"] for i in range(8)] == own[
             "ref_logprob"
@@ -160,9 +143,8 @@ def test_a_column_is_added_later_and_replaced(tmp_path: Path, old: bool) -> None
     assert marks[0] == marks[3] != marks[1] == marks[2]
     again = add_column(plain.folder, "weight", values_of()["weight"], per="token", meaning="weights")
     assert again.extra.keys() == {"ref_logprob", "weight"}
-    if not old:
-        kinds = add_column(plain.folder, "kind", values_of()["kind"], per="unit", meaning="kinds")
-        assert [int(kinds.sample(i, ["kind"]).columns["kind"]) for i in range(8)] == [0, 0, 1, 2, 2, 2, 3, 3]
+    kinds = add_column(plain.folder, "kind", values_of()["kind"], per="unit", meaning="kinds")
+    assert [int(kinds.sample(i, ["kind"]).columns["kind"]) for i in range(8)] == [0, 0, 1, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("fault", ["die", "torn", BROKEN_DISK, FULL_DISK])

@@ -194,33 +194,3 @@ def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(hub: Fil
     assert code == 3
     assert text.startswith("hub data set org/gone[en/train] (revision v9) cannot be loaded: ")
     assert "`hf download org/gone --repo-type dataset --local-dir DIR`" in text
-
-
-GO_ON = """
-import sys
-from flatout.config.schema import DataConfig
-from flatout.data.build import open_or_build
-tokenizer, *others = sys.argv[1:]
-config = {"name": "d", "root": "data", "num_procs": 1, "sources": [{"path": "org/set"}]}
-stores = [open_or_build(DataConfig.model_validate(config), tokenizer)]
-import shutil
-shutil.rmtree("org")  # from here on it is a set on the hub
-trained_on = {stores[0].meta.fingerprint}
-for more in ({}, {"max_tokens": 9}):
-    stores.append(open_or_build(DataConfig.model_validate(config | more), tokenizer, trained_on=trained_on, log=print))
-stores.append(open_or_build(DataConfig.model_validate(config), tokenizer, log=print))
-print(*(store.meta.fingerprint == stores[0].meta.fingerprint for store in stores), stores[-1].meta.sources)
-"""
-
-
-def test_a_run_goes_on_with_a_set_that_was_built_without_its_commit(
-    hub: Files, tmp_path: Path, small_tokenizer_dir: Path
-) -> None:
-    """Such a set has other hashes of the same rows; without a run that was trained on it, it is built anew."""
-    (tmp_path / "org/set").mkdir(parents=True)
-    (tmp_path / "org/set/train.jsonl").write_bytes(lines(ROWS))
-    hub.objects = {"org/set/train.jsonl": lines(ROWS)}
-    done = run(hub, tmp_path, "-c", GO_ON, str(small_tokenizer_dir), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "was built before commits of hub sets were recorded; the run goes on with it" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"True True False False ('hf://datasets/org/set@{COMMIT}',)"

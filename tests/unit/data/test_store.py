@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,48 +100,6 @@ def test_arrays_are_plain_npy(tmp_path: Path) -> None:
     assert np.load(tmp_path / "d" / "token_ids.npy", allow_pickle=False).tolist() == [5, 6, 7, 8, 9, 299]
     bits = np.load(tmp_path / "d" / "loss_mask.npy", allow_pickle=False)
     assert np.unpackbits(bits, bitorder="little").tolist() == [0, 1, 1, 0, 0, 1, 0, 0]
-
-
-def _write_old(folder: Path) -> None:
-    """The format of version 2: whole arrays with one hash each, ids in 4 bytes, a byte for each place of the mask."""
-    arrays = {
-        "token_ids": np.array([5, 6, 7, 8, 9, 299], np.int32),
-        "loss_mask": np.array([0, 1, 1, 0, 0, 1], np.bool_),
-        "offsets": np.array([0, 3, 4, 6]),
-        "num_labels": np.array([2, 0, 1]),
-        "hashes": np.array([1, 2, 3], np.uint64),
-        "files": np.zeros(3, np.int32),
-        "rows": np.array([1, 2, 3]),
-    }
-    folder.mkdir()
-    facts = {}
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
-        facts[name] = {"length": len(array), "xxh3_128": xxhash.xxh3_128_hexdigest(array.tobytes())}
-    manifest = {"version": 2, "meta": asdict(replace(META, max_token_id=299)), "arrays": facts}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_a_store_of_version_2_is_read_as_it_is(tmp_path: Path) -> None:
-    _write_old(tmp_path / "old")
-    old, new = TokenStore.open(tmp_path / "old"), _write(tmp_path / "new", SAMPLES)
-    assert old.meta == new.meta
-    for index in range(3):
-        assert [part.tolist() for part in old.sample(index).pair] == [part.tolist() for part in new.sample(index).pair]
-    for name in ("token_ids", "loss_mask", "offsets", "num_labels", "files", "rows"):
-        assert np.array_equal(np.asarray(getattr(old, name)), np.asarray(getattr(new, name)))
-    _flip_bit(tmp_path / "old")
-    damaged = TokenStore.open(tmp_path / "old")
-    with pytest.raises(DataError, match=r"token_ids\.npy: shard 0 \(samples 1 to 3\): the content does not match"):
-        damaged.sample(2)
-    for changes, message in (
-        ({"arrays": []}, r"manifest\.json: arrays: input should be an object"),
-        ({"arrays": {"offsets": {"length": -1, "xxh3_128": ""}}}, r"arrays\.offsets\.length: input should be greater"),
-        ({"arrays": {}}, r"token_ids\.npy: found int32 \(6,\), expected int32 \(0,\)"),
-    ):
-        _edit(tmp_path / "old", **changes)
-        with pytest.raises(DataError, match=message):
-            TokenStore.open(tmp_path / "old")
 
 
 @pytest.mark.parametrize("name", ["token_ids", "loss_mask"])
@@ -264,7 +222,7 @@ def _pickle(folder: Path) -> None:
         (lambda folder: _flip_bit(folder, "offsets", 9), r"offsets\.npy: shard 0 .* does not match its hash"),
         (_cut, r"loss_mask\.npy: damaged or missing"),
         (_remove, r"offsets\.npy: damaged or missing"),
-        (_newer, r"manifest\.json: found format version 99, but this flatout reads 2 to 4"),
+        (_newer, r"manifest\.json: found format version 99, but this flatout reads 4"),
         (_shorten, r"num_labels\.npy: found int64 \(2,\), expected int64 \(3,\)"),
         (_pickle, r"rows\.npy: damaged or missing"),
         (lambda folder: (folder / "manifest.json").unlink(), r"is not a built data set \(manifest\.json is missing\)"),
@@ -323,16 +281,19 @@ def _edit(folder: Path, **changes: object) -> None:
         ({"columns": {"x": {"dtype": "object", "per": "token"}}}, r"columns\.x\.dtype: input should be 'bits'"),
         ({"columns": {"x": {"dtype": "int32", "per": "token"}}}, r"columns: files is missing"),
         ({"shards": [{"num_samples": -1, "num_tokens": 6, "xxh3": {}}]}, r"num_samples: input should be greater"),
-        ({"shards": [{"num_samples": 3, "num_tokens": 6, "xxh3": {}}]}, r"columns\.token_ids\.fingerprint: found"),
+        (
+            {"shards": [{"num_samples": 3, "num_tokens": 6, "xxh3": {}, "num_units": 3}]},
+            r"columns\.token_ids\.fingerprint: found",
+        ),
         ({"shards": []}, r"columns\.token_ids\.fingerprint: found"),
-        ({"version": [2]}, r"found format version \[2\], but this flatout reads 2 to 4"),
+        ({"version": [2]}, r"found format version \[2\], but this flatout reads 4"),
         ({"files": []}, r"the arrays have inconsistent lengths"),
     ],
 )
 def test_an_edited_manifest_is_refused_by_field(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     _write(tmp_path / "d", SAMPLES)
     _edit(tmp_path / "d", **changes)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"(?i){message}"):
         TokenStore.open(tmp_path / "d")
 
 
