@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2841,
     "compat": 2960,
     "config": 2549,
-    "data": 10812,
+    "data": 10786,
     "demo": 594,
     "doctor": 395,
     "environment": 179,

@@ -159,7 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "contents[0].parts[0] (inlineData) holds images, which cannot be trained on yet"),
     ({"contents": [said("user", {"executableCode": {}})]}, "contents[0].parts[0] cannot be trained on"),
     ({"contents": [said("user", HI, {"functionResponse": {"name": "g", "response": {}}})]}, "is out of order"),
-    ({"contents": [said("user", CALLED)]}, "contents[0] has a functionCall in a user turn"),
+    ({"contents": [said("user", CALLED)]}, "contents[0].parts is a list in a user turn; only an assistant turn has"),
     ({"contents": [said("model", CALLED, HI)]}, "contents[0].parts[1] (text) is out of order"),
     ({"messages": [turn("user", {"type": "text", "text": "a"}, {"type": "tool_result", "content": "b"})]},
      "messages[0].content[1] (tool_result) is out of order; parts must be tool results, then text"),

@@ -262,8 +262,8 @@ class TurnReader:
             train = bool(ranges) if train is None else train
         elif train is None and content.is_trained and role != "assistant":
             train = True
-        for result_id, text in content.results:
-            self.add(Message("tool", text, tool_call_id=result_id, train=train), place)
+        for result_id, result_name, text in content.results:
+            self.add(Message("tool", text, name=result_name, tool_call_id=result_id, train=train), place)
         if content.results and not content.text:
             return
         silent = () if train is False else content.silent

@@ -27,7 +27,7 @@ _READ = {
 
 @dataclass(slots=True)
 class Content:
-    """What a turn says: `results` are (id, text) of tools, and `silent` the ranges of `text` without loss.
+    """What a turn says: `results` are (id, name, text) of tools, and `silent` the ranges of `text` without loss.
 
     `is_trained` is whether a part of the turn asks for loss.
     """
@@ -35,7 +35,7 @@ class Content:
     text: str = ""
     reasoning: str | None = None
     calls: tuple[ToolCall, ...] = ()
-    results: list[tuple[str | None, str]] = field(default_factory=list)
+    results: list[tuple[str | None, str | None, str]] = field(default_factory=list)
     silent: tuple[Span, ...] = ()
     is_trained: bool = False
     pictures: tuple[PictureSource, ...] = ()
@@ -117,8 +117,8 @@ def _calls(part: Mapping[str, Any], place: str) -> tuple[ToolCall, ...]:
     )
 
 
-def _result(part: Mapping[str, Any], place: str) -> tuple[str | None, str]:
-    """Return id and text of Anthropic's tool_result, whose content is a text, a list of text parts, or absent."""
+def _result(part: Mapping[str, Any], place: str) -> tuple[str | None, str | None, str]:
+    """Return id, name and text of Anthropic's tool_result: its content is a text, a list of text parts, or absent."""
     value = part.get("content")
     if isinstance(value, list):
         texts = []
@@ -129,4 +129,5 @@ def _result(part: Mapping[str, Any], place: str) -> tuple[str | None, str]:
             texts.append(text_at(item.get("text"), f"{here}.text"))
         value = "".join(texts)
     text = "" if value is None else text_at(value, f"{place}.content")
-    return optional_text(part.get("tool_use_id"), f"{place}.tool_use_id"), text
+    call_id, name = (optional_text(part.get(key), f"{place}.{key}") for key in ("tool_use_id", "name"))
+    return call_id, name, text
