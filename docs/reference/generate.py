@@ -14,10 +14,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from flatout.cli.main import EXAMPLES, VERBS
-from flatout.config.advanced import ADVANCED
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
-from flatout.config.template import Setting, describe_setting
+from flatout.config.template import ADVANCED, Setting, describe_setting
 
 PYTHON = {
     "flatout": ["train", "load", "plan", "verify", "build_data"],

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel
 
-from flatout.config.advanced import ADVANCED
 from flatout.config.names import as_yaml, dotted_names
 from flatout.config.schema import Config, SourceConfig
+from flatout.config.table import read_table
 
 WIDTH = 118
 INDENT = "  "
@@ -21,6 +21,8 @@ Which = Literal["first", "all", "advanced"]
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
+ADVANCED: Mapping[str, str] = read_table("advanced")
+"""Settings that few runs need, each with the reason why it exists; `flatout init --all` leaves them out."""
 # what matters for a first run
 FIRST_SETTINGS = (
     "name", "method", "model.name", "data.name", "data.sources", "data.max_tokens", "lora.rank", "lora.alpha",

@@ -7,11 +7,10 @@ from pydantic import BaseModel
 
 from flatout.cli.init import starting_config
 from flatout.cli.main import main
-from flatout.config.advanced import ADVANCED
 from flatout.config.names import dotted_names
 from flatout.config.read import load_config, make_config
 from flatout.config.schema import Config, DataConfig, SourceConfig
-from flatout.config.template import changed_settings, render_template
+from flatout.config.template import ADVANCED, changed_settings, render_template
 from flatout.data.build import open_or_build
 from tests.conftest import Tiny
 
