@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatout.config.deepspeed import fill
-from flatout.config.schema import Config
 from flatout.errors import UsageError
-from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy, oom_as_resource_error
-from flatout.planner.layout import ParallelLayout
 
 STEP = "step"
 
@@ -30,22 +27,14 @@ class DeepSpeed(Strategy):
     multiplied by the number of ranks. All ranks must run the same number of micro-batches; none may skip or retry one.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        device: torch.device,
-        config: Config,
-        layout: ParallelLayout,
-        dtype: torch.dtype = torch.float32,
-        autocast: bool = False,
-    ) -> None:
-        precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    _engine: Any = None
+
+    def check_settings(self) -> None:
+        precision = "bf16" if self._dtype == torch.bfloat16 else "fp32"
         try:
-            self._settings = dict(fill(config, num_ranks=rank.world, precision=precision))
+            self._settings = fill(self._config, num_ranks=self.rank.world, precision=precision)
         except ValueError as error:
             raise UsageError(f"deepspeed: {error}") from error
-        super().__init__(rank, device, config, layout, dtype, autocast)
-        self._engine: Any = None
 
     def prepare(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]

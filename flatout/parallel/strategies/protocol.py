@@ -75,9 +75,13 @@ class Strategy:
         """Join the other ranks. The model computes in `dtype`; with `autocast`, trained weights are wider than that."""
         self.rank, self._device, self._config, self._layout = rank, device, config, layout
         self._dtype, self._autocast = dtype, autocast
+        self.check_settings()
         join_group(rank, device)
         self.expert_mesh = self._groups_of(layout.expert_ranks, "expert")
         self.context_mesh = self._groups_of(layout.context_ranks, "context")
+
+    def check_settings(self) -> None:
+        """Raise UsageError for settings that this strategy cannot honour, before the ranks join."""
 
     def _groups_of(self, num_ranks: int, name: str) -> DeviceMesh | None:
         """Return groups of `num_ranks` consecutive ranks, as the second dimension of a mesh; None for groups of one."""
