@@ -46,23 +46,6 @@ _SUFFIXES = (
 )  # fmt: skip
 
 
-def data_section(value: Any) -> Any:
-    """Return the section that `data: PATH_OR_NAME` or a list of paths is short for; any other value unchanged.
-
-    Text with a slash or the suffix of a data file is a path or hub id, any other the name of a built data set. The data
-    set that is built from a path has the name of its file.
-    """
-    value = str(value) if isinstance(value, Path) else value
-    if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).is_file():
-        return {"name": value}
-    if isinstance(value, str):
-        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePath(value).name.partition(".")[0]).strip("-_")[:64]
-        return {"sources": [{"path": value}], **({"name": stem} if stem else {})}
-    if isinstance(value, list):
-        return {"sources": [{"path": path} if isinstance(path, str) else path for path in value]}
-    return value
-
-
 class SourceConfig(Section):
     """One source of training rows: a local path or a hub id."""
 
@@ -162,10 +145,22 @@ class DataConfig(Section):
     num_procs: int | None = Field(default=None, ge=1)
     """Tokenizer processes; null: one per core, at most 16. The maximum is 16 or the number of cores, if larger."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return data_section(value)
+    def long_form(cls, value: Any) -> Any:
+        """Return the section that `data: PATH_OR_NAME` or a list of paths is short for; any other value unchanged.
+
+        Text with a slash or the suffix of a data file is a path or hub id, any other the name of a built data set. The
+        data set that is built from a path has the name of its file.
+        """
+        value = str(value) if isinstance(value, Path) else value
+        if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).is_file():
+            return {"name": value}
+        if isinstance(value, str):
+            stem = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePath(value).name.partition(".")[0]).strip("-_")[:64]
+            return {"sources": [{"path": value}], **({"name": stem} if stem else {})}
+        if isinstance(value, list):
+            return {"sources": [{"path": path} if isinstance(path, str) else path for path in value]}
+        return value
 
     @field_validator("dedupe", mode="before")
     @classmethod

@@ -13,11 +13,6 @@ from flatout.config.section import PathText, Section, Share
 CompileMode: TypeAlias = Literal["auto", "tuned", "off"]
 
 
-def model_section(value: Any) -> Any:
-    """Return the section that a name is short for; any other value unchanged."""
-    return {"name": str(value)} if isinstance(value, str | Path) else value
-
-
 class ModelConfig(Section):
     """The model: unmodified transformers code, safetensors weights only, never remote code.
 
@@ -53,10 +48,9 @@ class ModelConfig(Section):
         frozen = {"vision_tower": self.freeze_vision_tower, "projector": self.freeze_projector}
         return frozenset(part for part, is_frozen in frozen.items() if not is_frozen)
 
-    @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return model_section(value)
+    def long_form(cls, value: Any) -> Any:
+        return {"name": str(value)} if isinstance(value, str | Path) else value
 
 
 class BaseConfig(Section):

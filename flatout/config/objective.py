@@ -46,19 +46,6 @@ OBJECTIVES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def objective_section(value: Any) -> Any:
-    """Return the section that a kind or FILE.py:CLASS is short for. Raises UsageError for an object of this process."""
-    if isinstance(value, str):
-        return {"path" if ".py:" in value else "kind": value}
-    if value is None or isinstance(value, Mapping | ObjectiveConfig):
-        return value
-    name = getattr(value, "__name__", type(value).__name__)
-    raise UsageError(
-        f"objective: expected a setting, got the object {name}, which other ranks and a resumed run would lack; "
-        f"put the class in a file of its own and write objective={{'path': 'FILE.py:{name}'}}, with its fields"
-    )
-
-
 def kind_of(value: Any) -> str:
     """Return the kind that a value of the section names; empty for none."""
     if isinstance(value, str):
@@ -118,10 +105,18 @@ class ObjectiveConfig(Section):
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()
 
-    @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return objective_section(value)
+    def long_form(cls, value: Any) -> Any:
+        """Return the section that a kind or FILE.py:CLASS stands for. Raises UsageError for an object in memory."""
+        if isinstance(value, str):
+            return {"path" if ".py:" in value else "kind": value}
+        if value is None or isinstance(value, Mapping | ObjectiveConfig):
+            return value
+        name = getattr(value, "__name__", type(value).__name__)
+        raise UsageError(
+            f"objective: expected a setting, got the object {name}, which other ranks and a resumed run would lack; "
+            f"put the class in a file of its own and write objective={{'path': 'FILE.py:{name}'}}, with its fields"
+        )
 
     @model_validator(mode="after")
     def _fields_are_those_of_the_kind(self) -> Self:

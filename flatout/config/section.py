@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PathText = Annotated[str, Path]
@@ -18,6 +18,16 @@ class Section(BaseModel):
     """A frozen section that rejects unknown keys; the docstring under a field is its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @classmethod
+    def long_form(cls, value: Any) -> Any:
+        """Return the section that a short form, such as a name, stands for; any other value unchanged."""
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_short_form(cls, value: Any) -> Any:
+        return cls.long_form(value)
 
     @field_validator("*", mode="before")
     @classmethod

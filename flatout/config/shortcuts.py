@@ -7,18 +7,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flatout.config.data import data_section
-from flatout.config.model import model_section
-from flatout.config.objective import objective_section
-from flatout.config.track import track_section
+from flatout.config.data import DataConfig
+from flatout.config.model import ModelConfig
+from flatout.config.objective import ObjectiveConfig
+from flatout.config.track import TrackConfig
 from flatout.errors import UsageError
 
 # sections with a short form
 LONG_FORMS: Mapping[str, Callable[[Any], Any]] = {
-    "model": model_section,
-    "data": data_section,
-    "objective": objective_section,
-    "track": track_section,
+    "model": ModelConfig.long_form,
+    "data": DataConfig.long_form,
+    "objective": ObjectiveConfig.long_form,
+    "track": TrackConfig.long_form,
 }
 # keyword of Config(...) and flatout.train(...) -> the setting
 SHORTCUTS = {

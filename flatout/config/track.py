@@ -13,13 +13,6 @@ from flatout.config.section import Section, refuse_unused
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "comet", "trackio"]
 
 
-def track_section(value: Any) -> Any:
-    """Return the section that a name or a list of names is short for; any other value unchanged."""
-    if value is None or isinstance(value, Mapping | TrackConfig):
-        return value
-    return {"to": [value] if isinstance(value, str) else value}
-
-
 class TrackConfig(Section):
     """Where figures are sent besides the run folder; `track: [mlflow, wandb]` is short for `track: {to: [...]}`."""
 
@@ -32,10 +25,11 @@ class TrackConfig(Section):
     upload_final: bool = False
     """Also upload the final adapter or model."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return track_section(value)
+    def long_form(cls, value: Any) -> Any:
+        if value is None or isinstance(value, Mapping | TrackConfig):
+            return value
+        return {"to": [value] if isinstance(value, str) else value}
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -273,17 +273,22 @@ def _build(
 
 
 def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, downloads: Path) -> SampleTokenizer:
-    policies = config.model_dump(include={one.name for one in fields(TokenizeOptions)})
     options = TokenizeOptions(
-        **policies
-        | {
-            "tokenizer_name": meta.tokenizer,
-            "template_name": meta.template,
-            "template_source": meta.template_text if meta.template else None,
-            "template_args": tuple(config.template_args.items()),
-            "added_tokens": tuple(config.added_tokens.items()),
-            "downloads": downloads if config.allowed_media_domains else None,
-        }
+        meta.tokenizer,
+        meta.template,
+        meta.template_text if meta.template else None,
+        tuple(config.template_args.items()),
+        empty_reasoning=config.empty_reasoning,
+        lost_reasoning=config.lost_reasoning,
+        end_of_turn=config.end_of_turn,
+        loss_type=config.loss_type,
+        max_tokens=config.max_tokens,
+        too_long=config.too_long,
+        special_tokens=config.special_tokens,
+        added_tokens=tuple(config.added_tokens.items()),
+        dedupe=config.dedupe,
+        media_root=config.media_root,
+        downloads=downloads if config.allowed_media_domains else None,
     )
     return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
 

@@ -13,7 +13,7 @@ from flatout.api.run import Run
 from flatout.api.start import train
 from flatout.compat.training_arguments import NULLABLE, TRAINING_ARGUMENTS
 from flatout.compat.translation import Rule, Translation, any_value, each, off, only, renamed, to, translate
-from flatout.config.data import data_section
+from flatout.config import data as data_settings
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.data import registry
@@ -225,7 +225,7 @@ def data_source(data: DataConfig, max_tokens: int | None, loss: str, *, has_temp
     path = data.dataset_name or data.path or data.dataset_path
     if path is None:
         return {"name": data.name, **({"max_tokens": max_tokens} if max_tokens else {})}
-    name, limit = data.name or data_section(path).get("name", "data"), max_tokens or 32_000
+    name, limit = data.name or data_settings.DataConfig.long_form(path).get("name", "data"), max_tokens or 32_000
     if data._is_built:
         store = TokenStore.open(registry.entry_dir(data.data_dir, registry.find(data.data_dir, name)))
         if not has_template and store.meta.settings["loss_type"] == loss and int(store.lengths.max()) <= limit:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flatout.api.start import train
 from flatout.cli.main import exit_code_of
-from flatout.config.data import data_section
+from flatout.config.data import DataConfig
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.environment import environment, set_environment
@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 def data_of(path: str, max_tokens: int, **source: Any) -> dict[str, Any]:
     """Return the `data` section for the rows of a file, folder or hub id, named as in its short form."""
-    named = data_section(f"./{path}")
+    named = DataConfig.long_form(f"./{path}")
     return {"name": named.get("name", "default"), "sources": [{"path": path, **source}], "max_tokens": max_tokens}
 
 
