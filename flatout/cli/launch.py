@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         text = sbatch_script(
             ClusterJob(args.name or config.name, args.nodes, gpus, words, python=sys.executable), folder=folder,
             log_dir=folder / config.folder, partition=args.partition, account=args.account, time=args.time,
-            max_restarts=config.faults.max_restarts,
+            max_restarts=config.faults.max_restarts, on_cpu=config.device == "cpu",
         )  # fmt: skip
     else:
         name, submit = args.name or config.name.lower().replace("_", "-").replace(".", "-"), "kubectl apply -f"

@@ -8,15 +8,17 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
 from flatout import __version__
-from flatout.errors import FlatoutError, UsageError, next_steps
+from flatout.errors import FlatoutError, PreemptedError, UsageError, next_steps
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
+from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
 from flatout.track.tolerant_stream import tolerant_output
 
 # verb -> what it does; flatout/cli/<verb>.py has add_arguments(parser) and run(args) -> exit code
@@ -117,6 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return _run_verb(argv)
     code = _run_verb(sys.argv[1:])
+    if code == PreemptedError.exit_code:
+        # Python restores the default action of handled signals while it exits, and a launcher may signal again then:
+        # without this, "stopped and saved" would become "killed by SIGTERM"
+        for number in {*STOP_SIGNALS} - {signal.SIGINT}:
+            signal.signal(number, signal.SIG_IGN)
     if sys.argv[1:2] == ["track"]:
         # the clients of trackers may wait for ever in threads and exit handlers; everything is flushed
         os._exit(code)

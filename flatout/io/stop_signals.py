@@ -11,15 +11,17 @@ from typing import Any, Self
 
 # shells report a process that signal N ended as 128 + N
 SIGNAL_EXIT_CODE = 128
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# SIGUSR1 is what people ask Slurm for: `--signal=USR1@300`, `scancel -s USR1`
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Handles SIGTERM, SIGINT and SIGHUP inside a `with` block: calls `on_first` once, then `on_second`.
+    """Handles SIGTERM, SIGINT, SIGHUP and SIGUSR1 inside a `with` block: calls `on_first` once, then `on_second`.
 
     `number` is the first signal. A launcher and a terminal often both forward one Ctrl-C, so signals within `settle_s`
-    seconds of the first count as one. Ignored signals stay ignored (SIGHUP under nohup). The previous handlers are
-    restored on exit. In any thread but the main one, where Python allows no handlers, signals stay as they are.
+    seconds of the first count as one. Ignored signals stay ignored (SIGHUP under nohup), and so does a handler that a
+    program has for SIGUSR1. The previous handlers are restored on exit. In any thread but the main one, where Python
+    allows no handlers, signals stay as they are.
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in SIGNALS if current_thread() is main_thread() else ():
-            if signal.getsignal(number) != signal.SIG_IGN:
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN and (number != signal.SIGUSR1 or before == signal.SIG_DFL):
                 self._found[number] = signal.signal(number, self._handle)
         return self
 

@@ -12,14 +12,14 @@ from typing import Self
 
 from flatout.errors import FlatoutError, PeerLostError, PreemptedError
 from flatout.io.durable_io import DurableIO
-from flatout.io.stop_signals import SIGNAL_EXIT_CODE
+from flatout.io.stop_signals import SIGNAL_EXIT_CODE, SIGNALS
 
 # an exception other than a FlatoutError
 UNCAUGHT_EXIT_CODE = 1
 # exit codes after which a restart from a checkpoint may help
 RESTARTABLE = frozenset({UNCAUGHT_EXIT_CODE, PeerLostError.exit_code})
 # exit codes of a rank that was asked to end immediately
-INTERRUPTED = frozenset(SIGNAL_EXIT_CODE + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+INTERRUPTED = frozenset(SIGNAL_EXIT_CODE + number for number in SIGNALS)
 # signals that point to a fault in the process itself
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 

@@ -14,12 +14,20 @@ import yaml
 
 from flatout.environment import SECRET
 from flatout.errors import UsageError
+from flatout.launch.attempt import RESTARTABLE
 
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+# Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
+TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
 # seconds from SIGTERM to SIGKILL, in which a run saves
 GRACE_S = 600
+# Slurm: seconds before the time limit at which a run is asked to save, at most
+NOTICE_S = 300
+# Slurm: a shorter limit leaves no time to load a model and save
+MIN_TIME_S = 240
+# Slurm: seconds from the end of one rank to the end of all others, in which they save
+WAIT_S = 120
 # of all pods of a PyTorchJob, which restarts them after any exit code
 MAX_POD_RESTARTS = 10
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
@@ -50,28 +58,29 @@ def sbatch_script(
     account: str | None = None,
     time: str = "24:00:00",
     max_restarts: int = 3,
+    on_cpu: bool = False,
 ) -> str:
     """Return the script: one task per GPU, ranks from srun, and a signal to save before the time limit.
 
-    `time` is in Slurm's format, such as 12:00:00 or 2-00:00:00; the job runs in `folder`. Raises UsageError for a name
-    or time that is not valid in an #SBATCH line.
+    `time` is in Slurm's format; the job runs in `folder`. With `on_cpu`, the tasks ask for no GPUs. The job requeues
+    itself whenever the run was saved, and `max_restarts` times after crashes and lost ranks, which it counts in a file
+    beside its log: SLURM_RESTART_COUNT counts both. Raises UsageError for a name or time that is not valid in an
+    #SBATCH line, and for less than 4 minutes.
     """
     for option, text in (("--name", job.name), ("--partition", partition), ("--account", account)):
         if text is not None and not PLAIN.fullmatch(text):
             raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
-    if not TIME.fullmatch(time):
-        raise UsageError(f"--time {time!r}: expected Slurm's format, such as 12:00:00 or 2-00:00:00")
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": job.gpus_per_node,
-        "gpus-per-node": job.gpus_per_node,
+        "gpus-per-node": None if on_cpu else job.gpus_per_node,
         "cpus-per-task": 8,
         "time": time,
         "partition": partition,
         "account": account,
-        # five minutes before the time limit every rank gets SIGTERM; the run saves and exits with code 75
-        "signal": "TERM@300",
+        # every rank gets SIGTERM this many seconds before the time limit; the run saves and exits with code 75
+        "signal": f"TERM@{_notice_s(time)}",
     }
     lines = "\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
     return f"""#!/bin/bash
@@ -88,15 +97,44 @@ exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1
 # ranks authenticate each other with it; it is not stored
 FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export FLATOUT_SECRET
-srun --kill-on-bad-exit=1 -- {shlex.join(job.command)}
-code=$?
-# 75: stopped and saved; 7: a rank was lost; both resume from the newest checkpoint
-if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-if [ "$code" -eq 7 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_restarts} ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
+# srun does not take it from the job since Slurm 22.05
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-1}}"
+# each rank would start a thread for every core that it sees
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}}"
+# ranks end each other; srun must not kill a rank that saves because another has exited
+srun --kill-on-bad-exit=0 --wait={WAIT_S} -- {shlex.join(job.command)}
+{_requeue_lines(max_restarts)}"""
+
+
+def _requeue_lines(max_restarts: int) -> str:
+    """Return the lines after srun, which exits with the highest code of the ranks, 128 + N for signal N."""
+    restartable = " | ".join(str(code) for code in sorted(RESTARTABLE))
+    return f"""code=$?
+lost="$logs/slurm-$SLURM_JOB_ID.lost"
+case "$code" in
+  75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped and saved
+  {restartable} | 129 | 1[3-9]?)  # crashed, lost a rank, or killed by a signal
+    echo "$code" >>"$lost"
+    if [ "$(wc -l <"$lost")" -le {max_restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
+esac
 exit "$code"
 """
+
+
+def _notice_s(time: str) -> int:
+    """Return how many seconds before the time limit a run is asked to save. Raises UsageError for the limit."""
+    if not TIME.fullmatch(time):
+        raise UsageError(f"--time {time!r}: expected Slurm's format, such as 90 (minutes), 12:00:00 or 2-00:00:00")
+    days, dash, rest = time.rpartition("-")
+    parts = rest.split(":")
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    limit_s = int(days or 0) * 86_400 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
+    if limit_s < MIN_TIME_S:
+        raise UsageError(
+            f"--time {time} is {limit_s} seconds in Slurm's format; a run needs at least {MIN_TIME_S // 60} minutes to "
+            "start and to save before the limit, such as 12:00:00"
+        )
+    return min(NOTICE_S, limit_s // 4)
 
 
 def manifest(

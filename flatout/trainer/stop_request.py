@@ -10,12 +10,12 @@ from flatout.io.stop_signals import StopSignals
 
 
 class StopRequest(StopSignals):
-    """SIGTERM, SIGHUP or Ctrl-C as a flag: `with StopRequest() as stop: ... if stop.requested: save and leave`.
+    """A stop signal as a flag: `with StopRequest() as stop: ... if stop.requested: save and leave`.
 
     The flag is read between micro-batches. A second signal raises KeyboardInterrupt immediately; a save in
     progress then leaves only temporary files, never a partial checkpoint.
 
-    After a PreemptedError, further SIGTERMs and SIGHUPs are ignored, unless Ctrl-C asked for the stop: the process is
+    After a PreemptedError, further signals but Ctrl-C are ignored, unless Ctrl-C asked for the stop: the process is
     exiting, and its launcher may signal now (another rank was asked to stop first) or again (torch's does when another
     node leaves), which would turn "stopped and saved" into "killed".
     """

@@ -1,3 +1,7 @@
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from flatout.cli.main import EXAMPLES, GROUPS, VERBS, main, overrides_first
@@ -63,3 +67,38 @@ def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert f"usage: flatout {verb}" in said
     assert said.endswith(f"\nexample: flatout {verb} {EXAMPLES[verb]}".rstrip() + "\n")
+
+
+# Python deletes the objects of modules after it has restored the signals' default actions
+EXITING = """
+import os, signal, sys, types
+from flatout import errors
+from flatout.cli.main import main
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv.pop())):
+        kill(pid, number)
+
+def run(args, error=getattr(errors, sys.argv.pop())):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    raise error("its end")
+
+sys.modules["flatout.cli.train"] = types.SimpleNamespace(add_arguments=lambda parser: None, run=run)
+last = Last()
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "code"),
+    [
+        ("PreemptedError", signal.SIGTERM, 75),
+        ("PreemptedError", signal.SIGHUP, 75),
+        ("PreemptedError", signal.SIGUSR1, 75),
+        ("ResourceError", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_python_exits_does_not_hide_that_the_run_is_saved(error: str, number: int, code: int) -> None:
+    """A launcher signals a rank that is exiting because another has exited."""
+    words = [sys.executable, "-c", EXITING, "train", error, str(int(number))]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == code

@@ -1,6 +1,7 @@
 """What is written for clusters, read back by the shell and by a YAML reader."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,23 +33,87 @@ def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
     logs = tmp_path / "runs" / "a b%"
     script = slurm(folder=folder, log_dir=logs)
     assert "#SBATCH --ntasks-per-node=4\n" in script
-    assert "#SBATCH --signal=TERM@300\n" in script
+    assert "#SBATCH --gpus-per-node=4\n" in script
     assert "partition" not in script
-    # a srun that tells its words, and a scontrol that tells it was called
-    srun = 'printf "%s\\n" "$PWD" "${#FLATOUT_SECRET}" "$@"; exit 75'
-    for name, body in {"srun": srun, "scontrol": 'echo "scontrol $*"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
-    run = ["--kill-on-bad-exit=1", "--", "/venv/bin/python", "-m", "flatout", *WORDS]
+    done = submit(tmp_path, script, 'printf "%s\\n" "$PWD" "${#FLATOUT_SECRET}" "$@"; exit 75', SLURM_CPUS_PER_TASK="8")
+    # a rank that has saved must not end those that still save
+    run = ["--kill-on-bad-exit=0", "--wait=120", "--", "/venv/bin/python", "-m", "flatout", *WORDS]
     assert done.stdout == f"the log is {logs}/slurm-7.log\n"
     assert (logs / "slurm-7.log").read_text().splitlines() == [str(folder), "64", *run, "scontrol requeue 7"]
     assert (done.returncode, done.stderr) == (75, "")
     assert not (folder / "x").exists()
+    assert submit(tmp_path, script, 'echo "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS"', SLURM_CPUS_PER_TASK="6")
+    assert submit(tmp_path, script, 'echo "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS"', OMP_NUM_THREADS="3")
+    assert (logs / "slurm-7.log").read_text().splitlines()[-2:] == ["6 6", "1 3"]
 
 
-@pytest.mark.parametrize("wrong", [{"name": "a b"}, {"partition": "p\n#SBATCH --uid=0"}, {"time": "1h"}])
+def submit(tmp_path: Path, script: str, srun: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with a srun of this body, and a scontrol that writes its words."""
+    for name, body in {"srun": srun, "scontrol": 'echo "scontrol $*"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **env}
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
+
+
+def test_every_exit_code_is_requeued_as_often_as_it_helps(tmp_path: Path) -> None:
+    """What was saved always, what a restart may help twice here, the rest never; srun reports signal N as 128 + N."""
+    codes = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
+    killed = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGSYS, signal.SIGRTMAX)
+    again = {*RESTARTABLE, *(128 + number for number in killed)}
+    for code in {0, *codes, *again}:
+        logs = tmp_path / str(code)
+        script = slurm(folder=tmp_path, log_dir=logs, max_restarts=2)
+        saved = errors.PreemptedError.exit_code
+        # Slurm's own count says five throughout: it includes the requeues after a save
+        for each in (saved, code, code, code):
+            assert submit(tmp_path, script, f"exit {each}", SLURM_RESTART_COUNT="5").returncode == each
+        expected = 4 if code == saved else 3 if code in again else 1
+        assert (logs / "slurm-7.log").read_text().count("scontrol requeue 7\n") == expected, code
+
+
+# (time limit, seconds before its end at which the run is asked to save)
+TIMES = [
+    ("4", 60),
+    ("5:30", 82),
+    ("06:00", 90),
+    ("4:0", 60),
+    ("0:10:00", 150),
+    ("0:30:00", 300),
+    ("12:00:00", 300),
+    ("0-1", 300),
+    ("0-0:5", 75),
+    ("0-0:5:20", 80),
+    ("2-00:00:00", 300),
+]
+
+
+@pytest.mark.parametrize(("time", "notice"), TIMES)
+def test_a_run_is_asked_to_save_after_three_quarters_of_a_short_limit(time: str, notice: int) -> None:
+    script = slurm(time=time)
+    assert f"#SBATCH --time={time}\n#SBATCH --signal=TERM@{notice}\n" in script
+
+
+@pytest.mark.parametrize("time", ["0", "3", "3:59", "0:3:59", "0-0:3", "0-0", "0-0:3:59"])
+def test_a_limit_that_leaves_no_time_to_save_is_refused(time: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--time {time} is .* at least 4 minutes"):
+        slurm(time=time)
+
+
+def test_a_run_on_the_cpu_asks_for_no_gpus() -> None:
+    script = slurm(on_cpu=True)
+    assert "gpus" not in script
+    assert "#SBATCH --ntasks-per-node=4\n" in script
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "a b"},
+        {"partition": "p\n#SBATCH --uid=0"},
+        *({"time": time} for time in ("1h", "", "1-", ":30", "1:2:3:4", "1-2:3:4:5", "UNLIMITED", "5\n", "-1")),
+    ],
+)
 def test_what_sbatch_lines_cannot_hold_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError):
         slurm(**wrong)

@@ -57,13 +57,17 @@ def exit_code_of(*signals: int, settle_s: float, before: Any = signal.SIG_DFL) -
     return status
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_is_a_request(number: int) -> None:
     assert exit_code_of(number, settle_s=0.0) == 75
 
 
 def test_a_signal_that_is_ignored_as_under_nohup_stays_so() -> None:
     assert exit_code_of(signal.SIGHUP, settle_s=0.0, before=signal.SIG_IGN) == 98
+
+
+def test_a_handler_of_sigusr1_that_a_program_has_stays() -> None:
+    assert exit_code_of(signal.SIGUSR1, settle_s=0.0, before=lambda number, frame: None) == 98
 
 
 def test_the_second_signal_stops_at_once() -> None:
@@ -94,7 +98,7 @@ def stopped_by(number: int | None) -> None:
 
 
 # None: another rank got the signal, and this one's may still come
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, None])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, None])
 def test_who_leaves_after_sigterm_is_not_killed_by_another(number: int | None) -> None:
     """A program started meanwhile is: it must not inherit what this one ignores."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
