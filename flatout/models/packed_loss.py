@@ -79,8 +79,8 @@ class PackedLoss(nn.Module):
 
     def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
         states = hidden_states(self.model, batch)
-        for observer in self.term.observing:
-            observer.observe(self.model, batch, states)
+        for observe in self.term.observing:
+            observe(self.model, batch, states)
         return (states.new_zeros(()),)
 
     def _sums(self, batch: PackedBatch) -> tuple[torch.Tensor, ...]:

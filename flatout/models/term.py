@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,8 @@ class StepFacts:
     sum_values: Callable[[Tensor], Tensor]
 
 
-class Observer(Protocol):
-    """Reads passes without computing a loss."""
-
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """Read one of these passes; `states` (T, D) are the last hidden states."""
+Observer = Callable[[PreTrainedModel, PackedBatch, Tensor], None]
+"""Reads a pass that computes no loss; the tensor (T, D) has its last hidden states."""
 
 
 class Term:
@@ -67,7 +64,7 @@ class Term:
         """Start a step; say whether passes without gradients, in this context, have to come first."""
         self.start_step(step)
         needed = self.needs_passes(num_micro_batches)
-        with self.observed_by(*((self,) if needed else ())):
+        with self.observed_by(*((self.observe,) if needed else ())):
             yield needed
         if needed:
             self.end_passes()
@@ -94,7 +91,7 @@ class Term:
         return False
 
     def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """See Observer."""
+        """Read a pass of those that a step needs before; see `Observer`."""
 
     def end_passes(self) -> None:
         """End these passes; may sum over ranks."""

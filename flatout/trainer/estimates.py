@@ -14,7 +14,6 @@ from flatout.models.packed import PackedBatch
 from flatout.models.packed_loss import sums_of
 from flatout.models.token_head import TokenHead
 from flatout.objectives.labels import LabelTokens
-from flatout.objectives.protocol import Objective
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
@@ -22,19 +21,6 @@ from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.memory_retry import take_passes
 from flatout.trainer.passes import as_in_training, autocast, until_stopped
 from flatout.trainer.state import TrainingRun
-
-
-class _Sums:
-    """Adds up what an objective estimates; `sums` fp64 in the order of its names."""
-
-    def __init__(self, objective: Objective, tile_rows: int, device: torch.device) -> None:
-        self._objective, self._tile_rows = objective, tile_rows
-        self.sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=device)
-
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
-        sums = sums_of(self._objective, labels, estimates=True)
-        self.sums += torch.stack(sums).double()
 
 
 def start_estimates(run: TrainingRun, step: StepPlan) -> None:
@@ -66,16 +52,21 @@ def _estimate(
     objective = run.planned.objective
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
-        reader = _Sums(objective, HEAD_TILE_ROWS[run.planned.memory.recompute], run.device)
+        sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=run.device)
+
+        def add(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+            labels = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
+            sums.add_(torch.stack(sums_of(objective, labels, estimates=True)).double())
+
         # in lockstep every rank must run every pass of a step, or the others would hang
         wanted = takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)
         num_tokens = sum(one.num_padded_tokens for one in passes)
         timed = nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens)
-        with timed, run.term.observed_by(reader):
+        with timed, run.term.observed_by(add):
             for batch in until_stopped(run, batches) if is_evaluation else wanted:
                 with autocast(run):
                     run.loss(batch)
-        return reader.sums
+        return sums
 
     sums = take_passes(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
     means = run.strategy.sum_values(sums) / len(step.sample_ids)

@@ -48,17 +48,6 @@ EVAL_CHUNK = 8
 KEEPING_SHARE = 0.05
 
 
-class _SampleLogprobs:
-    """Reads the log-probability of each sample's label tokens in a pass."""
-
-    def __init__(self, tile_rows: int) -> None:
-        self._tile_rows, self.logprobs = tile_rows, torch.zeros(0)
-
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        labels = LabelTokens(states, batch, TokenHead(model, self._tile_rows))
-        self.logprobs = labels.by_sample(labels.logprobs).detach().double()
-
-
 def compute_reference(run: TrainingRun) -> None:
     """Fill the column REFERENCE of the run's data sets, if its objective has one; collective.
 
@@ -183,14 +172,18 @@ def _take(
     places = {sample_id: place for place, sample_id in enumerate(ids)}
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
-        reader = _SampleLogprobs(HEAD_TILE_ROWS[run.planned.memory.recompute])
-        logprobs = torch.zeros(len(ids), dtype=torch.float64, device=run.device)
-        with run.term.observed_by(reader):
+        logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
+
+        def read(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+            labels = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
+            of_pass[:] = [labels.by_sample(labels.logprobs).detach().double()]
+
+        with run.term.observed_by(read):
             for planned, batch in zip(passes, batches, strict=True):
                 with autocast(run):
                     run.loss(batch)
                 if not planned.is_filler:
-                    logprobs[[places[sample_id] for sample_id in planned.sample_ids]] = reader.logprobs
+                    logprobs[[places[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
         return logprobs
 
     return list(run.strategy.sum_values(take_passes(run, plan, chunk, loader, "reference", take)).tolist())

@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "io": 1906,
     "kernels": 4113,
     "launch": 1154,
-    "models": 9209,
+    "models": 9206,
     "objectives": 974,
     "optim": 653,
     "parallel": 1703,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2617,
-    "trainer": 6203,
+    "trainer": 6187,
     "verifier": 1164,
     "view": 1493,
 }

@@ -236,12 +236,11 @@ def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     if how == "failed":
         model.model.norm.register_forward_hook(fail)
 
-    class Reads:
-        def observe(self, _: Any, __: Any, states: Tensor) -> None:
-            assert states.grad_fn is not None
+    def read(_: Any, __: Any, states: Tensor) -> None:
+        assert states.grad_fn is not None
 
     batch = flatten_samples(SAMPLES)
-    observers = [Reads()] if how == "observed" else []
+    observers = [read] if how == "observed" else []
     raises = pytest.raises(torch.OutOfMemoryError) if how == "failed" else nullcontext()
     with loss.term.observed_by(*observers), raises:
         result = loss(batch)
