@@ -13,7 +13,7 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import trainable_parameters
 from flatout.models.packed import PackedBatch
 from flatout.models.packed_loss import packed_loss
-from flatout.models.probe import random_batch
+from flatout.models.probe import evaluating, random_batch
 
 _LENGTHS = (8, 19, 3, 2)
 # some layers, such as those that compress keys by blocks, work from a certain length on
@@ -63,27 +63,21 @@ def _kind(name: str) -> str:
 def _unreached(loaded: LoadedModel, documents: Sequence[int] | PackedBatch) -> set[str]:
     """Return the trained parameters that are not in the graph of a pass over a batch, or documents of these lengths."""
     model, called = loaded.model, set[nn.Module]()
-    was_training = model.training
     hooks = [
         module.register_forward_pre_hook(lambda module, _: called.add(module))
         for module in model.modules()
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     ]
-    model.eval()
     try:
         if isinstance(documents, PackedBatch):
             batch = documents.to(model.device)
         else:
             batch = random_batch(model, documents, row_length=max(documents) if loaded.is_padded else None)
         dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
-        with (
-            torch.enable_grad(),
-            dropped,
-            torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast),
-        ):
+        autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
+        with evaluating(model), torch.enable_grad(), dropped, autocast:
             loss = packed_loss(model, batch).loss_sum
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     leaves = _leaves(loss)

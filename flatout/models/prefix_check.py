@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from flatout.errors import SharedPrefixError, first_line
+from flatout.errors import SharedPrefixError
 from flatout.models.blocks import hidden_states
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.probe import MODEL_ERRORS, embedded_tokens, first_states, has_experts, relative_error, widened
+from flatout.models.probe import checking, embedded_tokens, first_states, has_experts, relative_error, widened
 
 # tokens of a prefix (0: none), and what follows in each of its samples
 _PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
@@ -32,26 +32,15 @@ def check_shared_prefixes(loaded: LoadedModel) -> str:
     or three times what rounding does, if that is more but below 0.5: the difference after random changes of the
     embedded tokens by up to one part in 256. Raises SharedPrefixError.
     """
-    model, was_training = loaded.model, loaded.model.training
-    model.eval()
-    try:
-        with torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
-            shared, apart = _prefix_batches(model)
-            true = _states_and_gradient(model, apart)
-            errors = _errors(model, _states_and_gradient(model, shared), true)
-            limits = [_LIMITS.get(loaded.dtype, _16_BIT_LIMIT)] * 2
-            if loaded.dtype.itemsize == 2:
-                rounded = _errors(model, _states_and_gradient(model, apart, change=_ROUNDING), true)
-                limits = [max(limit, min(3 * error, _MOST)) for limit, error in zip(limits, rounded, strict=True)]
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS as error:
-        raise SharedPrefixError(
-            f"model type {model.config.model_type} fails on shared prefixes ({type(error).__name__}: "
-            f"{first_line(error)}); set batch.share_prefix: off"
-        ) from error
-    finally:
-        model.train(was_training)
+    model = loaded.model
+    with checking(loaded, SharedPrefixError, "shared prefixes", "set batch.share_prefix: off"):
+        shared, apart = _prefix_batches(model)
+        true = _states_and_gradient(model, apart)
+        errors = _errors(model, _states_and_gradient(model, shared), true)
+        limits = [_LIMITS.get(loaded.dtype, _16_BIT_LIMIT)] * 2
+        if loaded.dtype.itemsize == 2:
+            rounded = _errors(model, _states_and_gradient(model, apart, change=_ROUNDING), true)
+            limits = [max(limit, min(3 * error, _MOST)) for limit, error in zip(limits, rounded, strict=True)]
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise SharedPrefixError(
             f"model type {model.config.model_type}: shared prefixes change hidden states by {errors[0]:.1e} (limit "

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from flatout.errors import PackingError, first_line
 from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import decoder_layers
 from flatout.models.context.shard import ContextShard
 from flatout.models.experts.lora import num_expert_tensors
+from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
 
 # what transformers' own code raises if it cannot handle a batch
@@ -26,6 +29,33 @@ def has_experts(model: PreTrainedModel) -> bool:
     """Whether the model routes tokens to experts."""
     names = (name for layer in decoder_layers(model) for name, _ in layer.named_modules())
     return any("expert" in name for name in names) or any(map(num_expert_tensors, decoder_layers(model)))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Compute without dropout in this context; the model's mode does not change."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def checking(loaded: LoadedModel, failure: type[PackingError], what: str, remedy: str) -> Iterator[None]:
+    """Check `what` of a model in its autocast, without dropout; an error of its own code becomes a `failure`."""
+    model = loaded.model
+    try:
+        with evaluating(model), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
+        raise failure(
+            f"model type {model.config.model_type} fails on {what} ({type(error).__name__}: {first_line(error)}); "
+            f"{remedy}"
+        ) from error
 
 
 def random_batch(
@@ -87,7 +117,7 @@ def first_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """
     captured: list[torch.Tensor] = []
 
-    def record(module: torch.nn.Module, args: object, output: Any) -> None:
+    def record(module: nn.Module, args: object, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
         captured.append(states.flatten(0, -2))
 
@@ -106,7 +136,7 @@ def embedded_tokens(model: PreTrainedModel, change: float = 0.0) -> Iterator[lis
     """
     embedded: list[torch.Tensor] = []
 
-    def keep(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         if change:
             random = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(output.device)
             output = (output.float() * (1 + change * (2 * random - 1))).to(output.dtype)

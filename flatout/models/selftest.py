@@ -26,7 +26,7 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.packed_loss import packed_loss
 from flatout.models.prefix_check import check_shared_prefixes
-from flatout.models.probe import MODEL_ERRORS, embedded_tokens, has_experts, random_batch, relative_error, widened
+from flatout.models.probe import checking, embedded_tokens, has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
 from flatout.models.scoring import ScoreHead, last_position
 from flatout.models.token_head import TokenHead
@@ -81,30 +81,18 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     exact, NumericError if its logits are not finite.
     """
     model = loaded.model
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
-            error, tolerance = _check(loaded)
-            if packed_hybrid(model.config)[1]:
-                _check_backward(loaded)
-            line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, "
-            line += "scores = transformers'" if is_scoring(model.config) else "head loss = cross-entropy"
-            windows = (getattr(model.config.get_text_config(), name, None) for name in WINDOW_FIELDS)
-            known = {window for window in windows if isinstance(window, int)} | length_limits(model)
-            limits = sorted(limit for limit in known if 0 < limit < min(longest, _MAX_LONG_TOKENS))
-            if limits:
-                line += _check_long(loaded, limits, min(2 * limits[-1], longest, _MAX_LONG_TOKENS), tolerance)
-            return line
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS as error:
-        raise PackingError(
-            f"model type {model.config.model_type} fails on {_kind(loaded)} documents ({type(error).__name__}: "
-            f"{first_line(error)}); choose a different model"
-        ) from error
-    finally:
-        model.train(was_training)
+    with checking(loaded, PackingError, f"{_kind(loaded)} documents", "choose a different model"), torch.no_grad():
+        error, tolerance = _check(loaded)
+        if packed_hybrid(model.config)[1]:
+            _check_backward(loaded)
+        line = f"{_kind(loaded)} = alone within {error:.1e}, no leak between documents, "
+        line += "scores = transformers'" if is_scoring(model.config) else "head loss = cross-entropy"
+        windows = (getattr(model.config.get_text_config(), name, None) for name in WINDOW_FIELDS)
+        known = {window for window in windows if isinstance(window, int)} | length_limits(model)
+        limits = sorted(limit for limit in known if 0 < limit < min(longest, _MAX_LONG_TOKENS))
+        if limits:
+            line += _check_long(loaded, limits, min(2 * limits[-1], longest, _MAX_LONG_TOKENS), tolerance)
+        return line
 
 
 def _check(loaded: LoadedModel) -> tuple[float, float]:

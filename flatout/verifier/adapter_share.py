@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatout.models.blocks import hidden_states
 from flatout.models.lora.layer import LoraLinear, lora_layers
+from flatout.models.probe import evaluating
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.compare import Comparison
@@ -72,13 +73,10 @@ def _row(run: TrainingRun, step: StepPlan, layers: dict[str, LoraLinear], case: 
         for name, layer in layers.items()
     ]
     run.fused_lora.refresh()
-    was_training = run.model.training
     try:
-        with torch.compiler.set_stance("force_eager"):
-            batch = next(iter(run.loader.batches(step.ranks[0][:1])))
-            hidden_states(run.model.eval(), batch)
+        with torch.compiler.set_stance("force_eager"), evaluating(run.model):
+            hidden_states(run.model, next(iter(run.loader.batches(step.ranks[0][:1]))))
     finally:
-        run.model.train(was_training)
         for hook in hooks:
             hook.remove()
     if not estimates:

@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "io": 1906,
     "kernels": 4113,
     "launch": 1154,
-    "models": 9206,
+    "models": 9202,
     "objectives": 974,
     "optim": 653,
     "parallel": 1703,
@@ -81,7 +81,7 @@ MAX_PACKAGE_LINES = {
     "studio": 1397,
     "track": 2617,
     "trainer": 6187,
-    "verifier": 1164,
+    "verifier": 1162,
     "view": 1493,
 }
 

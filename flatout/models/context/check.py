@@ -9,7 +9,7 @@ import torch
 from flatout.models.blocks import hidden_states
 from flatout.models.context.shard import MIN_CHUNK_TOKENS, ContextShard
 from flatout.models.load.model import LoadedModel
-from flatout.models.probe import first_states, has_experts, random_batch, relative_error, widened
+from flatout.models.probe import evaluating, first_states, has_experts, random_batch, relative_error, widened
 
 # states that have nothing in common differ by about 1.4
 _16_BIT_LIMIT, _FLOAT8_LIMIT = 0.1, 0.2
@@ -22,7 +22,7 @@ def check_shard(loaded: LoadedModel, shard: ContextShard, *, fp8: bool = False) 
     depend on all tokens of a pass. Collective over the ranks that share it; the model's mode and the random state do
     not change.
     """
-    model, was_training = loaded.model, loaded.model.training
+    model = loaded.model
     # float8 products need multiples of 16 tokens
     lengths = (3, 2 * shard.num_shards * MIN_CHUNK_TOKENS + 5, 150, 34)
     number = shard.num_boundaries(len(lengths)) if model.device.type == "cuda" else None
@@ -30,16 +30,12 @@ def check_shard(loaded: LoadedModel, shard: ContextShard, *, fp8: bool = False) 
     on_host = batch.to(torch.device("cpu"))
     numbered = shard.of(replace(on_host, token_ids=torch.arange(batch.num_tokens)), number)
     own = torch.nonzero(numbered.sample_counts).flatten().to(model.device)
-    model.eval()
-    try:
-        autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
-        with torch.no_grad(), autocast, first_states(model) as states:
-            hidden_states(model, batch)
-            hidden_states(model, shard.of(on_host, number).to(model.device))
-        whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[own])
-        ours = widened(states[1])[own]
-    finally:
-        model.train(was_training)
+    autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
+    with evaluating(model), torch.no_grad(), autocast, first_states(model) as states:
+        hidden_states(model, batch)
+        hidden_states(model, shard.of(on_host, number).to(model.device))
+    whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[own])
+    ours = widened(states[1])[own]
     # in fp64, rope's float32 cosines vary at lengths off the SIMD width
     limit = {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, _16_BIT_LIMIT)
     return relative_error(ours, whole, has_experts(model), (len(own),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)

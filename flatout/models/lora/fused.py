@@ -21,6 +21,7 @@ from flatout.models.frozen.matmul import FrozenMatmul, Operands, blocks
 from flatout.models.lora.layer import LoraLinear, lora_layers
 from flatout.models.lora.product import over_tokens
 from flatout.models.packed import flatten_samples
+from flatout.models.probe import evaluating
 
 
 class _Copies(NamedTuple):
@@ -248,12 +249,10 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
     ]
     # a row, which every model takes
     batch = flatten_samples([(np.arange(16), np.ones(16, bool))], row_length=16).to(model.device)
-    was_training = model.training
     try:
-        with torch.no_grad():
-            hidden_states(model.eval(), batch)
+        with torch.no_grad(), evaluating(model):
+            hidden_states(model, batch)
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     groups: dict[tuple[str, int, float], list[LoraLinear]] = {}
