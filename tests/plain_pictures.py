@@ -87,8 +87,9 @@ def start_adapter(config: Any, folder: Path) -> Any:
     from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.build import Setup, build_run
+    from flatout.trainer.build import build_run
     from flatout.trainer.decide import plan_run
+    from flatout.trainer.state import Setup
 
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)

@@ -21,12 +21,12 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import RunEnd
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps
 from flatout.trainer.model_shape import read_shape
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 
 
 def measured_config(config: Config, folder: Path, num_steps: int) -> tuple[Config, str]:

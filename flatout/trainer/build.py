@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
-from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config, Recompute
 from flatout.data.token_store import TokenStore
@@ -33,16 +32,14 @@ from flatout.models.packed_loss import PackedLoss, prepare_head
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
-from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
-from flatout.planner.devices import Device
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.context_ranks import context_shard, share_context
-from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.decide import PlannedRun
 from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
@@ -52,31 +49,7 @@ from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference import compute_reference
 from flatout.trainer.resume import restore
-from flatout.trainer.state import TrainingRun
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What every stage of building a run reads."""
-
-    config: Config
-    planned: PlannedRun
-    checkpoints: Checkpoints
-    reporter: Reporter
-    rank: Rank
-    watch: PeerWatch | None = None
-    # whether checks that an equal start has passed are left out, see `Proofs`
-    recalls: bool = False
-
-    @property
-    def device(self) -> torch.device:
-        return choose_device(self.config.wanted_device, self.rank)
-
-    def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> PlannedRun:
-        """Return the plan, made again for this device or with these `problems` (None: those known before)."""
-        fingerprints, problems = self.planned.fingerprints, problems or self.planned.problems
-        identity = {name: fingerprints[name] for name in ("model",) if name in fingerprints}
-        return plan_run(self.config, self.reporter, self.rank, lambda: device, problems, lambda: identity)
+from flatout.trainer.state import Setup, TrainingRun
 
 
 def build_run(
@@ -94,14 +67,13 @@ def build_run(
         if memory_check is None or saved is not None:
             break
         measured, is_off = memory_check.check(run, stood_bytes)
-        setup = replace(setup, planned=run.planned)
-        planned = setup.plan_again(measured) if is_off else run.planned
-        if planned.pass_settings == run.planned.pass_settings:
+        setup = replace(setup, planned=replace(run.planned, device=measured))
+        setup = setup.plan_again(measured) if is_off else setup
+        if setup.planned.pass_settings == run.planned.pass_settings:
             memory_check.record(measured)
-            memory = replace(planned.memory, recompute=run.memory.recompute)
-            run = replace(run, planned=replace(planned, device=measured), memory=memory)
+            memory = replace(setup.planned.memory, recompute=run.memory.recompute)
+            run = replace(run, planned=setup.planned, memory=memory)
             break
-        setup = replace(setup, planned=planned)
         run.close()
         del run
         if device.type == "cuda":
@@ -123,9 +95,8 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
-    loaded, planned, proofs = load_or_replan(setup)
-    setup = replace(setup, planned=planned)
-    config, rank, device, reporter = setup.config, setup.rank, setup.device, setup.reporter
+    loaded, setup, proofs = load_or_replan(setup)
+    config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     loader, eval_loaders, mismatched_loaders = make_loaders(planned, loaded.model, device, rank, size_buckets)
@@ -209,23 +180,22 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     return loss
 
 
-def load_or_replan(setup: Setup) -> tuple[LoadedModel, PlannedRun, Proofs]:
-    """Load the model; return it with its plan, which is made again if shared prefixes or packing are inexact."""
-    config, planned, device, reporter = setup.config, setup.planned, setup.device, setup.reporter
-    try:
-        proofs = Proofs(config, planned, setup.checkpoints.group, reporter, recalls=setup.recalls)
-        return load_trainable(config, planned, device, reporter, proofs), planned, proofs
-    except PackingError as error:
-        shared = isinstance(error, SharedPrefixError)
-        setting = config.batch.share_prefix if shared else config.batch.layout
-        if setting != "auto" or planned.plan.layout.name == "rows":
-            raise
-        reason = str(error).partition("; ")[0]
-    # here no frame of the failed check holds the model any more
-    free_memory(device)
-    again = setup.plan_again(planned.device, (None, reason) if shared else (reason, None))
-    proofs = Proofs(config, again, setup.checkpoints.group, reporter, recalls=setup.recalls)
-    return load_trainable(config, again, device, reporter, proofs), again, proofs
+def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
+    """Load the model; return it with the set-up, planned again if shared prefixes or packing are inexact."""
+    while True:
+        proofs, batch = Proofs(setup), setup.config.batch
+        try:
+            return load_trainable(setup, proofs), setup, proofs
+        except PackingError as error:
+            shared = isinstance(error, SharedPrefixError)
+            setting = batch.share_prefix if shared else batch.layout
+            if setting != "auto" or setup.planned.plan.layout.name == "rows":
+                raise
+            reason = str(error).partition("; ")[0]
+        # here no frame of the failed check holds the model any more
+        free_memory(setup.device)
+        problems = (None, reason) if shared else (reason, None)
+        setup = setup.plan_again(setup.planned.device, problems)
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:

@@ -23,16 +23,16 @@ from flatout.models.masters import Dither
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun
 from flatout.trainer.proofs import Proofs
+from flatout.trainer.state import Setup
 
 
-def load_trainable(
-    config: Config, planned: PlannedRun, device: torch.device, reporter: Reporter, proofs: Proofs
-) -> LoadedModel:
+def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
     """Load the model, check that its layout is exact on it, and set up its trained parameters.
 
     If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
     `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
     """
+    config, planned, device, reporter = setup.config, setup.planned, setup.device, setup.reporter
     _prepare_device(config, device)
     importing = None
     if device.type == "cuda" and config.compile != "off":
@@ -59,7 +59,7 @@ def load_trainable(
             scoring=planned.scoring,
         ),
     )
-    proofs.identify(loaded, device)
+    proofs.identify(loaded)
     for line in loaded.report:
         reporter.stage("model", line)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
@@ -69,7 +69,7 @@ def load_trainable(
         reporter.stage("self-test", line)
     elif config.method == "lora" and loaded.model.dtype != dtype:
         loaded.model.to(dtype)  # adapters take the base's dtype
-    make_trainable(loaded, config, reporter, token_ids, proofs)
+    make_trainable(loaded, setup, token_ids, proofs)
     dither = _dither_masters(loaded, config, reporter, waits)
     if waits:
         loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype, dither=dither))
@@ -77,7 +77,8 @@ def load_trainable(
             num_layers = len(decoder_layers(loaded.model))
             loaded, line = proofs.prove_layout(loaded)
             reporter.stage("self-test", f"first {num_layers} layers: {line}")
-    _freeze_unreached(loaded, proofs, reporter)
+    if frozen := freeze_named(loaded.model, proofs.unreached_parameters(loaded)):
+        reporter.stage("freeze", frozen)
     if importing is not None:
         reporter.phase("importing the compiler")
         # before anything else is imported: concurrent imports can see partially initialized modules
@@ -92,11 +93,6 @@ def _prepare_device(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         # the thread of the backward pass gets its CUDA context from its first kernel; torch warns if that is a product
         torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
-
-
-def _freeze_unreached(loaded: LoadedModel, proofs: Proofs, reporter: Reporter) -> None:
-    if line := freeze_named(loaded.model, proofs.unreached_parameters(loaded)):
-        reporter.stage("freeze", line)
 
 
 def _dither_masters(loaded: LoadedModel, config: Config, reporter: Reporter, waits: bool) -> Dither:
@@ -130,15 +126,13 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
     return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
 
 
-def make_trainable(
-    loaded: LoadedModel, config: Config, reporter: Reporter, token_ids: Sequence[int], proofs: Proofs
-) -> None:
+def make_trainable(loaded: LoadedModel, setup: Setup, token_ids: Sequence[int], proofs: Proofs) -> None:
     """Add LoRA adapters, or freeze parameters for full fine-tuning.
 
     LoRA also trains the rows of `token_ids`, new tokens. Parameters that only pictures use are frozen, too, unless
     model.freeze_vision_tower or model.freeze_projector is false.
     """
-    model = loaded.model
+    model, config, reporter = loaded.model, setup.config, setup.reporter
     if config.method == "lora":
         reporter.phase("adding adapters")
         rows = rows_of_tokens(model, config.lora, token_ids)

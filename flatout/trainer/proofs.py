@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from flatout.config.schema import Config
 from flatout.data.token_store import TokenStore
 from flatout.environment import CHECK_AGAIN, checks_again
 from flatout.errors import CheckpointError, ResourceError, UsageError
@@ -20,10 +17,8 @@ from flatout.models.lora.adapter import adapter_config
 from flatout.models.picture_check import batch_of, check_pictures, read_with_own_attention
 from flatout.models.proof_key import proof_key
 from flatout.models.selftest import prove_layout
-from flatout.parallel.control_group import ControlGroup
-from flatout.track.callback import Reporter
-from flatout.trainer.decide import PlannedRun
 from flatout.trainer.pictures import PictureMaker, processor_of, require_trainable
+from flatout.trainer.state import Setup
 
 # the settings that the checks depend on, as pydantic's `include`
 SETTINGS: dict[str, Any] = {
@@ -46,23 +41,22 @@ class Proofs:
     nothing but flatout's own code may recall, as code of others may have changed something that no key holds.
     """
 
-    def __init__(
-        self, config: Config, planned: PlannedRun, group: ControlGroup, reporter: Reporter, *, recalls: bool
-    ) -> None:
-        self._config, self._planned, self._group, self._reporter = config, planned, group, reporter
+    def __init__(self, setup: Setup) -> None:
+        self._config, self._planned, self._reporter = setup.config, setup.planned, setup.reporter
+        self._group, self._device = setup.checkpoints.group, setup.device
         self._key: Mapping[str, Any] | None = None
-        if recalls and checks_again():
-            reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
+        if setup.recalls and checks_again():
+            self._reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
         # without a fingerprint the weights are not known
-        recalls = recalls and not checks_again() and "model" in planned.fingerprints
-        self._recalls = all(group.all_gather(recalls))
+        recalls = setup.recalls and not checks_again() and "model" in self._planned.fingerprints
+        self._recalls = all(self._group.all_gather(recalls))
 
-    def identify(self, loaded: LoadedModel, device: torch.device) -> None:
-        """Take the loaded model, still without adapters, and the run's device into the key; call it before the rest."""
+    def identify(self, loaded: LoadedModel) -> None:
+        """Take the loaded model, still without adapters, into the key; call it before the rest."""
         config, planned, layout = self._config, self._planned, self._planned.parallel_layout
         if self._recalls:
             self._key = {
-                **proof_key(loaded, device),
+                **proof_key(loaded, self._device),
                 "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS)),
                 "new_tokens": list(config.data.added_tokens),
                 "seed": config.seed if config.model.init == "random" else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -16,15 +16,17 @@ from flatout.models.lora.fused import FusedLayers
 from flatout.models.packed_loss import PackedLoss
 from flatout.models.term import Term
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
+from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
+from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.decide import PlannedRun
+from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
 
@@ -83,6 +85,31 @@ class LoopState:
     micro_batch_cap: int | None = None
     num_in_flight: int = 0
     loss_history: LossHistory = LossHistory()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every stage of building a run reads."""
+
+    config: Config
+    planned: PlannedRun
+    checkpoints: Checkpoints
+    reporter: Reporter
+    rank: Rank
+    watch: PeerWatch | None = None
+    # whether checks that an equal start has passed are left out, see `Proofs`
+    recalls: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return choose_device(self.config.wanted_device, self.rank)
+
+    def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> Setup:
+        """Plan again for this device or with these `problems` (None: those known before)."""
+        fingerprints, problems = self.planned.fingerprints, problems or self.planned.problems
+        identity = {name: fingerprints[name] for name in ("model",) if name in fingerprints}
+        planned = plan_run(self.config, self.reporter, self.rank, lambda: device, problems, lambda: identity)
+        return replace(self, planned=planned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.run import export
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
 
 

@@ -28,10 +28,10 @@ from flatout.parallel.shards import as_global, global_tensors, local_part
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.callback import Reporter
 from flatout.trainer.answers import generate
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.evaluate import evaluate
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
 
 

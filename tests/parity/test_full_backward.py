@@ -11,10 +11,10 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import check_backward_update, plan_run
 from flatout.trainer.run import train
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import step_launcher
 
 

@@ -24,9 +24,9 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 KINDS = ["dpo", "kto", "reward"]

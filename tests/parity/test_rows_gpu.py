@@ -11,9 +11,9 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.models.compile.layers import report_compilations
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
 pytestmark = [

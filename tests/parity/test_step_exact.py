@@ -17,10 +17,10 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer import build
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.evaluate import evaluate
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 

@@ -22,9 +22,10 @@ from flatout.models.experts.router import Routers, prepare_biases
 from flatout.models.load.auto_class import auto_class
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.run import train
+from flatout.trainer.state import Setup
 from flatout.trainer.step import step_launcher
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

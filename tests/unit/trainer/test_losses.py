@@ -23,8 +23,9 @@ from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Reference
 from flatout.verifier.ranks import RankCase, run_rank_cases

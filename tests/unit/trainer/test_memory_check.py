@@ -20,7 +20,7 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.memory_check import (
     MemoryCheck,
@@ -28,7 +28,7 @@ from flatout.trainer.memory_check import (
     read_record,
     reason_not_to_measure,
 )
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 
 # a GPU that holds about a third of a step of the tiny model in one pass
 GPU = Device("a GPU", int(0.1 * GIB))

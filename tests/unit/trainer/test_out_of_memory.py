@@ -19,12 +19,12 @@ from flatout.models.blocks import decoder_layers, hidden_states
 from flatout.models.packed_loss import sums_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import plan_run
 from flatout.trainer.loop import run_steps
 from flatout.trainer.resume import restore, take_snapshot
 from flatout.trainer.run import train
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 

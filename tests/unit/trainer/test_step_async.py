@@ -19,7 +19,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer import build, loop, step
 from flatout.trainer.decide import plan_run
 from flatout.trainer.run import train
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
 
 SIGNAL = 15
@@ -49,7 +49,7 @@ def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def make_run(config: Any, tmp_path: Path) -> TrainingRun:
     planned = plan_run(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build.build_run(build.Setup(config, planned, checkpoints, Reporter(), Rank()))
+    run = build.build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
     assert supports_found_inf(run.optimizer)
     return run
 

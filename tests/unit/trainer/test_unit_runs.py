@@ -26,10 +26,10 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.build import Setup, build_run
+from flatout.trainer.build import build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.run import train
-from flatout.trainer.state import TrainingRun
+from flatout.trainer.state import Setup, TrainingRun
 
 SIZES = [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 2, 2]
 COLUMNS = ("weight", "ref_logprob", "margin")
