@@ -14,9 +14,8 @@ from flatout.planner.memory.correction import TOLERANCE
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
-from flatout.trainer.clocks import StepClock
 from flatout.trainer.passes import micro_batches_of
-from flatout.trainer.rank_meter import RankFigures, mean_figures
+from flatout.trainer.rank_meter import RankFigures, StepClock, mean_figures
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import StepOutcome
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,36 @@ import torch
 from torch import Tensor
 
 from flatout.parallel.rank import Rank
-from flatout.trainer.clocks import now
 from flatout.trainer.gpu_use import GpuUse
+
+
+def now(device: torch.device) -> torch.cuda.Event | float:
+    """Return an event recorded on the device's current stream, or on a CPU `time.perf_counter` in seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class StepClock:
+    """Times each step from the end of the previous one: by CUDA events if steps overlap, otherwise on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.start()
+
+    def start(self) -> None:
+        """Start timing the next step; nothing may be running on the device."""
+        self._time_s = time.perf_counter()
+        self._ended: torch.cuda.Event | float | None = now(self._device)
+
+    def end_step(self, ended: torch.cuda.Event | float | None) -> float:
+        """Return the seconds of the step that ended at this past event or host time, or just now (None)."""
+        started_s, started = self._time_s, self._ended
+        self._time_s, self._ended = ended if isinstance(ended, float) else time.perf_counter(), ended
+        return self._time_s - started_s if started is None or ended is None else seconds_between(started, ended)
+
 
 Phase = Literal["forward", "backward", "gradient_sum", "checkpoint_wait", "optimizer"]
 _Span = tuple[str, torch.cuda.Event | float, torch.cuda.Event | float]
