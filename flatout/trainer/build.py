@@ -38,9 +38,7 @@ from flatout.parallel.strategies.protocol import Strategy, strategy_class
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.context_ranks import context_shard, share_context
 from flatout.trainer.decide import PlannedRun
-from flatout.trainer.expert_ranks import share_experts
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck
@@ -49,6 +47,7 @@ from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference import compute_reference
 from flatout.trainer.resume import restore
+from flatout.trainer.shared_ranks import context_shard, share_context, share_experts
 from flatout.trainer.state import Setup, TrainingRun
 
 

@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1355,
     "studio": 1397,
     "track": 2617,
-    "trainer": 6161,
+    "trainer": 6152,
     "verifier": 1162,
     "view": 1493,
 }

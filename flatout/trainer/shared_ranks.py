@@ -1,6 +1,9 @@
-"""Let consecutive ranks share the tokens of each micro-batch: which runs can, and what changes in the model."""
+"""What ranks share: the tokens of each micro-batch, or the experts; which runs can, and what changes in the model."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,9 +14,12 @@ from flatout.models.attention import register_over_ranks
 from flatout.models.collectives import RankGroup
 from flatout.models.context.check import check_shard
 from flatout.models.context.shard import ContextShard
+from flatout.models.experts.block import experts_modules
+from flatout.models.experts.parallel import slice_experts
 from flatout.models.load.model import LoadedModel
 from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
+from flatout.parallel.shards import mark_slice
 from flatout.parallel.strategies.protocol import Strategy
 from flatout.planner.layout import ParallelLayout
 from flatout.track.callback import Reporter
@@ -66,3 +72,28 @@ def share_context(
             f"those of whole documents by {worst:.1e} (limit {limit:.1e}); set context.parallel: 1"
         )
     reporter.stage("context", f"{shard.num_shards} ranks share each micro-batch; equal to whole within {worst:.1e}")
+
+
+def share_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -> Callable[[], None]:
+    """Keep this rank's experts alone if several ranks share them; return what marks the slices, also called here.
+
+    It must be called again after parameters were replaced. Raises UsageError as `slice_experts` does.
+    """
+    if (mesh := strategy.expert_mesh) is None:
+        return lambda: None
+    group = RankGroup(mesh.get_group("expert").group_name, mesh.size(1), mesh.get_local_rank("expert"))
+    slices = slice_experts(loaded.model, group)
+    if loaded.waiting is not None:
+        loaded.waiting.narrow(slices, group.size, group.place)
+    modules: Any = experts_modules(loaded.model).values()
+    numbers = sorted({module.num_experts for module in modules})
+    counts = " or ".join(f"{number}, {number // group.size} of them" for number in numbers)
+    reporter.stage("experts", f"each layer has {counts} on this rank; {group.size} ranks share them")
+
+    def mark() -> None:
+        for name, dim in slices.items():
+            path, _, leaf = name.rpartition(".")
+            mark_slice(getattr(loaded.model.get_submodule(path), leaf), mesh, dim)
+
+    mark()
+    return mark
