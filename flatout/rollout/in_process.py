@@ -17,7 +17,7 @@ from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
 from flatout.planner.steps.padded import row_length
 from flatout.rollout.answers import PendingCompletion
-from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of
+from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of, open_slots
 from flatout.rollout.decode import Decoding
 from flatout.rollout.sampler import (
     Completion,
@@ -28,7 +28,6 @@ from flatout.rollout.sampler import (
     followed,
     pictures_of,
 )
-from flatout.rollout.slots import open_slots
 from flatout.rollout.weights import Weights
 
 BackendName = Literal["slots", "own cache", "recomputed"]

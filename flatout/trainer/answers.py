@@ -18,8 +18,7 @@ from flatout.rollout.sampler import NoRoomError, SamplingParams
 from flatout.rollout.weights import FLOAT8_TOLERANCE, TOLERANCES, Weights
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.eval_prompts import EvalPrompts
-from flatout.trainer.memory_retry import release_memory
-from flatout.trainer.passes import autocast, inference, sum_unless_stopped
+from flatout.trainer.passes import autocast, inference, release_memory, sum_unless_stopped
 from flatout.trainer.state import TrainingRun
 
 OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"

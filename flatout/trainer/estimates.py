@@ -18,8 +18,7 @@ from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.memory_retry import take_passes
-from flatout.trainer.passes import as_in_training, autocast, until_stopped
+from flatout.trainer.passes import as_in_training, autocast, take_passes, until_stopped
 from flatout.trainer.state import TrainingRun
 
 

@@ -16,8 +16,7 @@ from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
 from flatout.trainer.estimates import evaluation_estimates
-from flatout.trainer.memory_retry import take_passes
-from flatout.trainer.passes import autocast, inference, sum_unless_stopped, until_stopped
+from flatout.trainer.passes import autocast, inference, sum_unless_stopped, take_passes, until_stopped
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.worst_samples import WorstSamples
 

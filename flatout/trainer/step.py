@@ -29,8 +29,7 @@ from flatout.optim.update import (
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.estimates import start_estimates
-from flatout.trainer.memory_retry import take_passes
-from flatout.trainer.passes import autocast
+from flatout.trainer.passes import autocast, take_passes
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite

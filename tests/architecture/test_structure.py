@@ -77,10 +77,10 @@ MAX_PACKAGE_LINES = {
     "parallel": 1703,
     "planner": 3301,
     "profile": 308,
-    "rollout": 1355,
+    "rollout": 1342,
     "studio": 1397,
     "track": 2617,
-    "trainer": 6152,
+    "trainer": 6134,
     "verifier": 1162,
     "view": 1493,
 }
