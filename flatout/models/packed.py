@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from flatout.kernels.attention.shared_prefix import SharedPrefixes
 
 TOKENS_MULTIPLE = 128
 BOUNDARIES_MULTIPLE = 64
-_TENSORS = ("token_ids", "position_ids", "cu_seqlens", "label_rows", "label_ids", "sample_counts")
 SMALLEST_MAX_SEQLEN = 128
 
 Samples = Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
@@ -100,24 +99,10 @@ class BatchColumns:
     per_sample: Mapping[str, torch.Tensor] = field(default_factory=dict)
     per_unit: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchColumns:
-        """Return the same with each tensor changed."""
-        samples, units = (
-            {name: change(values) for name, values in columns.items()} for columns in (self.per_sample, self.per_unit)
-        )
-        own = replace(self.of_labels(change), per_sample=samples, per_unit=units)
-        return replace(own, sample_units=change(self.sample_units), last_rows=change(self.last_rows))
-
     def of_labels(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchColumns:
         """Return the same with what belongs to label tokens changed, such as to those of one rank."""
         labels = {name: change(values) for name, values in self.per_label.items()}
         return replace(self, label_samples=change(self.label_samples), per_label=labels)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors."""
-        yield from (self.label_samples, self.sample_units, self.last_rows)
-        for columns in (self.per_label, self.per_sample, self.per_unit):
-            yield from columns.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +195,8 @@ class PackedBatch:
         def copy(own: torch.Tensor) -> torch.Tensor:
             return (own.pin_memory() if pin else own).to(device, non_blocking=device.type != "cpu")
 
-        moved: dict[str, Any] = {name: copy(getattr(self, name)) for name in _TENSORS}
-        if pin:
-            moved["cu_seqlens_cpu"] = self.cu_seqlens
-        if self.shared is not None:
-            prefixes, suffixes, sizes = self.shared
-            moved["shared"] = SharedPrefixes(copy(prefixes), copy(suffixes), sizes)
-        if self.keys is not None:
-            rows, cu_seqlens, max_seqlen = self.keys
-            moved["keys"] = KeyPieces(copy(rows), copy(cu_seqlens), max_seqlen)
-        if self.asked is not None:
-            moved["asked"] = self.asked.mapped(copy)
-        if self.pictures is not None:
-            moved["pictures"] = {name: copy(values) for name, values in self.pictures.items()}
-        if self.axes is not None:
-            moved["axes"] = copy(self.axes)
-        return replace(self, **moved)
+        moved: PackedBatch = _mapped(self, copy)
+        return replace(moved, cu_seqlens_cpu=self.cu_seqlens) if pin else moved
 
     @property
     def document_numbers(self) -> torch.Tensor:
@@ -263,10 +234,27 @@ class PackedBatch:
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing these tensors' memory, once freed, before the work queued on `stream`."""
-        shared, keys, asked = self.shared or (), self.keys or (), self.asked.tensors() if self.asked else ()
-        seen = (*(self.pictures or {}).values(), *(() if self.axes is None else (self.axes,)))
-        for tensor in (*(getattr(self, name) for name in _TENSORS), *shared[:2], *keys[:2], *asked, *seen):
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(stream)
+            return tensor
+
+        _mapped(self, keep)
+
+
+def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch, or a part of one, with each tensor changed; those that are always on the CPU and a cache stay."""
+    if isinstance(part, torch.Tensor):
+        return change(part)
+    if isinstance(part, Mapping):
+        return {name: _mapped(own, change) for name, own in part.items()}
+    if isinstance(part, SharedPrefixes | KeyPieces):
+        make: Any = type(part)
+        return make(*map(change, part[:2]), part[2])
+    if isinstance(part, PackedBatch | BatchColumns):
+        names = [one.name for one in fields(part) if one.name not in ("cu_seqlens_cpu", "cache")]
+        return replace(part, **{name: _mapped(getattr(part, name), change) for name in names})
+    return part
 
 
 def segment_lengths(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -> list[int]:

@@ -33,7 +33,7 @@ from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.packed import flatten_samples
 from flatout.models.packed_loss import PackedLoss
 from flatout.models.token_head import TokenHead
-from flatout.rollout import slots
+from flatout.rollout import backends
 from flatout.rollout.in_process import InProcess
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.rollout.sampling import choose, uniform
@@ -158,7 +158,7 @@ def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch: pytest.Mo
     found = sample(weights, params, completions=4)
     state = torch.get_rng_state()
     for places in (1, 3, 64):
-        monkeypatch.setattr(slots, "MAX_SLOTS", places)
+        monkeypatch.setattr(backends, "MAX_SLOTS", places)
         assert [[one.token_ids for one in group] for group in sample(weights, params, completions=4)] == [
             [one.token_ids for one in group] for group in found
         ]
@@ -230,10 +230,10 @@ def test_memory_bounds_the_places_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     every = [one.token_ids for (one,) in sample(weights, SamplingParams(12))]
     assert not told
     # 2 layers, keys and values, 2 heads of 8 in fp32: 256 bytes a token, 32 places
-    monkeypatch.setattr(slots, "free_bytes", lambda device: int(2.5 * 256 * 32 / slots.MAX_SHARE))
+    monkeypatch.setattr(backends, "free_bytes", lambda device: int(2.5 * 256 * 32 / backends.MAX_SHARE))
     assert [one.token_ids for (one,) in sample(weights, SamplingParams(12))] == every
     assert told == ["2 of 5 answers are sampled at once: each keeps 0 MiB of keys and values, and 0.0 GiB may be used"]
-    monkeypatch.setattr(slots, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(backends, "free_bytes", lambda device: 0)
     with pytest.raises(NoRoomError, match="lower the number of new tokens or shorten the prompts"):
         sample(weights, SamplingParams(12))
 

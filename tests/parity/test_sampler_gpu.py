@@ -16,7 +16,7 @@ from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.packed_loss import next_logits
-from flatout.rollout import slots
+from flatout.rollout import backends
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
 from flatout.rollout.weights import Weights
@@ -65,7 +65,7 @@ def test_recorded_steps_equal_plain_ones_to_the_bit(
     weights: tuple[Weights, list[str]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With places that are given to others as answers end at tokens of their own."""
-    monkeypatch.setattr(slots, "MAX_SLOTS", 16)
+    monkeypatch.setattr(backends, "MAX_SLOTS", 16)
     own, told = weights
     params = SamplingParams(70, seed=3, stop_ids=frozenset(range(20, 26)), repetition_penalty=1.05, **settings)
     plain, recorded = (sample(own, params, records=records) for records in (False, True))
@@ -94,14 +94,14 @@ def test_memory_is_freed_and_bounds_the_slots(
     own, told = weights
     # kernels keep workspaces
     sample(own, SamplingParams(40), records=False)
-    free = slots.free_bytes(own.device)
-    monkeypatch.setattr(slots, "MAX_SHARE", 64 * 1024 * 48 / free)
+    free = backends.free_bytes(own.device)
+    monkeypatch.setattr(backends, "MAX_SHARE", 64 * 1024 * 48 / free)
     before = torch.cuda.memory_allocated()
     few = sample(own, SamplingParams(40), records=False)
     assert torch.cuda.memory_allocated() <= before + (8 << 20)
     assert told
     assert "answers are sampled at once" in told.pop()
     told.clear()
-    monkeypatch.setattr(slots, "MAX_SHARE", 0.5)
+    monkeypatch.setattr(backends, "MAX_SHARE", 0.5)
     same = [one.ending for group in sample(own, SamplingParams(40), records=False) for one in group]
     assert [one.ending for group in few for one in group] == same
