@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
+from flatout.trainer.build import build_run, free_memory
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.state import Setup, TrainingRun
@@ -173,15 +172,9 @@ def set_up_quietly(config: Config, planned: PlannedRun, rank: Rank, folder: Path
         yield run
     finally:
         run.close()
+        device = run.device
         del run
-        free_memory()
-
-
-def free_memory() -> None:
-    """Free the GPU memory of models that are no longer used."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        free_memory(device)
 
 
 def measure(run: TrainingRun, step: StepPlan, reference: Reference, case: str) -> Comparison:

@@ -23,12 +23,13 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.trainer.build import free_memory
 from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows
-from flatout.verifier.compare import Comparison, Reference, free_memory, measure, plan_quietly, set_up_quietly
-from flatout.verifier.plain_loop import PlainModel, Sample, plain_model, plain_step
+from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
+from flatout.verifier.plain_loop import PlainModel, plain_model, plain_step
 from flatout.verifier.plain_objective import objective_step
 from flatout.verifier.ranks import RankCase, run_rank_cases
 from flatout.verifier.reference_rows import reference_rows, with_plain_reference
@@ -156,16 +157,13 @@ def _rows(
     step = planned.plan.step(step.index)
     adapter = folder / "adapter"
     plain = plain_model(config, device, adapter, planned.scoring)
-    samples = plain.read(planned.store, step.sample_ids)
-    is_plain = config.objective == ObjectiveConfig()
     planned = with_plain_reference(plain, config, planned, step)
-    loss = plain_step(plain, samples) if is_plain else _objective_loss(plain, planned, step)
+    loss = _plain_loss(plain, config, planned, step)
     reference = Reference.write(folder / "reference", loss, plain.gradients)
-    if is_plain:
-        max_tokens = planned.plan.layout.micro_batch_tokens
-        yield _plain_row(plain, samples, max_tokens, reference, "padded, plain transformers").judged(limit)
+    if config.objective == ObjectiveConfig():
+        yield _plain_row(plain, config, planned, step, reference, "padded, plain transformers").judged(limit)
     del plain
-    free_memory()
+    free_memory(device)
     if config.method == "lora":
         config = config.model_copy(update={"lora": config.lora.model_copy(update={"continue_from": adapter})})
     try:
@@ -183,15 +181,20 @@ def _rows(
         yield from run_rank_cases(cases, folder / "ranks")
 
 
-def _objective_loss(plain: PlainModel, planned: PlannedRun, step: StepPlan) -> float:
+def _plain_loss(
+    plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan, *, max_tokens: int = 0
+) -> float:
+    """Return a step's loss by plain transformers and accumulate its gradient; `max_tokens` as in `plain_step`."""
+    if config.objective == ObjectiveConfig():
+        return plain_step(plain, plain.read(planned.store, step.sample_ids), max_tokens=max_tokens)
     mismatched = planned.mismatched and planned.mismatched.store
     return objective_step(plain, planned.objective, planned.store, step.sample_ids, mismatched)
 
 
 def _plain_row(
-    plain: PlainModel, samples: list[Sample], max_tokens: int, reference: Reference, case: str
+    plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan, reference: Reference, case: str
 ) -> Comparison:
-    loss = plain_step(plain, samples, max_tokens=max_tokens)
+    loss = _plain_loss(plain, config, planned, step, max_tokens=planned.plan.layout.micro_batch_tokens)
     norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
     return reference.compare(case, loss, norm, plain.gradients.items())
 
@@ -241,17 +244,9 @@ def _own_rows(
     step = planned.plan.step(step_index)
     based, adapter = config.model_copy(update={"base": trained.base}), config.lora.continue_from or Path()
     plain = plain_model(based, device, adapter, planned.scoring)
-    samples = plain.read(planned.store, step.sample_ids)
-    max_tokens = planned.plan.layout.micro_batch_tokens
-    case = f"plain transformers in {name}"
-    if config.objective == ObjectiveConfig():
-        noise = _plain_row(plain, samples, max_tokens, reference, case)
-    else:
-        loss = _objective_loss(plain, planned, step)
-        norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
-        noise = reference.compare(case, loss, norm, plain.gradients.items())
+    noise = _plain_row(plain, config, planned, step, reference, f"plain transformers in {name}")
     del plain
-    free_memory()
+    free_memory(device)
     yield replace(noise, verdict="noise")
     least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
     limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)

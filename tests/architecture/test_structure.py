@@ -81,7 +81,7 @@ MAX_PACKAGE_LINES = {
     "studio": 1397,
     "track": 2617,
     "trainer": 6134,
-    "verifier": 1162,
+    "verifier": 1150,
     "view": 1493,
 }
 
