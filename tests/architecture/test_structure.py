@@ -69,7 +69,7 @@ MAX_PACKAGE_LINES = {
     "eval": 238,
     "export": 935,
     "io": 1906,
-    "kernels": 4113,
+    "kernels": 4102,
     "launch": 1154,
     "models": 9190,
     "objectives": 974,

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flatout.kernels.attention.reference import packed_attention
 from flatout.kernels.attention.shared_prefix import SharedPrefixes, add_prefix_gradients, attend_to_prefixes
-from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
 from flatout.kernels.capability import AMPERE, capability
 from flatout.kernels.operators import define_operator
 
@@ -52,6 +51,42 @@ def varlen_problem(device: torch.device, dtype: torch.dtype, head_dim: int | Non
     if head_dim is not None and (head_dim > MAX_HEAD_DIM or head_dim % 8):
         return f"the varlen kernel needs a head size up to {MAX_HEAD_DIM} in multiples of 8, not {head_dim}"
     return None
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    scale: float, left: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output (T, H, D) and its log-sum-exp, fp32 (H, T), of q (T, H, D), k and v (S, K, D) in bf16 or fp16.
+
+    `cu_seqlens_q` and `cu_seqlens_k` int32 (N+1,) are the documents' boundaries in queries and keys, and the next two
+    upper bounds on their lengths. The last query of a document attends to all of its keys and each earlier one to one
+    key less, of which `left` before the last (None: all).
+    """
+    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *documents, 0.0, left is None, False, **_settings(scale, left)
+    )
+    return output, log_sums
+
+
+def varlen_backward(
+    output_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float, left: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of q, k and v; the arguments are those of `varlen_forward`, and what it returned."""
+    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    # the random state is for dropout, which is off
+    random_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
+    gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
+        output_grad, q, k, v, output, log_sums, *documents, 0.0, left is None, random_state, unused,
+        **_settings(scale, left),
+    )  # fmt: skip
+    return gradients
+
+
+def _settings(scale: float, left: int | None) -> dict[str, Any]:
+    return {"scale": scale, "window_size_left": -1 if left is None else left, "window_size_right": 0}
 
 
 @cache
@@ -161,15 +196,17 @@ def packed_operator(
             add_prefix_gradients(gradients, output_grad, (q, k, v), output, by_token(log_sums), scale, shared)
         return gradients
 
-    def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
     gradients = "(Tensor, Tensor, Tensor)"
     schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}, {_SHARED}) -> {gradients}"
-    operator_backward = define_operator(f"{name}_backward", schema, run_backward, fake_backward, _backward_flops)
+    operator_backward = define_operator(f"{name}_backward", schema, run_backward, empty_gradients, _backward_flops)
     schema = f"({_INPUTS}, {_REST}, Tensor? sinks, {_SHARED}) -> (Tensor, Tensor)"
     operator = define_operator(name, schema, run, fake, _forward_flops)
     return _differentiable(operator, operator_backward, by_token)
+
+
+def empty_gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors for the gradients of q, k and v: the shapes of a backward operator."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _forward_flops(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.attention.flash import Attention, attention_flops
-from flatout.kernels.attention.varlen import varlen_backward, varlen_forward
+from flatout.kernels.attention.flash import Attention, attention_flops, empty_gradients, varlen_backward, varlen_forward
 from flatout.kernels.operators import define_operator
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
@@ -57,9 +56,6 @@ def register_varlen_pieces() -> None:
     def run_backward(output_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return tuple(gradient.contiguous() for gradient in varlen_backward(output_grad.contiguous(), *arguments))
 
-    def fake_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
     def num_flops(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, **_: Any) -> int:
         max_seqlen_q, max_seqlen_k, _scale, left = rest
         return attention_flops(q, max_seqlen_q, max_seqlen_k, left)
@@ -71,4 +67,4 @@ def register_varlen_pieces() -> None:
 
     define_operator("flatout::varlen_pieces", f"({_INPUTS}, {_REST}) -> (Tensor, Tensor)", run, fake, num_flops)
     schema = f"(Tensor output_grad, {_INPUTS}, Tensor output, Tensor log_sums, {_REST}) -> (Tensor, Tensor, Tensor)"
-    define_operator("flatout::varlen_pieces_backward", schema, run_backward, fake_backward, backward_flops)
+    define_operator("flatout::varlen_pieces_backward", schema, run_backward, empty_gradients, backward_flops)
