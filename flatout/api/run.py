@@ -117,7 +117,7 @@ class Run:
 
     def merge(self, out: str | Path, *, device: str = "cpu") -> Path:
         """Merge the adapter into its base model and write a plain transformers folder; return it."""
-        from flatout.models.merge import merge_adapter
+        from flatout.models.export import merge_adapter
 
         merge_adapter(str(self.folder), Path(out), device=device)
         return Path(out)

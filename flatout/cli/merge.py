@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge and save. Returns 0; raises as `merge_adapter` does."""
     import_transformers()
-    from flatout.models.merge import merge_adapter
+    from flatout.models.export import merge_adapter
 
     print(merge_adapter(args.target, args.out, base=args.base, device=args.device))
     return 0

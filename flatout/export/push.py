@@ -13,10 +13,9 @@ from flatout.errors import ResourceError, UsageError, reason_of
 from flatout.export.card import loss_svg, model_card
 from flatout.io.durable_io import DurableIO
 from flatout.io.redact import redacted
-from flatout.models.export import publish_model
+from flatout.models.export import load_merged, publish_model
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG
-from flatout.models.merge import load_merged
 from flatout.models.stops import saved_stops
 from flatout.track.run_log import RunLog, read_run
 

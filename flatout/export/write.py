@@ -21,10 +21,9 @@ from flatout.export.gguf_vocab import stop_fields, stops_left_out
 from flatout.export.ollama import modelfile
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
-from flatout.models.export import publish_model, save_model
+from flatout.models.export import load_merged, publish_model, require_empty, save_model
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
-from flatout.models.merge import load_merged, require_empty
 from flatout.models.stops import GENERATION_CONFIG, stop_token_ids
 
 TARGETS = ("gguf", "ollama", "vllm", "mlx")

@@ -280,7 +280,7 @@ def out(folder: str, to: str, emit: Emit) -> dict[str, str]:
     target = free_folder(run / to) if (run / to).exists() else run / to
     emit(log=f"writing {workspace.relative(target)}")
     if to == "merged":
-        from flatout.models.merge import merge_adapter
+        from flatout.models.export import merge_adapter
 
         said = merge_adapter(str(run), target, device="cpu")
         return {"path": workspace.relative(target), "command": said}

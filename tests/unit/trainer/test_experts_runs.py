@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from flatout.models.export import merge_adapter
 from flatout.models.load.inference import load_trained, resolve_model_paths
-from flatout.models.merge import merge_adapter
 from flatout.track.run_log import read_run
 from flatout.trainer.run import train
 from flatout.view.report import run_fragment
