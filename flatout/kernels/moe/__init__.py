@@ -279,7 +279,7 @@ def _swiglu(
 
 def _empty_swiglu(rows: Tensor, *routing_and_scale: Tensor | None) -> list[Tensor]:
     hidden = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-    return [hidden] if routing_and_scale[-1] is None else [hidden, *_empty_float8(hidden)]
+    return [hidden] if routing_and_scale[-1] is None else [hidden, *reference.empty_float8(hidden)]
 
 
 def _swiglu_backward(
@@ -299,8 +299,4 @@ def _empty_swiglu_backward(
 ) -> list[Tensor]:
     wide = torch.promote_types(rows.dtype, torch.float32)
     grads = [torch.empty_like(grad), torch.empty_like(rows), grad.new_empty(grad.shape[0], dtype=wide)]
-    return grads if routing_and_scale[-1] is None else [*grads, *_empty_float8(rows)]
-
-
-def _empty_float8(values: Tensor) -> list[Tensor]:
-    return [torch.empty_like(values, dtype=torch.float8_e4m3fn), values.new_empty(values.shape[0], dtype=torch.float32)]
+    return grads if routing_and_scale[-1] is None else [*grads, *reference.empty_float8(rows)]

@@ -169,6 +169,11 @@ def swiglu_backward(
     return [hidden.to(rows.dtype), rows_grad, (hidden * grad.to(wide)).sum(1), *quantized]
 
 
+def empty_float8(values: Tensor) -> list[Tensor]:
+    """Return tensors for float8 values and the scales of their rows."""
+    return [torch.empty_like(values, dtype=torch.float8_e4m3fn), values.new_empty(values.shape[0], dtype=torch.float32)]
+
+
 def without_expert(routing: Routing) -> Tensor:
     """Return whether each slot has no expert here, bool (S,)."""
     return routing.inverse >= routing.offsets[-1]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatout.kernels.moe.reference import Routing
+from flatout.kernels.moe.reference import Routing, empty_float8
 
 # the largest finite float8 e4m3fn
 _FP8_MAX = tl.constexpr(448.0)
@@ -153,7 +153,7 @@ def swiglu(gate_up: Tensor, routing: Routing, in_scale: Tensor | None = None) ->
     """Return silu(gate) * up (S, I) of sorted rows `gate_up` (S, 2 I), contiguous; see `reference.swiglu`."""
     width = gate_up.shape[1] // 2
     out = gate_up.new_empty(len(gate_up), width)
-    quantized = [] if in_scale is None else _empty_float8(out)
+    quantized = [] if in_scale is None else empty_float8(out)
     columns, num_experts = triton.next_power_of_2(width), len(routing.offsets) - 1
     _swiglu_kernel[(len(gate_up),)](
         gate_up, out, routing.offsets, *_or_unused(in_scale, quantized, routing), width, num_experts,
@@ -170,7 +170,7 @@ def swiglu_backward(
     num_rows, width = grad.shape
     product, rows_grad = torch.empty_like(grad), torch.empty_like(gate_up)
     weights_grad = grad.new_empty(num_rows, dtype=torch.float32)
-    quantized = [] if in_scale is None else _empty_float8(rows_grad)
+    quantized = [] if in_scale is None else empty_float8(rows_grad)
     columns, num_experts = triton.next_power_of_2(width), len(routing.offsets) - 1
     _swiglu_backward_kernel[(num_rows,)](
         gate_up, grad, row_weights, product, rows_grad, weights_grad, routing.offsets,
@@ -179,12 +179,6 @@ def swiglu_backward(
         num_warps=_row_warps(columns),
     )  # fmt: skip
     return [product, rows_grad, weights_grad, *quantized]
-
-
-def _empty_float8(values: Tensor) -> list[Tensor]:
-    """Return tensors for float8 values and the scales of their rows."""
-    bytes_ = torch.empty_like(values, dtype=torch.float8_e4m3fn)
-    return [bytes_, values.new_empty(len(values), dtype=torch.float32)]
 
 
 def _or_unused(in_scale: Tensor | None, quantized: list[Tensor], routing: Routing) -> list[Tensor]:
@@ -198,7 +192,7 @@ def quantize_rows(values: Tensor, routing: Routing, in_scale: Tensor | None = No
     With `in_scale`, the rows are sorted. The scales are those of `flatout.kernels.fp8.quantize_rows`.
     """
     num_rows, width = values.shape
-    quantized, scale = _empty_float8(values)
+    quantized, scale = empty_float8(values)
     num_experts, columns = len(routing.offsets) - 1, triton.next_power_of_2(width)
     _quantize_kernel[(num_rows,)](
         values, routing.offsets if in_scale is None else in_scale, routing.offsets, quantized, scale, width,

@@ -33,35 +33,22 @@ def exchange(
     ids, weights = _GatherSlots.apply(chosen, weights, group)
     ids = ids - group.place * num_experts
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    own = compute(_Gather.apply(x, group), weights.flatten(0, 1), ids.flatten(0, 1))
-    outputs: Tensor = _SumOwn.apply(own, group)
+    own = compute(_Exchange.apply(x, group, True), weights.flatten(0, 1), ids.flatten(0, 1))
+    outputs: Tensor = _Exchange.apply(own, group, False)
     return outputs
 
 
-class _Gather(torch.autograd.Function):
-    """Gather x (T, D) of all ranks: (N T, D). Its gradient is summed over ranks."""
+class _Exchange(torch.autograd.Function):
+    """Gather x (T, D) of all ranks, (N T, D), or sum it over ranks and keep this rank's (T, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return wait(all_gather(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return wait(reduce_scatter(grads[0], ctx.group)), None
-
-
-class _SumOwn(torch.autograd.Function):
-    """Sum x (N T, D) over ranks and keep this rank's (T, D). Its gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return wait(reduce_scatter(x, group))
+    def forward(ctx: Any, x: Tensor, group: RankGroup, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return wait(all_gather(x, group) if gathers else reduce_scatter(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return wait(all_gather(grads[0], ctx.group)), None
+        return wait(reduce_scatter(grads[0], ctx.group) if ctx.gathers else all_gather(grads[0], ctx.group)), None, None
 
 
 class _GatherSlots(torch.autograd.Function):
