@@ -15,7 +15,6 @@ from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config, Recompute
-from flatout.data.token_store import TokenStore
 from flatout.errors import PackingError, SharedPrefixError
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
@@ -32,13 +31,13 @@ from flatout.models.packed_loss import PackedLoss, prepare_head
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
-from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.decide import PlannedRun
+from flatout.trainer.data_sets import EvalSet
+from flatout.trainer.decide import Planned, PlannedRun
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck
@@ -98,10 +97,10 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
     no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
-    loader, eval_loaders, mismatched_loaders = make_loaders(planned, loaded.model, device, rank, size_buckets)
+    loaders = make_loaders(setup, loaded.model, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
-    compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loader, proofs)
+    compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loaders[0], proofs)
     named = trainable_parameters(loaded.model)
     saver, sizes = make_saver(setup, named)
     run = TrainingRun(
@@ -110,8 +109,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
         device=device,
         reporter=reporter,
         planned=planned,
-        loader=loader,
-        eval_loaders=eval_loaders,
+        loaders=loaders,
         model=loaded.model,
         loss=wrapped_loss,
         dtype=loaded.dtype,
@@ -127,7 +125,6 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         term=loss.term,
-        mismatched_loaders=mismatched_loaders,
     )
     run.model.train()
     return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
@@ -140,32 +137,27 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def make_loaders(
-    planned: PlannedRun, model: PreTrainedModel, device: torch.device, rank: Rank, size_buckets: Sequence[int]
-) -> tuple[BatchLoader, tuple[BatchLoader, ...], tuple[BatchLoader, ...]]:
-    """Return the loader of training, one for each evaluation data set, and those of `Run.mismatched_loaders`."""
-    shard, mismatched, scoring = context_shard(planned.parallel_layout, rank), planned.mismatched, planned.scoring
-    columns, bounds = planned.objective.asked_columns, planned.plan.batch_bounds
+def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
+    """Return the loaders of `PlannedRun.sets`, in their order."""
+    planned, scoring, mismatched = setup.planned, setup.planned.scoring, setup.planned.mismatched
+    shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
+    of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
     if mismatched is not None:
         # equal bounds, so that compiled layers take both
-        bounds["max_documents"] = max(bounds["max_documents"], mismatched.plan.batch_bounds["max_documents"])
+        of_steps["max_documents"] = max(of_steps["max_documents"], mismatched.plan.batch_bounds["max_documents"])
 
-    def loader_of(store: TokenStore, asked: Sequence[str] | None = columns, **options: Any) -> BatchLoader:
-        own = None if asked is None else tuple(name for name in asked if name in store.extra)
-        loader = BatchLoader(store, device, shard, columns=own, **options)
-        loader.pictures = PictureMaker.of(store, model)
+    def loader_of(one: Planned) -> BatchLoader:
+        columns, options = asked, of_steps
+        if isinstance(one, EvalSet):
+            # it asks which sample each label token is of
+            columns, options = asked or (), {"max_documents": one.max_documents}
+        own = None if columns is None else tuple(name for name in columns if name in one.store.extra)
+        loader = BatchLoader(one.store, setup.device, shard, columns=own, **options)
+        loader.pictures = PictureMaker.of(one.store, model)
         loader.padding_id = scoring.padding_id if scoring else None
         return loader
 
-    of_steps: dict[str, Any] = {"size_buckets": size_buckets, **bounds}
-    eval_sets, others = planned.eval_sets, [each.mismatched for each in planned.eval_sets if each.mismatched]
-    evaluated, other_evaluated = (
-        # an evaluation asks which sample each label token is of
-        tuple(loader_of(each.store, columns or (), max_documents=each.max_documents) for each in own)
-        for own in (eval_sets, others)
-    )
-    of_others = () if mismatched is None else (loader_of(mismatched.store, **of_steps),)
-    return loader_of(planned.store, **of_steps), evaluated, (*of_others, *other_evaluated)
+    return tuple(map(loader_of, planned.sets))
 
 
 def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> PackedLoss:

@@ -85,11 +85,10 @@ class PlannedRun:
     mismatched: MismatchedSteps | None = None
 
     @property
-    def stores(self) -> list[TokenStore]:
-        """The data set, then its prompts with answers to other ones, then those of evaluation sets."""
-        others = [one for each in self.eval_sets for one in (each, each.mismatched) if one is not None]
-        own = [] if self.mismatched is None else [self.mismatched.store]
-        return [self.store, *own, *(one.store for one in others)]
+    def sets(self) -> list[Planned]:
+        """What has a store and a plan: the run, its prompts with answers to other ones, then evaluation sets alike."""
+        own: list[PlannedRun | EvalSet] = [self, *self.eval_sets]
+        return [one for each in own for one in (each, each.mismatched) if one is not None]
 
     @property
     def pass_settings(self) -> list[Any]:
@@ -104,6 +103,9 @@ class PlannedRun:
             memory.transposed_weights,
             layout.reshard_after_forward,
         ]
+
+
+Planned = PlannedRun | MismatchedSteps | EvalSet
 
 
 def plan_run(

@@ -27,11 +27,9 @@ def start_estimates(run: TrainingRun, step: StepPlan) -> None:
 
     The means are over all samples of the step, on all ranks and in all micro-batches.
     """
-    if not run.mismatched_loaders:
+    if (mismatched := run.planned.mismatched) is None:
         return
-    mismatched, (loader, *_) = run.planned.mismatched, run.mismatched_loaders
-    assert mismatched is not None
-    plan = mismatched.plan
+    plan, loader = mismatched.plan, run.loader_of(mismatched)
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
     own = next(iter(loader.prefetching(steps, run.data_rank)))
     with as_in_training(run):
@@ -42,7 +40,7 @@ def evaluation_estimates(run: TrainingRun, place: int) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
     each = run.eval_sets[place].mismatched
     if each is not None:
-        _estimate(run, each.planned, each.plan, run.mismatched_loaders[1 + place], is_evaluation=True)
+        _estimate(run, each.planned, each.plan, run.loader_of(each), is_evaluation=True)
 
 
 def _estimate(

@@ -94,10 +94,10 @@ def evaluate(run: TrainingRun, worst: WorstSamples | None = None) -> tuple[EvalF
     num_sums = len(run.planned.objective.sum_names)
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
-        for place, (total, each, loader) in enumerate(zip(totals, run.eval_sets, run.eval_loaders, strict=True)):
+        for place, (total, each) in enumerate(zip(totals, run.eval_sets, strict=True)):
             evaluation_estimates(run, place)
             take = partial(_sum_each, run, worst, place)
-            total += take_passes(run, each.planned, each.plan, loader, "evaluation", take)
+            total += take_passes(run, each.planned, each.plan, run.loader_of(each), "evaluation", take)
     by_data, every = {}, []
     for each, sums in zip(run.eval_sets, sum_unless_stopped(run, totals).tolist(), strict=True):
         own = (sums, each.normalizers.of(each.plan), each.plan.num_label_tokens)

@@ -37,6 +37,7 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.decide import reference_identity
 from flatout.trainer.passes import as_in_training, autocast, inference, take_passes
 from flatout.trainer.state import TrainingRun
@@ -58,22 +59,25 @@ def compute_reference(run: TrainingRun) -> None:
     adapter, plan = run.config.objective.reference.adapter, run.plan
     first_epoch = min(plan.num_steps, plan.steps_per_epoch)
     with _weights_of(run, adapter) if adapter else nullcontext():
-        with as_in_training(run):
-            for each, loader in run.step_sources:
-                _fill_column(run, loader, each, partial(_first_steps, each, first_epoch))
-        for evaluated, loader in run.eval_sources:
-            with inference(run):
-                _fill_column(run, loader, evaluated.planned, partial(_parts, evaluated.plan))
+        for each, loader in zip(run.planned.sets, run.loaders, strict=True):
+            if isinstance(each, EvalSet):
+                with inference(run):
+                    _fill_column(run, loader, each.planned, partial(_parts, each.plan))
+            else:
+                with as_in_training(run):
+                    _fill_column(run, loader, each.plan, partial(_first_steps, each.plan, first_epoch))
 
 
 def compute_step(run: TrainingRun, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
     adapter = run.config.objective.reference.adapter
     with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
-        for plan, loader in run.step_sources:
-            own = step if plan is run.plan else plan.step(step.index)
+        for each, loader in zip(run.planned.sets, run.loaders, strict=True):
+            if isinstance(each, EvalSet):
+                continue
+            own = step if each is run.planned else each.plan.step(step.index)
             ids = _ids(own)
-            loader.store.extra[REFERENCE][ids] = _take(run, loader, plan, own, ids)
+            loader.store.extra[REFERENCE][ids] = _take(run, loader, each.plan, own, ids)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.data_sets import EvalSet
+from flatout.trainer.data_sets import EvalSet, MismatchedSteps
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
@@ -124,8 +124,8 @@ class TrainingRun:
     device: torch.device
     reporter: Reporter
     planned: PlannedRun
-    loader: BatchLoader
-    eval_loaders: tuple[BatchLoader, ...]
+    # those of `PlannedRun.sets`, in their order
+    loaders: tuple[BatchLoader, ...]
     model: PreTrainedModel
     loss: PackedLoss
     dtype: torch.dtype
@@ -141,8 +141,6 @@ class TrainingRun:
     watch: PeerWatch
     rank_meter: RankMeter
     term: Term
-    # of prompts with answers to other ones: that of training, then those of `eval_sets`; empty without
-    mismatched_loaders: tuple[BatchLoader, ...] = ()
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -150,8 +148,17 @@ class TrainingRun:
     def close(self) -> None:
         """End the threads that save and read ahead."""
         self.saver.close()
-        for loader in (self.loader, *self.eval_loaders, *self.mismatched_loaders):
+        for loader in self.loaders:
             loader.close()
+
+    @property
+    def loader(self) -> BatchLoader:
+        """The loader of the run's steps."""
+        return self.loaders[0]
+
+    def loader_of(self, one: MismatchedSteps | EvalSet) -> BatchLoader:
+        """Return the loader of one of `PlannedRun.sets`."""
+        return next(own for each, own in zip(self.planned.sets, self.loaders, strict=True) if each is one)
 
     @property
     def plan(self) -> RunPlan:
@@ -160,20 +167,6 @@ class TrainingRun:
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:
         return self.planned.eval_sets
-
-    @property
-    def step_sources(self) -> list[tuple[RunPlan, BatchLoader]]:
-        """The plans of steps with their loaders: the run's, and that of prompts with answers to other ones."""
-        mismatched = self.planned.mismatched
-        own = [(self.plan, self.loader)]
-        return own if mismatched is None else [*own, (mismatched.plan, self.mismatched_loaders[0])]
-
-    @property
-    def eval_sources(self) -> list[tuple[EvalSet, BatchLoader]]:
-        """The evaluation sets with their loaders, then those of prompts with answers to other ones."""
-        mismatched = [each.mismatched for each in self.eval_sets if each.mismatched is not None]
-        own = list(zip(self.eval_sets, self.eval_loaders, strict=True))
-        return [*own, *zip(mismatched, self.mismatched_loaders[1:], strict=True)]
 
     @property
     def data_rank(self) -> int:

@@ -148,10 +148,11 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """
     planned = plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
     if (file := config.folder / LOGPROBS).exists():
-        for store in planned.stores:
+        stores = [one.store for one in planned.sets]
+        for store in stores:
             store.extra[REFERENCE][:] = 0.0
         known = read_json(file)
-        for store, logprobs in zip(planned.stores, known["logprobs"], strict=False):
+        for store, logprobs in zip(stores, known["logprobs"], strict=False):
             store.extra[REFERENCE][known["ids"]] = logprobs
     return planned
 

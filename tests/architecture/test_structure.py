@@ -80,8 +80,8 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1397,
     "track": 2617,
-    "trainer": 6134,
-    "verifier": 1150,
+    "trainer": 6124,
+    "verifier": 1151,
     "view": 1493,
 }
 
