@@ -43,6 +43,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+    # lazy, as all imports here
+    import_module("flatout.environment").let_idle_threads_sleep()
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 

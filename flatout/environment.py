@@ -107,13 +107,25 @@ def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
     return {_ALLOCATOR_SETTINGS[0]: f"expandable_segments:True,{pinned}"}
 
 
+def let_idle_threads_sleep() -> None:
+    """Let OpenMP's idle threads sleep, unless the user has set how they wait; call it before torch is imported.
+
+    By default they spin for milliseconds at every barrier. If another process has the core of one thread, the others
+    spin until it is back, at each of a step's hundreds of barriers. Results do not depend on it. OpenMP reads the
+    variable once, when torch loads it.
+    """
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
 def prepare_torch(values: Mapping[str, str]) -> None:
-    """Set the variables that torch reads once: its allocator's, where it keeps kernels, and `values`.
+    """Set the variables that torch reads once: its allocator's, how threads wait, where kernels are, and `values`.
 
     Call it before torch is imported. Libraries import torch's compiler, which then names its own folder for kernels.
     """
     require_docstrings()
     keep_compiled_kernels()
+    let_idle_threads_sleep()
     set_environment({**allocator_env(environment()), **values})
 
 

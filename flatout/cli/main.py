@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 from flatout import __version__
+from flatout.environment import let_idle_threads_sleep
 from flatout.errors import FlatoutError, PreemptedError, UsageError, next_steps
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
@@ -116,6 +117,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the process's exit code (0 done, 2 usage, 3 data, ... see flatout/errors.py)."""
+    let_idle_threads_sleep()
     if argv is not None:
         return _run_verb(argv)
     code = _run_verb(sys.argv[1:])

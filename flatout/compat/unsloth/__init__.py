@@ -1,5 +1,10 @@
 """Unsloth's names: change `from unsloth import ...` to `from flatout.compat.unsloth import ...`."""
 
+# ruff: noqa: E402  (the rest imports torch)
+from flatout.environment import let_idle_threads_sleep
+
+let_idle_threads_sleep()
+
 from flatout.compat.unsloth.chat_templates import get_chat_template as get_chat_template
 from flatout.compat.unsloth.chat_templates import standardize_data_formats as standardize_data_formats
 from flatout.compat.unsloth.chat_templates import standardize_sharegpt as standardize_sharegpt

@@ -93,3 +93,39 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest
     assert allocator_env({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
     monkeypatch.setattr("sys.platform", "win32")
     assert allocator_env({}) == {}
+
+
+ENTRIES = [
+    "from flatout.cli.main import main; main(['--version'])",
+    "import flatout; flatout.train",
+    "import flatout; flatout.load",
+    "import flatout.compat.unsloth",
+    "from flatout.environment import prepare_torch; prepare_torch({})",
+]
+OWN = [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "5"}]
+
+
+@pytest.mark.parametrize(("enter", "own"), [*((one, {}) for one in ENTRIES), *((ENTRIES[0], own) for own in OWN)])
+def test_idle_threads_sleep_at_every_entry_unless_the_user_has_set_how_they_wait(
+    enter: str, own: dict[str, str]
+) -> None:
+    # what OpenMP would read: the environment as the first import of torch sees it
+    code = f"""
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+            print({{name: os.environ[name] for name in names if name in os.environ}})
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+try:
+    {enter}
+except SystemExit:
+    pass
+import torch
+"""
+    env = {name: value for name, value in os.environ.items() if name[:4] not in ("OMP_", "GOMP", "KMP_")} | own
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(own or {"OMP_WAIT_POLICY": "passive"})
