@@ -66,6 +66,9 @@ def compute_reference(run: TrainingRun) -> None:
             else:
                 with as_in_training(run):
                     _fill_column(run, loader, each.plan, partial(_first_steps, each.plan, first_epoch))
+    if run.device.type == "cuda":
+        # the reference took an epoch's passes, and the first steps are compared with their own plan
+        torch.cuda.reset_peak_memory_stats(run.device)
 
 
 def compute_step(run: TrainingRun, step: StepPlan) -> None:

@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1397,
     "track": 2617,
-    "trainer": 6124,
+    "trainer": 6127,
     "verifier": 1151,
     "view": 1493,
 }

@@ -39,6 +39,7 @@ def batch_of(lengths, num_boundaries):
 def make_trained(folder, family, experts=None):
     """A compiled model with its trained parameters, and its loss with the routers', which their hooks precede."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
     save_tiny_model(folder, family, **SHAPE, **EXPERTS.get(family, {}))
     loaded = load_model(
         ModelConfig(name=str(folder), precision="bf16"), method="lora", device=torch.device("cuda"), seed=0

@@ -199,3 +199,25 @@ def test_preference_training_is_within_5_percent(tiny: Any, tmp_path: Path, kind
     assert told.starts("measured")
     planned = assert_planned_within_5_percent(config, peak_bytes)
     assert len(planned.plan.step(0).ranks[0]) > 1
+
+
+@pytest.mark.parametrize("kind", ["dpo", "simpo"])
+def test_first_steps_of_pairs_are_compared_with_their_own_plan(tiny: Any, tmp_path: Path, kind: str) -> None:
+    """Where the reference's passes, before step 0, were those of longer pairs than the first steps'."""
+    rows = [
+        {"prompt": f"What is {i}?", "chosen": f"It is {i}. " * (30 + i), "rejected": "No. " * (30 + i)}
+        for i in range(0, 96, 2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
+    config = tiny.config(
+        tmp_path / "run", model={"name": str(model)}, device="cuda", compile="off", recompute="none", objective=kind,
+        data={
+            "name": "pairs", "root": str(tmp_path), "sources": [{"path": str(tmp_path / "rows.jsonl")}],
+            "shuffle": False,
+        },
+        batch={"samples_per_step": 8, "max_steps": 6, "micro_batch_tokens": 8192, "shuffle": False},
+    )  # fmt: skip
+    _, told = step_peak_bytes(config)
+    [line] = told.starts("planned")
+    assert "than planned" not in line
