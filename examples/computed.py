@@ -1,6 +1,6 @@
-"""A configuration made by Python: the same objects as in YAML, with values that are computed.
+"""A config in Python, for computed values; it has the same sections as a YAML config.
 
-`flatout train examples/computed.py` runs this file as code, so only run files that you trust.
+`flatout train examples/computed.py` runs this file as code, so only use files that you trust.
 """
 
 from flatout.config.schema import BatchConfig, Config, DataConfig, LoraConfig, ModelConfig, OptimConfig, SourceConfig
@@ -17,6 +17,6 @@ config = Config(
     ),
     lora=LoraConfig(rank=RANK, alpha=2 * RANK),
     batch=BatchConfig(samples_per_step=SAMPLES_PER_STEP),
-    # the square-root rule: 2e-4 was found good at 32 samples a step
+    # square-root scaling from 2e-4 at 32 samples per step
     optim=OptimConfig(lr=2e-4 * (SAMPLES_PER_STEP / 32) ** 0.5),
 )

@@ -1,9 +1,9 @@
-"""Direct preference optimization (arXiv:2305.18290), as a loss of your own.
+"""Direct preference optimization (arXiv:2305.18290) as a custom loss.
 
     flatout train run.yaml objective.path=dpo.py:DPO objective.beta=0.1
 
-A unit of the data set is a pair of answers to one prompt, the chosen one first. Its column `ref_logprob` has the
-log-probability of each answer under the reference, which is the model before training.
+Each unit of the data set is a pair of answers to one prompt, with the chosen answer first. The column `ref_logprob` has
+the log-probability of each answer under the reference, which is the model before training.
 """
 
 from __future__ import annotations
