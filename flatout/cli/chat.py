@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.cli.screen import import_transformers, model_target
+from flatout.cli.screen import import_transformers, model_target, progress_console
 from flatout.data.conversation import Origin
 from flatout.errors import DataError, UsageError
 from flatout.io.no_gpu import no_gpu_error
@@ -157,15 +157,12 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
 
 def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
     """Print each model's answer as it is generated, and add it to that model's conversation."""
-    from rich.console import Console
-
     from flatout.rollout.chat import answer
-    from flatout.track.console import ConsoleCallback
 
     for speaker in speakers:
         if len(speakers) > 1:
             print(f"[{speaker.name}]", flush=True)
-        with ConsoleCallback(Console(stderr=True)) as console:
+        with progress_console() as console:
             console.on_phase("reading the prompt")
             printer = _progress_printer(console, options["max_new_tokens"])
             sampling = speaker.sampling

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, with_columns
+from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, progress_console, with_columns
 from flatout.config.data import Format
 from flatout.config.read import describe_error
 from flatout.config.schema import DataConfig, SourceConfig
@@ -122,20 +122,16 @@ def _option_problem(detail: Any) -> str:
 
 def _build(args: argparse.Namespace) -> None:
     config = _config(args)
-    from rich.console import Console
-
-    from flatout.track.console import ConsoleCallback
-
     number = "all" if config.num_samples is None else config.num_samples
     print(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")), flush=True)
-    with ConsoleCallback(Console(stderr=True)) as console:
+    with progress_console() as console:
         console.on_phase("importing libraries")
         import_without_gc("flatout.data.build")
     from flatout.data.build import open_or_build
     from flatout.data.tokenizer import load_tokenizer
 
     def build(config: DataConfig) -> TokenStore:
-        with ConsoleCallback(Console(stderr=True)) as console:
+        with progress_console() as console:
             console.on_phase("opening the sources")
             return open_or_build(
                 config,

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.cli.screen import import_transformers, model_target
+from flatout.cli.screen import import_transformers, model_target, progress_console
 from flatout.errors import DataError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, now_utc
@@ -60,12 +60,10 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"{args.answers}: prompt {unanswered[0]} has no answer to compare with; add `answer`")
     import_transformers()
     import torch
-    from rich.console import Console
 
     from flatout.eval.tasks import open_tasks
     from flatout.models.export import merge
     from flatout.models.load.inference import load_trained, resolve_model_paths
-    from flatout.track.console import ConsoleCallback
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise no_gpu_error("--device cuda")
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     trained = resolve_model_paths(args.target, base=args.base)
     if args.merged and trained.adapter is None:
         raise UsageError(f"--merged: {args.target} has no adapter to merge; leave it out")
-    with ConsoleCallback(Console(stderr=True)) as console:
+    with progress_console() as console:
         console.on_phase("reading tasks")
         opened = open_tasks(tasks, args.include_path) if tasks else None
         console.on_phase(f"loading {trained.base}")
@@ -122,13 +120,10 @@ def _score_answers(
     args: argparse.Namespace, model: Any, tokenizer: Any, prompts: list[Any], facts: dict[str, Any], name: str
 ) -> None:
     """Compare answers with those that are accepted, print how many are right and write them."""
-    from rich.console import Console
-
     from flatout.eval.exact_match import score_answers
-    from flatout.track.console import ConsoleCallback
 
     options = {"ignore_case": args.ignore_case, "max_new_tokens": args.max_new_tokens or MAX_NEW_TOKENS}
-    with ConsoleCallback(Console(stderr=True)) as console:
+    with progress_console() as console:
         console.on_phase("reading prompts")
         num_ended = 0
 
@@ -146,14 +141,11 @@ def _score_answers(
 
 def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts: dict[str, Any]) -> None:
     """Score pairs, or texts with labels, print how many are right and write it. Rows are read as the run's were."""
-    from rich.console import Console
-
     from flatout.config.read import load_config
     from flatout.config.schema import DataConfig
     from flatout.data.build import open_or_build
     from flatout.eval.scores import judge, scores_of
     from flatout.models.load.auto_class import is_scoring
-    from flatout.track.console import ConsoleCallback
 
     if not is_scoring(model.config):
         raise UsageError(f"--rows: {args.target} writes and gives no scores; use --answers or --tasks")
@@ -164,7 +156,7 @@ def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts
         known = data.model_dump(include=_OF_ROWS, exclude_unset=True)
         source = data.sources[0].model_dump(include={"columns", "keys", "roles", "system"}) if data.sources else {}
     form = {"path": str(args.rows), "hub": False, "format": "classify" if len(labels) > 1 else "auto"}
-    with ConsoleCallback(Console(stderr=True)) as console, tempfile.TemporaryDirectory() as root:
+    with progress_console() as console, tempfile.TemporaryDirectory() as root:
         console.on_phase("reading rows")
         given = {"name": "rows", "root": root, "tokenizer": trained.tokenizer, "sources": [{**source, **form}]}
         config = DataConfig.model_validate({**known, **given, "num_samples": args.limit, "shuffle": False})

@@ -11,9 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from flatout.cli.screen import WIDTH, import_transformers, rows, with_columns
+from flatout.cli.screen import WIDTH, import_transformers, progress_console, rows, with_columns
 from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
 from flatout.errors import UsageError
@@ -21,7 +19,7 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, Device, find_device
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.track.console import ConsoleCallback, PhaseCallback
+from flatout.track.console import PhaseCallback
 
 if TYPE_CHECKING:
     from flatout.trainer.decide import PlannedRun
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, Device | None, str | None]:
         changed = config.model_copy(update={"data": data})
-        with ConsoleCallback(Console(stderr=True)) as console:
+        with progress_console() as console:
             console.on_phase("importing torch and transformers")
             import_transformers()
             from flatout.trainer.decide import plan_run

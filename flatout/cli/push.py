@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from flatout.cli.screen import import_transformers, run_folder
+from flatout.cli.screen import import_transformers, progress_console, run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,16 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Push, and print where. Returns 0; raises as `push` does."""
-    from rich.console import Console
-
-    from flatout.track.console import ConsoleCallback
-
     import_transformers()
     from flatout.export.push import push
 
     results = "best" if args.best else "final"
     options = {"merged": args.merged, "private": args.private, "base": args.base, "replace": args.replace}
-    with ConsoleCallback(Console(stderr=True)) as console:
+    with progress_console() as console:
         done = push(args.run, args.repo, results=results, on_phase=console.on_phase, **options)
     print(done)
     return 0

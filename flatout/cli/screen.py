@@ -16,6 +16,7 @@ from flatout.io.redact import printable
 
 if TYPE_CHECKING:
     from flatout.config.data import DataConfig
+    from flatout.track.console import ConsoleCallback
 
 T = TypeVar("T")
 WIDTH = 80
@@ -60,6 +61,15 @@ def quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def progress_console() -> ConsoleCallback:
+    """Return a console that shows progress on stderr, so that stdout has only the outcome."""
+    from rich.console import Console
+
+    from flatout.track.console import ConsoleCallback  # both lazy, so that --help stays instant
+
+    return ConsoleCallback(Console(stderr=True))
 
 
 def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bool) -> T:
