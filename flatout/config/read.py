@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import logging
 import re
 import runpy
 import shlex
@@ -27,8 +26,6 @@ from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
 
-_log = logging.getLogger(__name__)
-
 _PLAIN = (bool, int, float, str, list, dict, type(None))
 # in the place of a file: all settings are overrides
 NO_FILE = Path("-")
@@ -48,8 +45,6 @@ _OTHER_FILES = {
 
 # a file of rows, not of settings
 _ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
-# renamed values of settings; the old names are accepted until version 0.3
-RENAMED_VALUES = {"recompute": {"lean": "selective", "partial": "budget", "layers": "full"}}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -156,10 +151,6 @@ def make_config(
     merged, problems = merge_overrides(values, overrides)
     if isinstance(name := merged.get("deepspeed"), str):
         merged["deepspeed"] = _read_deepspeed(name, folder)
-    for setting, names in RENAMED_VALUES.items():
-        if new := names.get(str(old := merged.get(setting))):
-            _log.warning(f"{setting}: {old} was renamed; write {setting}: {new}")
-            merged[setting] = new
     try:
         config = Config.model_validate(merged, context={"is_file": True})
     except ValidationError as error:

@@ -60,7 +60,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 1474,
     "cli": 2839,
     "compat": 2965,
-    "config": 2529,
+    "config": 2520,
     "data": 10791,
     "demo": 594,
     "doctor": 395,
