@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument(
         "--device",
         metavar="GPU",
-        help="plan memory for this GPU: h200, 4090, 12GB ...; all: for each (this machine)",
+        help="plan memory for this GPU: h200, 4090, 12GB ...; all: for each; cpu: for the CPU (this machine)",
     )
     gpu.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run: plan for its GPU as measured")
     parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
@@ -54,11 +54,14 @@ def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
     _check_numbers(args)
     name = (args.device or "").lower()
+    # these are the setting, which people name here, too
+    setting = [f"device={name}"] if name in ("auto", "cpu", "cuda") else []
+    name = "" if setting else name
     if name not in ("", "all"):
         find_device(name)
     if name == "all" and args.step is not None:
         raise UsageError("--step prints the micro-batches for one GPU; name it with --device")
-    config, recorder = load_config(args.config, args.overrides), MemoryCallback()
+    config, recorder = load_config(args.config, [*args.overrides, *setting]), MemoryCallback()
     num_ranks = args.ranks or len(config.gpus or [0])
     if config.gpus is not None and len(config.gpus) != num_ranks:
         raise UsageError(f"--ranks is {num_ranks}, but gpus names {len(config.gpus)}; leave one of them out")

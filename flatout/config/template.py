@@ -25,8 +25,9 @@ ADVANCED: Mapping[str, str] = read_table("advanced")
 """Settings that few runs need, each with the reason why it exists; `flatout init --all` leaves them out."""
 # what matters for a first run
 FIRST_SETTINGS = (
-    "name", "method", "model.name", "data.name", "data.sources", "data.max_tokens", "lora.rank", "lora.alpha",
-    "batch.samples_per_step", "batch.epochs", "optim.lr", "schedule.kind", "eval.fraction", "checkpoint.every_steps",
+    "name", "method", "model.name", "data.name", "data.sources", "data.sources.path", "data.sources.columns",
+    "data.sources.system", "data.max_tokens", "lora.rank", "lora.alpha", "batch.samples_per_step", "batch.epochs",
+    "optim.lr", "schedule.kind", "eval.fraction", "checkpoint.every_steps",
 )  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
     inner = [name for name in type(section).model_fields if isinstance(getattr(section, name), BaseModel)]
     for name in type(section).model_fields:
         if name not in inner and prefix + name in shown:
-            yield from _setting(section, name, depth, why=ADVANCED.get(prefix + name))
+            yield from _setting(section, name, shown, prefix)
     for name in inner:
         below = f"{prefix}{name}."
         if not any(setting.startswith(below) for setting in shown):
@@ -139,8 +140,8 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
         yield from _section(value, shown, below)
 
 
-def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iterator[str]:
-    kind = type(section)
+def _setting(section: BaseModel, name: str, shown: Collection[str], prefix: str) -> Iterator[str]:
+    kind, depth, why = type(section), prefix.count("."), ADVANCED.get(prefix + name)
     value = section.model_dump(mode="json", exclude_defaults=True).get(name, _plain_default(kind, name))
     text, facts = " ".join(str(kind.model_fields[name].description).split()), _facts(kind, name, value)
     text += f" Advanced: {why}." if why else ""
@@ -151,9 +152,11 @@ def _setting(section: BaseModel, name: str, depth: int, why: str | None) -> Iter
         # a source's settings are not in the file while the list is empty
         lines = ["Write a source as `- path: rows.jsonl`, with any of these below it:"]
         for key, field in SourceConfig.model_fields.items():
+            if f"data.sources.{key}" not in shown:
+                continue
             default, text = _plain_default(SourceConfig, key), " ".join(str(field.description).split())
-            shown = "" if field.is_required() else f"; default {as_yaml(default)}"
-            lines.append(f"  {key}: {text} [{_facts(SourceConfig, key, default)}{shown}]")
+            unless_given = "" if field.is_required() else f"; default {as_yaml(default)}"
+            lines.append(f"  {key}: {text} [{_facts(SourceConfig, key, default)}{unless_given}]")
         yield from _comment("\n".join(lines), depth)
     key = f"{INDENT * depth}{name}:"
     if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable
-from threading import current_thread, main_thread
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -53,3 +55,37 @@ class StopSignals:
             self._on_first()
         elif now_s - self._first_time_s >= self._settle_s:
             self._on_second()
+
+
+@contextmanager
+def announcing_stop(announce: Callable[[], None]) -> Iterator[None]:
+    """Call `announce` in a thread as soon as the first stop signal arrives in the block; handlers are not changed.
+
+    Python runs handlers between two instructions of the main thread, and one backward pass can take minutes. What the
+    program itself wakes up by signals still does. Nothing is called in any thread but the main one.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def follow() -> None:
+        is_announced = False
+        while received := os.read(reader, 64):
+            if before != -1:
+                with suppress(OSError):
+                    os.write(before, received)
+            if not is_announced and not {*SIGNALS}.isdisjoint(received):
+                is_announced = True
+                announce()
+        os.close(reader)
+
+    Thread(target=follow, name="stop-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        # the thread reads the end of the pipe, and ends
+        os.close(writer)

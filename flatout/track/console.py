@@ -27,7 +27,8 @@ from flatout.track.tolerant_stream import TolerantStream
 
 # without a terminal, at least this many steps of a run are printed, and the next step after so many seconds
 PLAIN_LINES, STEP_LINE_S = 20, 20.0
-# after so many seconds without a line, one says what the run does, again and again; the longer time is for steps
+# after so many seconds without a line, one says what the run does; the longer time is for steps. In a pipe or a log,
+# the next line about the same phase comes after twice the time, and after the longer one at the latest.
 SILENT_S, SILENT_STEPS_S = 4.0, 29.0
 TICK_S = 0.5
 # columns of a line's name with a space, and of the bar
@@ -169,7 +170,9 @@ class ConsoleCallback(Callback):
                 elif is_due or self._live is not None:
                     self._refresh()
             elif is_due:
-                self.on_stage("...", f"{self._phase_text()} {self._clock() - self._phase_began_s:.0f} s", "dim")
+                phase_s = self._clock() - self._phase_began_s
+                self.on_stage("...", f"{self._phase_text()} {phase_s:.0f} s", "dim")
+                self._due_s = max(self._due_s, self._clock() + min(phase_s, SILENT_STEPS_S))
 
     def _keep_ticking(self) -> None:
         while not self._closing.wait(TICK_S):

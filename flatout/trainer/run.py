@@ -26,6 +26,7 @@ from flatout.io.file_lock import RunLock
 from flatout.io.host_memory import host_memory_error
 from flatout.io.own_output import require_folders
 from flatout.io.redact import redacted
+from flatout.io.stop_signals import announcing_stop
 from flatout.models.export import copy_processor, save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
@@ -234,8 +235,9 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, rec
 
 def run_to_end(run: TrainingRun, final_dir: Path) -> None:
     """Take the remaining steps and finish. Raises PreemptedError after saving when a stop was requested."""
+    stopping = {"after": "this pass, then saves; a second Ctrl-C or signal ends it at once, without saving"}
     try:
-        with run.stop:
+        with run.stop, announcing_stop(lambda: run.reporter.post("stopping", stopping)):
             try:
                 run_steps(run)
                 finish(run, final_dir)

@@ -184,8 +184,10 @@ def test_a_first_file_is_short_and_all_is_asked_for(tmp_path: Path, monkeypatch:
     assert len(first.splitlines()) < 90 < 200 < len(everything.splitlines())
     # a line of a source's comment that goes on is as far in as its first one
     of_sources = first.partition("  # Write a source as")[2].partition("  sources:")[0].splitlines()[1:]
-    assert of_sources
     assert all(line.startswith("  #   ") for line in of_sources)
+    assert 3 <= len(of_sources) <= 6
+    assert "  #   unread_files:" not in first
+    assert "  #   unread_files:" in everything
     assert "lr: 0.0002" in first
     assert "deepspeed" not in first
 

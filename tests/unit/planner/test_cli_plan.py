@@ -53,6 +53,14 @@ def test_prints_the_plan(run_file, capsys):
     assert too_wide(text) == []
 
 
+def test_the_cpu_is_a_device_to_plan_for_and_an_unknown_one_is_refused(run_file, capsys):
+    # whatever the file names
+    assert main(["plan", str(run_file), "device=auto", "--device", "CPU"]) == 0
+    assert "it trains on its CPU" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", str(run_file), "--device", "cpx"]) == 2
+    assert "device 'cpx' is unknown; choose one of " in capsys.readouterr().err
+
+
 def test_json_is_the_same_report(run_file, capsys):
     assert main(["plan", str(run_file), "eval.fraction=0.1", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

@@ -62,7 +62,12 @@ def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps: int, step_s: f
         screen.pass_time(100)
         reporter.stage("done", phase)
         screen.note()
-    assert screen.longest_silence_s() <= 5
+    # each phase is named within 5 s; then lines become rarer
+    assert screen.longest_silence_s() <= 30
+    assert [line for line in screen.text.splitlines() if "importing torch" in line] == [
+        *(f"...        importing torch {seconds} s" for seconds in (4, 8, 16, 32, 61, 90)),
+        "done       importing torch",
+    ]
     for step in range(num_steps):
         reporter.phase("step", step + 1)
         screen.pass_time(step_s)
@@ -72,7 +77,7 @@ def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps: int, step_s: f
             began_s, num_before = screen.now_s, len(screen.line_times)
             reporter.phase("saving")
             screen.pass_time(40)
-            assert screen.longest_silence_s(num_before, began_s) <= 5
+            assert screen.longest_silence_s(num_before, began_s) <= 30
     assert screen.longest_silence_s() <= 30
     assert "...        importing torch 4 s\n" in screen.text
     assert "...        saving 4 s\n" in screen.text
