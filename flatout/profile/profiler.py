@@ -187,7 +187,8 @@ class Profiler(MemoryCallback):
     ) -> None:
         super().__init__()
         self._folder, self._num_steps, self._say, self._read_joules = folder, num_steps, say, read_joules
-        self._started_joules: float | ResourceError = ResourceError("no step was profiled")
+        self._started_joules: float | None = None
+        self._why_no_energy = ""
         self._profile: torch.profiler.profile | None = None
         self._first: StepRecord | None = None
         self._started_s = 0.0
@@ -240,29 +241,23 @@ class Profiler(MemoryCallback):
             num_steps=profiled[-1].step - self._first.step,
             data_wait_s=sum(record.data_wait_s for record in profiled) / len(profiled),
         )
-        energy = self._energy(self._started_joules, joules, wall_s, profiled)
-        measured = asdict(energy) if isinstance(energy, Energy) else None
+        energy = None
+        if self._started_joules is not None and joules is not None:
+            # rates are means over the steps since the last record; for one rank, as the counter is that of one GPU
+            num_tokens = sum(own.tokens_per_s * own.step_s * own.num_recorded / own.num_ranks for own in profiled)
+            num_steps = sum(own.num_recorded for own in profiled)
+            energy = Energy(joules - self._started_joules, wall_s, num_steps, num_tokens)
+        measured = asdict(energy) if energy else None
         DurableIO().write_json(self._folder / "profile.json", {**asdict(breakdown), "energy": measured})
         for line in render(breakdown, self._first.step_s):
             self._say(line)
-        self._say(energy.line if isinstance(energy, Energy) else f"energy: not measured: {energy}")
+        self._say(energy.line if energy else f"energy: not measured: {self._why_no_energy}")
         self._say(f"written to {self._folder / 'profile.json'} and trace.json.gz (chrome://tracing, ui.perfetto.dev)")
 
-    def _joules(self) -> float | ResourceError:
-        """Read the counter; the error where there is none."""
+    def _joules(self) -> float | None:
+        """Read the counter; None, and why, where there is none."""
         try:
             return self._read_joules()
         except ResourceError as error:
-            return error
-
-    def _energy(
-        self, first: float | ResourceError, last: float | ResourceError, wall_s: float, profiled: Sequence[StepRecord]
-    ) -> Energy | ResourceError:
-        """Return the energy between two readings, for the tokens of one rank, as the counter is that of one GPU."""
-        if isinstance(first, ResourceError):
-            return first
-        if isinstance(last, ResourceError):
-            return last
-        # rates are means over the steps since the last record
-        num_tokens = sum(own.tokens_per_s * own.step_s * own.num_recorded / own.num_ranks for own in profiled)
-        return Energy(last - first, wall_s, sum(own.num_recorded for own in profiled), num_tokens)
+            self._why_no_energy = str(error)
+            return None

@@ -76,7 +76,7 @@ MAX_PACKAGE_LINES = {
     "optim": 653,
     "parallel": 1703,
     "planner": 3301,
-    "profile": 308,
+    "profile": 303,
     "rollout": 1342,
     "studio": 1397,
     "track": 2620,
