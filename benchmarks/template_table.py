@@ -311,28 +311,29 @@ def page(results, families):
         by_family[families.get(name, name)].append(name)
     total = Counter(verdict for cells in results.values() for verdict, _ in cells.values())
     lines = [
-        "# Chat templates: what is trained, told and refused",
+        "# Chat templates",
         "",
-        "Before you train on conversations, check that your model's template can write what is in your rows. "
-        f"{len(results)} public chat templates of {len(by_family)} families, {len(KINDS)} kinds of conversations. "
-        "`benchmarks/template_table.py` renders each with plain `apply_chat_template`, and compares text, the place of "
-        "every answer and its end with what flatout stores. It works on any folder of templates:",
+        "This page shows which kinds of conversations a chat template supports, so that you can check the template of "
+        f"your model before you train. We tested {len(results)} public chat templates of {len(by_family)} families "
+        f"with {len(KINDS)} kinds of conversations. For each of them, `benchmarks/template_table.py` renders the "
+        "conversation with plain `apply_chat_template`, and compares the text, the position of each answer and its stop token with "
+        "what flatout stores. It works on any folder of templates:",
         "",
         "    python benchmarks/template_table.py FOLDER --tokenizer TOKENIZER --manifest MANIFEST --docs PAGE",
         "",
         "| verdict | cells | meaning |",
         "|---|---:|---|",
-        f"| accepted | {total['accepted']:,} | same text; loss on exactly the answers and their stop; each begins "
-        "where the generation prompt ends |",
-        f"| told | {total['told']:,} | same, but the generation prompt differs from what precedes the answer, and the "
-        "build says so with both texts |",
-        f"| refused | {total['refused']:,} | the template drops or rejects a part of the row; one sentence names it |",
+        f"| accepted | {total['accepted']:,} | the text is the same, loss is exactly on the answers and their stop "
+        "tokens, and each answer begins where the generation prompt ends |",
+        f"| warned | {total['told']:,} | the same, but the generation prompt differs from the text before the answer; "
+        "the build prints both texts |",
+        f"| refused | {total['refused']:,} | the template drops or rejects a part of the row; the error names it |",
         f"| silent or wrong | {total['silent'] + total['WRONG']:,} | |",
         "",
-        "Each cell counts templates: a number without a suffix was accepted, `t` was accepted with a warning, and "
+        "Each cell counts templates. A number without a suffix was accepted, `t` was accepted with a warning, and "
         "`r` was refused. About a third of the cells are refused, because many templates drop or reject reasoning, "
-        "tools or calls: training on such a row would teach from a text that lacks part of it, so an error that names "
-        "the part is right.",
+        "tools or tool calls. The model would then be trained on a text that lacks a part of the row, so flatout gives "
+        "an error that names the part.",
         "",
         "| family | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * len(KINDS),
