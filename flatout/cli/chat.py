@@ -26,11 +26,11 @@ MAX_NEW_TOKENS = 1 << 20
 SILENT_S = 4.0
 # logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
 MIN_TEMPERATURE = 1e-3
-HELP = """/clear        forget the conversation
-/system TEXT  start anew with this system prompt
-/image FILE   show this picture with the next message
+HELP = """/clear        clear the conversation
+/system TEXT  start over with this system prompt
+/image FILE   attach this image to the next message
 /help         list the commands
-/exit         end the chat, as an empty line and Ctrl-D do"""
+/exit         end the chat; so do an empty line and Ctrl-D"""
 
 
 @dataclass
@@ -57,17 +57,17 @@ class _Speaker:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    several = "run, adapter or model folder, or hub id; several answer beside each other"
+    several = "run, adapter or model folder, or hub id; several are compared side by side"
     add("targets", nargs="+", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
-    add("--compare", choices=("base",), help="base: the first adapter's base model answers too")
+    add("--compare", choices=("base",), help="base: also chat with the first adapter's base model")
     add("--prompt", help="answer this prompt and exit; without it the chat is interactive")
-    pictures = "show the model this picture with the first message, where it has <image> or before it; may be repeated"
+    pictures = "attach this image to the first message, in place of <image> or before the text; repeatable"
     add("--image", action="append", default=[], metavar="FILE", help=pictures)
     add("--system", help="system prompt")
     add("--max-new-tokens", type=int, default=512, help="maximum answer length in tokens (512)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (the model's generation_config)")
     add("--top-p", type=float, help="nucleus sampling: keep tokens up to this total probability (generation_config)")
-    add("--top-k", type=int, help="sample from this many of the likeliest tokens (generation_config)")
+    add("--top-k", type=int, help="sample from this many of the most likely tokens (generation_config)")
     add("--seed", type=int, default=0, help="sampling seed (0)")
     add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if available")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
                 for speaker in speakers:
                     speaker.forget()
                     speaker.messages = list(start)
-                print(f"The conversation starts anew. System prompt: {start[0]['content'] if start else 'none'}")
+                print(f"The conversation was cleared. System prompt: {start[0]['content'] if start else 'none'}")
             elif word == "/image" and rest.strip():
                 waiting.append(rest.strip())
             elif re.fullmatch(r"/[a-z]*", word):
@@ -219,6 +219,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.top_k is not None and args.top_k < 1:
         raise UsageError(f"--top-k is {args.top_k}; expected at least 1")
     if len(set(args.targets)) < len(args.targets):
-        raise UsageError("a model is named twice; name each once")
+        raise UsageError("a model is given twice; give each one once")
     if args.device_map is not None and args.device != "auto":
         raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")

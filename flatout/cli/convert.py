@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
     parser.add_argument("--from", dest="system", choices=_SYSTEMS, help="system of FILE, if not recognized")
-    parser.add_argument("--gpus", type=int, help="number of GPUs that FILE is for (what a script says, else 1)")
+    parser.add_argument("--gpus", type=int, help="number of GPUs that FILE is written for (as the script says, or 1)")
     parser.add_argument("--without", default="", metavar="NAME,...", help="names of FILE to leave out")
 
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     )
     if system is None:
-        raise UsageError(f"{args.file}: of no known trainer; name it by --from {'|'.join(_SYSTEMS)}")
+        raise UsageError(f"{args.file}: cannot tell which trainer it is for; give --from {'|'.join(_SYSTEMS)}")
     _find_deepspeed(given, args.file.parent)
     if args.gpus is None and not command.num_ranks.isdigit():
         raise UsageError(
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
     table += [(name, "left out") for name in left_out]
     table += [
-        (name, f"not converted: trains nothing{ours and f'; see {ours}'}") for name, ours in command.beside.items()
+        (name, f"not converted: it does not train{ours and f'; see {ours}'}") for name, ours in command.beside.items()
     ]
     print(
         rows(table, 32),

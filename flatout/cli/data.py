@@ -43,39 +43,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=MEANING",
-        help="what a key of turns means: train (true: loss), masked (true: no loss), train_detail, ignored; repeatable",
+        help="meaning of a key in turns: train (true: loss), masked (true: no loss), train_detail, ignored; repeatable",
     )
     add("--pairs", help="best_worst, adjacent or all: pairs of several answers with scores or ranks (best_worst)")
-    add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
+    add("--yes", action="store_true", help="accept the proposed columns if the rows fit no format")
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
-    add("--media-root", type=Path, help="folder of relative paths of pictures (that of the file of rows)")
+    add("--media-root", type=Path, help="folder that relative image paths start from (that of the data file)")
     add(
         "--allowed-media-domain", action="append", dest="allowed_media_domains", metavar="HOST",
-        help="host that pictures given by URL are downloaded from, such as *.example.org; *: any; repeatable",
+        help="host that images may be downloaded from, such as *.example.org; *: any; repeatable",
     )  # fmt: skip
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
     add("--template-arg", action="append", default=[], metavar="NAME=VALUE", help="template variable; repeatable")
     add("--new-token", action="append", dest="new_tokens", help="token to add to the tokenizer; repeatable")
     add("--new-special-token", action="append", dest="new_special_tokens", help="the same for special tokens")
     add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
-    add("--lost-reasoning", help="split, mask or train: answers whose reasoning the template leaves out")
-    add("--end-of-turn", help="what ends an answer, if the template writes nothing that does; none: nothing")
+    add("--lost-reasoning", help="split, mask or train: how to treat answers whose reasoning the template drops")
+    add("--end-of-turn", help="text that ends an answer, if the template writes none; none: no text")
     add("--special-tokens", help="keep or text: how to read special tokens in plain text")
     add("--loss-type", help="response_only or all")
     add("--max-tokens", type=int, help="maximum tokens per sample (2048); 0: no limit")
     add("--too-long", help="auto, error, drop, truncate or split")
     add("--on-bad-row", help="error or skip")
-    add("--dedupe", help="exact, near or off: leave out rows that repeat an earlier one (off)")
+    add("--dedupe", help="exact, near or off: drop rows that repeat an earlier one (off)")
     add("--print-samples", action="store_true", help="print the first samples as text")
     add("--num-procs", type=int, help="tokenizer processes")
-    add("--replace", action="store_true", help="replace a data set of that name if it differs, or has pictures")
+    add("--replace", action="store_true", help="overwrite a data set of that name if it differs or has images")
     add("--root", type=Path, help="folder of the registry and the built data sets (data)")
-    show = actions.add_parser("show", help="print samples, with tokens in the loss in color, and statistics")
+    show = actions.add_parser("show", help="print samples, with trained tokens in color, and statistics")
     show.add_argument("name", help="name of a built data set")
     show.add_argument("-n", type=int, help="number of samples to show (3; 20 in a page)")
     show.add_argument("--html", action="store_true", help="write a page with samples, packing and statistics")
     show.add_argument("--out", type=Path, metavar="FILE", help="file of the page (NAME.html)")
-    template = actions.add_parser("template", help="print what a chat template does, and what mends its problems")
+    template = actions.add_parser("template", help="analyze a chat template, and print how to fix its problems")
     template.add_argument(
         "template", metavar="TEMPLATE_OR_MODEL", help="a name, a .jinja file, or a model with its own"
     )

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("target", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
     add("--tasks", help="tasks of lm-eval, such as arc_easy,hellaswag (needs the extra `eval`)")
     add("--include-path", type=Path, metavar="FOLDER", help="folder of further lm-eval tasks; their files can run code")
-    add("--chat", action="store_true", help="put the tasks' questions into the chat template")
-    add("--batch-size", type=int, metavar="N", help=f"samples that lm-eval computes together ({BATCH_SIZE})")
+    add("--chat", action="store_true", help="apply the chat template to the tasks' questions")
+    add("--batch-size", type=int, metavar="N", help=f"batch size of lm-eval ({BATCH_SIZE})")
     answers = "JSONL with prompt or messages, and answer (a text, or a list of accepted ones): exact match, without "
     add("--answers", type=Path, metavar="FILE", help=answers + "the space around answers")
     add("--rows", type=Path, metavar="FILE", help="for a model that scores (objective reward or classify): pairs, or "
@@ -148,7 +148,7 @@ def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts
     from flatout.models.load.auto_class import is_scoring
 
     if not is_scoring(model.config):
-        raise UsageError(f"--rows: {args.target} writes and gives no scores; use --answers or --tasks")
+        raise UsageError(f"--rows: {args.target} generates text and gives no scores; use --answers or --tasks")
     labels = [str(model.config.id2label[index]) for index in range(model.config.num_labels)]
     file, known, source = Path(args.target) / "config.yaml", dict[str, Any](), dict[str, Any]()
     if file.is_file():

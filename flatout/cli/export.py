@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--best", action="store_true", help="export the run's best/ instead of final/")
     own = "f32, f16, bf16 or q8_0; others such as q4_k_m by llama.cpp's llama-quantize (the weights' dtype)"
     add("--quantize", metavar="KIND", help=own)
-    add("--adapter", action="store_true", help="with --to vllm: the adapter alone, beside its base model")
+    add("--adapter", action="store_true", help="with --to vllm: export only the adapter, not the merged model")
     add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
     llama_cpp = "llama.cpp's folder: its converter writes the GGUF, as for models that flatout does not write itself"
     add("--llama-cpp", type=Path, metavar="FOLDER", help=llama_cpp)

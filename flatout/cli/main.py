@@ -25,23 +25,23 @@ from flatout.track.tolerant_stream import tolerant_output
 # verb -> what it does; flatout/cli/<verb>.py has add_arguments(parser) and run(args) -> exit code
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
-    "init": "write a commented configuration that runs unmodified",
-    "convert": "translate a configuration of Axolotl, LLaMA-Factory, TRL or TrainingArguments",
+    "init": "write a commented config file that runs unmodified",
+    "convert": "translate a config from Axolotl, LLaMA-Factory, ms-swift, TRL or TrainingArguments",
     "data": "build, show or list tokenized data sets",
     "plan": "print what a run will do, without a GPU",
-    "verify": "prove that packing, accumulation, ranks and strategies do not change this run's step",
+    "verify": "check that packing, accumulation, ranks and strategies do not change this run's step",
     "doctor": "check the machine, the run folder and the disks before a run",
     "train": "fine-tune",
     "watch": "show a running or finished run: progress, loss, speed, ranks, events",
     "launch": "write an sbatch script or a Kubernetes manifest for a run",
-    "bench": "measure tokens per second and memory of a configuration or model on this machine",
+    "bench": "measure tokens per second and memory of a config or model on this machine",
     "runs": "list runs with their losses, times and sizes",
-    "report": "write a page about a run, or several runs beside each other",
+    "report": "write an HTML report of a run, or compare several runs",
     "chat": "chat with a run, an adapter or a model",
     "track": "send a run to TensorBoard, Weights & Biases, MLflow, Comet or Trackio",
-    "eval": "score a run, an adapter or a model on tasks and on own questions",
+    "eval": "evaluate a run, an adapter or a model on lm-eval tasks or your own questions",
     "merge": "merge an adapter into its base model's weights",
-    "export": "write a run for llama.cpp, Ollama, vLLM or MLX",
+    "export": "export a run for llama.cpp, Ollama, vLLM or MLX",
     "push": "push a run to the hub, with a model card",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
@@ -102,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
         if match := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
             option = match[1].partition("=")[0]
             known = [*_options(self, self.verb_words)]
-            message = f"there is no option {option}" if option[0] == "-" else f"{match[1]!r} is one word too many"
+            message = f"there is no option {option}" if option[0] == "-" else f"unexpected argument {match[1]!r}"
             hint = _near_option(option, known) or hint
         elif match := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
             message = f"there is no {match[1]} {match[2]!r}; choose {match[3]}".replace("'", "")

@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("config", type=Path, help="a YAML file, or a .py file that sets `config` (which runs as code)")
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. batch.samples_per_step=64")
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="plan for N GPUs (default: as many as `gpus` names, or 1)"
-    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="plan for N GPUs (default: the number of `gpus`, or 1)")
     parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
     gpu = parser.add_mutually_exclusive_group()
     gpu.add_argument(
@@ -45,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     gpu.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run: plan for its GPU as measured")
     parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
-    yes = "take columns that are proposed where no format has those of the rows"
+    yes = "accept the proposed columns if the rows fit no format"
     parser.add_argument("--yes", action="store_true", help=yes)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reverse", action="store_true", help="sort from the largest or last")
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--tagged", metavar="TAG", help="list only runs with this tag")
-    add("--note", nargs=2, metavar=("RUN", "TEXT"), help="write a note beside a run; an empty text removes it")
+    add("--note", nargs=2, metavar=("RUN", "TEXT"), help="set the note of a run; an empty text removes it")
     add("--tag", nargs="+", metavar=("RUN", "TAG"), help="tag a run")
     add("--untag", nargs="+", metavar=("RUN", "TAG"), help="remove tags of a run")
 

@@ -24,7 +24,7 @@ def print_pair(console: Console, store: TokenStore, unit: int, decode: Decode) -
     """Print what a pair begins with, then the rest of both answers in two columns; tokens with loss are in color."""
     common = int(store.extra[PREFIX_TOKENS][unit])
     margin = f", margin {float(store.extra['margin'][unit]):g}" if "margin" in store.extra else ""
-    parts = f"part at token {first_difference(store, unit) + 1}"
+    parts = f"diverge at token {first_difference(store, unit) + 1}"
     console.print(f"--- Pair {unit + 1} ({store.origin(2 * unit)}, {parts}{margin}) ---")
     samples = [store.sample(2 * unit + place) for place in (0, 1)]
     prompt = Text(printable(decode(samples[0].token_ids[:common].tolist())), style="dim")

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
-    add("-v", "--verbose", action="store_true", help="on a terminal, show every stage of the start; train.log has them")
-    add("--yes", action="store_true", help="take columns that are proposed where no format has those of the rows")
+    add("-v", "--verbose", action="store_true", help="on a terminal, show every start-up stage, as train.log does")
+    add("--yes", action="store_true", help="accept the proposed columns if the rows fit no format")
     add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
     add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")
     add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")

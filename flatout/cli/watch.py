@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print_lines(follower)
     except KeyboardInterrupt:
-        print(f"left {args.run}, which this does not stop")
+        print(f"left {args.run}, which continues")
         return INTERRUPTED
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {reason_of(error)}; name the folder of a run") from error
@@ -211,7 +211,7 @@ def _state(log: RunLog) -> Iterator[tuple[str, str]]:
         yield "state", f"killed, {age}; the same command resumes it"
     elif log.end is None:
         host = log.last_holder.host if log.last_holder else "a host without a name"
-        yield "state", f"no lock is seen of the run on {host}, {age}; if it was killed, the same command resumes it"
+        yield "state", f"cannot see the lock of the run on {host}, {age}; if it was killed, the same command resumes it"
     else:
         yield "state", f"{log.end.outcome}{f': {log.end.why}' if log.end.why else ''}"
     if log.holder is not None and not log.holder.trains:

@@ -198,7 +198,7 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
     if config.full.compute != "model":
         shards = planned.parallel_layout.shards_state
         line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
-        slow = "; one H100 was no faster than in bf16 with it: full.compute: fp8_rowwise took 1/1.19 of the time"
+        slow = "; on one H100 it was no faster than bf16: full.compute: fp8_rowwise took 1/1.19 of the time"
         reporter.stage("fp8", line + slow if config.full.compute == "fp8" else line)
     if config.method == "full":
         return FusedLayers([])
@@ -223,7 +223,7 @@ def shard_state(
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     if apply_recompute(loaded.model, planned.memory.recompute):
-        reporter.stage("recompute", "the embedding table is in host memory")
+        reporter.stage("recompute", "the embedding table is in CPU memory")
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     strategy = strategy_class(layout.strategy)(rank, device, config, layout, loaded.dtype, loaded.autocast)
@@ -322,6 +322,6 @@ def compile_model(
             prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])
     if recompute in ("selective", "budget") and not compiled.is_complete:
         apply_recompute(loaded.model, "full")
-        reporter.stage("recompute", f"full instead of {recompute}, which needs layers that are one graph")
+        reporter.stage("recompute", f"full instead of {recompute}, which needs each layer to be one graph")
         recompute = "full"
     return compiled, recompute

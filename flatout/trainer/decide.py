@@ -193,7 +193,7 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     check_scoring(config, objective)
     if config.eval.best not in (figures := ("loss", *objective.metrics)):
         raise UsageError(
-            f"eval.best: {config.eval.best!r} is no metric of objective {objective.name}; it has {', '.join(figures)}"
+            f"eval.best: {config.eval.best!r} is not a metric of {objective.name}; it has {', '.join(figures)}"
         )
     if config.objective.reference != ReferenceConfig():
         why = f"objective {objective.name}, which has no reference" if REFERENCE not in objective.columns else ""
@@ -220,9 +220,9 @@ def report_objective(config: Config, plan: RunPlan, reporter: Reporter, counted:
     if REFERENCE in objective.columns:
         num_steps = min(plan.num_steps, plan.steps_per_epoch)
         cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
-        reporter.event("reference", {"costs": f"{cost}; nothing once an equal one is kept"})
+        reporter.event("reference", {"costs": f"{cost}; skipped once they are cached"})
     if objective.estimates:
-        cost = "each step begins with forward passes over its prompts with the answers to other ones"
+        cost = "each step begins with forward passes over its prompts with the answers to other prompts"
         reporter.event("estimates", {"costs": f"{cost}, about a {part} of the time of the rest"})
 
 

@@ -81,7 +81,7 @@ def read_eval_prompts(
         prompts = [_prompt_of_row(tokenizer, template, *row) for row in rows]
         if num_too_long:
             why = f"a pass holds {max_tokens:,} tokens, {most} of them for the answer (eval.max_new_tokens)"
-            reporter.stage("answers", f"passed over {num_too_long:,} rows of the evaluation set as too long: {why}")
+            reporter.stage("answers", f"skipped {num_too_long:,} rows of the evaluation set that are too long: {why}")
     else:
         given = _given_prompts(config.eval.prompts)
         processor = processor_of(store) if store.num_pictures and any(one.pictures for one in given) else None

@@ -151,7 +151,7 @@ class MemoryCheck:
         most = max(peaks_of_ranks, key=lambda peaks: int(peaks[-1]))
         large, correction = correction_of(planned, list(zip(steps, most, strict=True)))
         if correction is None:
-            self._reporter.stage("memory", f"{large}; not used, as no GPU explains this difference")
+            self._reporter.stage("memory", f"{large}; not used, because the difference is too large for any GPU")
             return device, False
         line, is_off = str(large), correction != Correction()
         self._reporter.stage("memory", f"{line}; planned again with {correction}" if is_off else line)
@@ -220,7 +220,7 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
     step, rank, largest = largest_of_plan
     longest, num_tokens = planned.plan.largest_unit(step.ranks[rank]), largest.num_padded_tokens
     if longest > MAX_SAMPLE_SHARE * num_tokens:
-        return f"samples stay whole, and one has {longest:,} tokens; the largest micro-batch has {num_tokens:,}"
+        return f"samples are not split, and the longest has {longest:,} tokens; the largest micro-batch {num_tokens:,}"
     return None
 
 
@@ -230,7 +230,7 @@ def _reason_of_layout(layout: ParallelLayout) -> str | None:
         return f"{package} holds state of its own"
     if layout.context_ranks > 1 or layout.expert_ranks > 1:
         return "several ranks share each micro-batch, or experts"
-    return "state is sharded, so a pass alone holds other gradients than a step" if layout.shards_state else None
+    return "state is sharded: a pass alone has other gradients in memory than a step" if layout.shards_state else None
 
 
 def choose_passes(planned: PlannedRun) -> list[StepPlan]:

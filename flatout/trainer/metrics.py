@@ -33,7 +33,7 @@ class Meter:
         self._run = run
         self._peak = device_peak(run)
         if self._peak is not None:
-            run.reporter.stage("mfu", f"MFU against {self._peak.describe()}; recomputation not counted")
+            run.reporter.stage("mfu", f"MFU against {self._peak.describe()}; without recomputation")
         self._clock = StepClock(run.device)
         self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter(run)
         self._steps: list[StepPlan] = []

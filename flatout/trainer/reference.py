@@ -158,7 +158,7 @@ def _fill_column(
         f"; {num_needed - total:,} were known" if num_needed > total else "",
     )
     run.reporter.stage(
-        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, kept for other runs{known_text}"
+        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, cached for other runs{known_text}"
     )
 
 
@@ -210,10 +210,10 @@ def _keep(run: TrainingRun, store: TokenStore, key: str, meaning: str) -> None:
     try:
         for gone in keep_on_disk(store, key, meaning):
             run.reporter.stage(
-                "reference", f"{store.meta.name}: an older one was removed ({gone}); {MOST_KEPT} are kept"
+                "reference", f"{store.meta.name}: an older one was removed ({gone}); {MOST_KEPT} are cached"
             )
     except ResourceError as error:
-        run.reporter.stage("reference", f"{error}; this run goes on, but the next computes the reference again")
+        run.reporter.stage("reference", f"{error}; this run continues, but the next one computes the reference again")
 
 
 def reference_key(run: TrainingRun, store: TokenStore) -> str:

@@ -163,7 +163,7 @@ def find_checkpoint(
         new = f"name={free.name}" if config.run_dir is None else f"run_dir={free}"
         steps = [(new, "a run of its own beside this one"), (RESTART, "start over; the old folder is moved aside")]
         if error.allow:
-            steps.append((f"checkpoint.allow_change=[{error.allow}]", "go on from the checkpoint all the same"))
+            steps.append((f"checkpoint.allow_change=[{error.allow}]", "resume from the checkpoint with new settings"))
         raise CheckpointError(f"{error}{next_steps(*steps)}") from error
 
 

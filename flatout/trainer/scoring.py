@@ -78,7 +78,7 @@ def with_used_labels(store: TokenStore, objective: Objective, reporter: Reporter
     )
     left = f"; no sample has {', '.join(map(repr, unused))[:200]}, whose rows were left out" if unused else ""
     if len(used) < 2:
-        raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: nothing to tell apart{left}")
+        raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: there is nothing to classify{left}")
     if left:
         reporter.stage("labels", f"{len(used)} of {len(labels)} are trained{left}")
     return in_order_of(store, used)

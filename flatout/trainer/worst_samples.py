@@ -86,7 +86,7 @@ class WorstSamples:
         try:
             tokenizer = prompts.tokenizer if prompts else tokenizer_of(run.config.data, run.config.model.name)
         except FlatoutError as error:
-            run.reporter.stage("evaluation", f"the greatest losses are recorded without their text: {error}")
+            run.reporter.stage("evaluation", f"the highest losses are recorded without their text: {error}")
             return lambda _: ""
         return lambda ids: str(tokenizer.decode(list(ids)))
 

@@ -41,7 +41,7 @@ class _Measure:
 
 _MEASURES = (
     _Measure(
-        "Loss", "nats per label token, or as the objective says", {"training": lambda r: r.loss}, lambda e: e.eval_loss,
+        "Loss", "nats per label token, or the objective's unit", {"training": lambda r: r.loss}, lambda e: e.eval_loss,
         is_smoothed=True, has_log=True,
     ),
     _Measure(
@@ -224,7 +224,7 @@ def _experts(run: _Run, x_names: Mapping[str, str]) -> Iterator[str]:
     entropy = np.array(list(zip_longest(*(record.expert_entropy for record in records), fillvalue=math.nan)))
     for title, unit, values, full in (
         ("Load of experts", f"largest / mean of a layer; darkest: {_DARKEST_LOAD:g} or more", peaks, _DARKEST_LOAD),
-        ("Unevenness of experts", "% of entropy that equal loads have more; darkest: all", 100 * (1 - entropy), 100.0),
+        ("Unevenness of experts", "% of the entropy of equal loads lost; darkest: all", 100 * (1 - entropy), 100.0),
     ):
         shown = np.clip(values, 0.0, MAX_NUMBER)
         plots = [

@@ -111,7 +111,7 @@ def _open_run(folder: Path) -> RunLog:
     if not (log.steps or log.evals or log.start or (has_settings and not log.num_bad_lines)):
         problem = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "its files are empty"
         problem = "; ".join(log.problems.values()) or problem
-        raise DataError(f"{folder} holds no record of a run: {problem}; name the folder of a run")
+        raise DataError(f"{folder} is not a run folder: {problem}; name the folder of a run")
     return log
 
 

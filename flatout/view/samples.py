@@ -68,7 +68,7 @@ def overview(store: TokenStore) -> str:
         ("Tokens", short_count(num_tokens), f"{num_tokens:,}"),
         ("Trained tokens", f"{num_labels / num_tokens:.1%}", f"{num_labels:,} carry the loss"),
         ("Median length", f"{half:,}", f"tokens; 95% have at most {percentile:,}, the longest {most:,}"),
-        ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of a padding loader's tokens, batches of 32"),
+        ("Padding avoided", f"{padding_share(lengths, 32):.1%}", "of the tokens in padded batches of 32"),
     ]
     return render("overview.html", lead=lead, figures=figures, notes=_read_report(store).notes)
 
@@ -107,7 +107,7 @@ def _read_report(store: TokenStore) -> _Report:
     try:
         return validated(_REPORT, read_json(path, DataError), str(path), DataError)
     except DataError as error:
-        return _Report((f"{error}; which rows were cut is not shown: build the data set again to see it",), {})
+        return _Report((f"{error}; truncated rows are not marked; rebuild the data set to see them",), {})
 
 
 def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> tuple[Any, ...]:

@@ -57,7 +57,7 @@ def test_pairs_are_measured_with_their_reference_and_another_rate_computes_none(
     results = json.loads((tmp_path / "preference.json").read_text())
     first, again = results["bf16"], results["again"]
     assert first["losses"][0] == again["losses"][0] == pytest.approx(math.log(2), abs=1e-12)
-    assert "kept for other runs" in first["told"][0]
+    assert "cached for other runs" in first["told"][0]
     assert "are known from an earlier run" in again["told"][0]
     lengths = preference.parse(words).timed
     shared = lengths[lengths[:, 0] >= 64, 0].sum()  # a shorter prompt is not worth sharing

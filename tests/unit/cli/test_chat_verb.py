@@ -44,8 +44,8 @@ def test_commands_and_the_end_of_input(
     assert chat(monkeypatch, typed, str(run_dir), *DRAWN) == 0
     first, second, cleared, again, system, helped, unknown, slash, end = answers(capsys.readouterr().out)
     assert first == again != second
-    assert cleared == "The conversation starts anew. System prompt: none"
-    assert system == "The conversation starts anew. System prompt: Be kind."
+    assert cleared == "The conversation was cleared. System prompt: none"
+    assert system == "The conversation was cleared. System prompt: Be kind."
     assert "/clear" in helped
     assert "There is no command /hlep" in unknown
     assert "no command" not in slash
@@ -139,7 +139,7 @@ def test_tokens_are_printed_one_by_one(run_dir: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [((), "named twice"), (("--compare", "base"), "--compare base: ")],
+    [((), "given twice"), (("--compare", "base"), "--compare base: ")],
 )
 def test_what_cannot_be_compared(
     tiny: Any, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

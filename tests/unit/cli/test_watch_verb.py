@@ -197,7 +197,7 @@ def test_of_a_run_on_another_host_is_said_what_is_known(
     with RunLock(run):
         held = json.loads((run / ".lock").read_text())
     (run / ".lock").write_text(json.dumps({**held, "host": "node-7"}))
-    assert "no lock is seen of the run on node-7, last news" in shown(run)
+    assert "cannot see the lock of the run on node-7, last news" in shown(run)
     monkeypatch.setattr(watch.time, "time", lambda: now_s + 7200)
     assert main(["watch", str(run)]) == 0
     out = capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_ranks_are_known_and_at_least_one(
         ("swift export --adapters output/last --merge_lora true", "see flatout export"),
         ("CUDA_VISIBLE_DEVICES=0 swift infer --adapters $OUT --stream true", "see flatout chat"),
         ("swift eval --model output", "see flatout eval"),
-        ("trl vllm-serve --model org/model", "trains nothing"),
+        ("trl vllm-serve --model org/model", "it does not train"),
     ],
 )
 def test_a_command_that_trains_nothing_is_named_and_the_trainer_is_converted(
@@ -102,7 +102,7 @@ def test_a_command_that_trains_nothing_is_named_and_the_trainer_is_converted(
     assert convert(tmp_path, f"swift rlhf --model org/model --dataset a.jsonl\n{beside}\n") == 0
     assert load_config(tmp_path / "out.yaml").objective.kind == "dpo"
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{name} not converted: trains nothing" in said
+    assert f"{name} not converted: it does not train" in said
     assert here in said
     (tmp_path / "out.yaml").unlink()
     assert convert(tmp_path, beside) == 2

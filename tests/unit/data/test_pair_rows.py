@@ -464,7 +464,7 @@ def test_show_prints_both_answers_side_by_side(
     capsys.readouterr()
     assert main(["data", "show", "p"]) == 0
     shown = capsys.readouterr().out
-    assert "--- Pair 1 (rows.jsonl:1, part at token " in shown
+    assert "--- Pair 1 (rows.jsonl:1, diverge at token " in shown
     assert ", margin 2.5) ---" in shown
     lines = shown.splitlines()
     assert any(line.split() == ["yes", "it", "is", "│", "no<|im_end|>"] for line in lines)

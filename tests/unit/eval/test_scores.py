@@ -77,4 +77,4 @@ def test_pairs_are_judged_by_the_scores_of_their_answers(tiny: Any, tmp_path: Pa
     assert json.loads((tmp_path / "run/eval/reward.json").read_text())["margin"] == pytest.approx(margin, rel=1e-4)
     assert main(["eval", str(tmp_path / "run"), "--answers", str(file), "--device", "cpu"]) != 0
     assert main(["eval", str(tiny.model_dir), "--rows", str(file), "--device", "cpu"]) == 2
-    assert "writes and gives no scores" in capsys.readouterr().err
+    assert "generates text and gives no scores" in capsys.readouterr().err

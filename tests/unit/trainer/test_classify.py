@@ -208,7 +208,7 @@ def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny: Any, plan: P
         ([0.0, 1.0, 0.0], ("0", "1")),
         ([0.5, 1.0, 0.0], "rows.jsonl:1: label is a number (0.5); a label is a text or an integer"),
         ([None, "a", "b"], "rows.jsonl:1: label is null"),
-        (["a", "a", "a"], "every row has the label 'a': nothing to tell apart"),
+        (["a", "a", "a"], "every row has the label 'a': there is nothing to classify"),
     ],
 )
 def test_labels_are_numbers_by_value_and_texts_by_character(plan: Plan, labels: list[Any], found: Any) -> None:
@@ -248,7 +248,9 @@ def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: An
         found = [text for _, name, text in said.stages if name == "labels"]
         assert found == told, file
     good = [row for row in ROWS if row["label"] == "good"]
-    with pytest.raises(DataError, match="every row has the label 'good': nothing to tell apart; no sample has 'fair'"):
+    with pytest.raises(
+        DataError, match="every row has the label 'good': there is nothing to classify; no sample has 'fair'"
+    ):
         plan_run(config_of([*good, empty], file="one", **skips), Reporter(), Rank())
 
 

@@ -264,7 +264,7 @@ def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(co
     start = Start(alone, factor=1.25, gpu=Device("a GPU", int(1.3 * need.total_bytes)))
     assert start.num_measured == 0
     count = f"{largest.num_tokens:,}"
-    why = f"not measured: samples stay whole, and one has {count} tokens; the largest micro-batch has {count}"
+    why = f"not measured: samples are not split, and the longest has {count} tokens; the largest micro-batch {count}"
     assert why in start.told.of("memory")
 
 
@@ -356,6 +356,6 @@ def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -
 def test_passes_that_take_far_more_than_any_card_explains_leave_the_plan(config: Config) -> None:
     start = Start(config, factor=3.0)
     (line,) = [text for text in start.told.of("memory") if text.startswith("measured")]
-    assert line.endswith("; not used, as no GPU explains this difference")
+    assert line.endswith("; not used, because the difference is too large for any GPU")
     assert start.planned.device is not None
     assert not start.planned.device.corrections

@@ -65,7 +65,7 @@ def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch: pytest.MonkeyPa
     assert peak is not None
     monkeypatch.setattr(metrics, "device_peak", lambda _: peak)
     meter = Meter(run)
-    assert stages == ["MFU against 989 TFLOP/s, bf16 dense, NVIDIA H200; recomputation not counted"]
+    assert stages == ["MFU against 989 TFLOP/s, bf16 dense, NVIDIA H200; without recomputation"]
     for step in steps(run):
         meter.end_step(step, StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3))
     first, second = records

@@ -171,7 +171,7 @@ def test_best_is_judged_by_the_named_figure(
     assert (progress.best_figure, progress.best_step) == min(
         zip(values, steps, strict=True), key=lambda pair: pair[0] if least else -pair[0]
     )
-    with pytest.raises(UsageError, match=r"eval.best: 'accuracy' is no metric of objective Focal; it has loss, cert"):
+    with pytest.raises(UsageError, match=r"eval.best: 'accuracy' is not a metric of Focal; it has loss, cert"):
         train(tiny.config(tmp_path / "other", eval={"fraction": 0.1, "best": "accuracy"}, **sections))
 
 
