@@ -52,11 +52,13 @@ def make_reader(folder: Path, family: str) -> Any:
     return values | {"tie_word_embeddings": False}
 
 
-def make_picture_model(folder: Path, family: str, *, wide: bool = False) -> Path:
+def make_picture_model(
+    folder: Path, family: str, *, wide: bool = False, of_tower: dict[str, Any] | None = None
+) -> Path:
     """Write a random model of a family, with all that comes with one, into a folder.
 
     Its weights are numbers of bf16, so that a precision changes nothing but products; with `wide`, its heads are as
-    kernels of GPUs want them.
+    kernels of GPUs want them. `of_tower` are other values of its tower.
     """
     import torch
     import transformers
@@ -64,6 +66,7 @@ def make_picture_model(folder: Path, family: str, *, wide: bool = False) -> Path
     values = make_reader(folder, family)
     if wide:
         values = widened(values)
+    values = {**values, "vision_config": {**values["vision_config"], **(of_tower or {})}}
     config = getattr(transformers, FAMILIES[family].config)(**values)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)

@@ -11,12 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
 
-# for each number of a picture: in fp32, of the micro-batch and of those prefetched; and what a block of the tower holds
-# of a patch, about 12 elements in 16 bit for each of its D channels (D = 1,152, patches of 3 x 14 x 14)
-_PICTURE_BYTES = 3 * 4 + 48
-# bytes for each number of a picture while a block of a trained tower computes its gradients: about 36 elements in 16
-# bit for each of a patch's D channels (D = 1,152, patches of 3 x 14 x 14)
-_BACKWARD_BYTES = 144
+# bytes for each number of a picture: in fp32, of the micro-batch and of those prefetched
+_VALUE_BYTES = 3 * 4
+# the same for what a block of a tower holds whose layers are not known: 28 elements in 16 bit of each of a patch's D
+# channels (D = 1,152, patches of 2 x 3 x 16 x 16), as one that rotates queries and keys in fp32 may have
+_UNKNOWN_BYTES = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +68,24 @@ class TowerShape:
     A patch of `patch_values` numbers is multiplied by `per_patch` matrix entries in the tower's layers, and a token by
     `per_token` in what projects it. `pair_width` is that of a pair of patches: heads x (query + value) of all layers
     without windows. Pictures are cut into images of at most `image_patches`, whose patches see each other; None: they
-    are not cut. If it is trained, each patch keeps `kept_elements`, the inputs of all layers, which are computed again.
-    `num_trained` counts the parameters of the parts that are not frozen. The layers take `layer_passes` as long as
-    their forward pass does, and what projects patches `token_passes`.
+    are not cut. A patch has `width` channels in `num_layers` layers, in each of which the MLP computes `mlp_width`
+    more, and `rotates`: queries and keys turn in fp32. A token's features have `feature_width` elements, and what
+    projects them reads and writes `projected_width`. `num_trained` counts the parameters of the parts that are not
+    frozen. The layers take `layer_passes` as long as their forward pass does, and what projects patches
+    `token_passes`.
     """
 
     patch_values: int
     per_patch: int
     per_token: int
     pair_width: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    rotates: bool
+    feature_width: int
+    projected_width: int
     image_patches: int | None = None
-    kept_elements: int = 0
     num_trained: int = 0
     layer_passes: int = 1
     token_passes: int = 1
@@ -88,14 +94,29 @@ class TowerShape:
         """Return the FLOPs of each picture's passes, forward and backward, of so many numbers and tokens."""
         patches = np.asarray(num_values, np.float64) / self.patch_values
         pairs = self.pair_width * patches * np.minimum(patches, self.image_patches or np.inf)
+        if self.layer_passes > 1:  # attention has no weights: gradients of both factors, for adapters too
+            pairs = 3 * pairs
         of_tokens = self.token_passes * self.per_token * np.asarray(num_tokens)
-        return np.asarray(2.0 * (self.layer_passes * (self.per_patch * patches + pairs) + of_tokens))
+        return np.asarray(2.0 * (self.layer_passes * self.per_patch * patches + pairs + of_tokens))
 
-    def trained_bytes(self, element_bytes: int) -> float:
-        """Return what training it takes for each number of a picture, beside its forward pass; 0 if it is frozen."""
+    def pass_bytes(self, num_patches: float, num_tokens: float, compute: int, hidden: int) -> tuple[float, float]:
+        """Return the bytes that stay until the decoder's backward pass ends, and what a pass holds beside them.
+
+        Elements have `compute` bytes, those of residuals and norms `hidden`. Features stay, and of trained layers the
+        inputs and the last output: the rest is computed again. A forward pass holds embeddings, last states, residual
+        and norm, and the larger of attention (query, key, value, output; copies in fp32 to rotate) and MLP; a layer's
+        backward pass what it computed again, and gradients of the larger of the two.
+        """
+        kept, wider = num_tokens * self.feature_width, hidden - compute
+        if self.token_passes > 1:
+            kept += num_tokens * self.projected_width
         if self.layer_passes == 1:
-            return 0.0
-        return self.kept_elements * element_bytes / self.patch_values + _BACKWARD_BYTES
+            attention = (15 if self.rotates else 5) * self.width
+            held = (4 * self.width + max(attention, 2 * self.mlp_width)) * compute + 3 * self.width * wider
+            return kept * compute, num_patches * held
+        held = max(22 * self.width if self.rotates else 0, 10 * self.width + 3 * self.mlp_width)
+        inputs = num_patches * (self.num_layers + 1) * self.width
+        return kept * compute + inputs * hidden, num_patches * (held * compute + 5 * self.width * wider)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +131,8 @@ class ModelShape:
     with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
     through outside layers and head. `scores`: the model has a few scores of a text in place of logits over the
     vocabulary. `groups_experts`: flatout's grouped products can compute the experts. `picture_values` is the most that
-    a sample of the data has of its pictures' numbers for each of its tokens, `tower` what reads them.
+    a sample of the data has of its pictures' numbers for each of its tokens, `picture_tokens` the largest share of
+    tokens that are theirs, `tower` what reads them.
     """
 
     model_type: str
@@ -135,15 +157,21 @@ class ModelShape:
     num_logits: int | None = None
     scores: bool = False
     picture_values: float = 0.0
+    picture_tokens: float = 0.0
     tower: TowerShape | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def picture_bytes(self, element_bytes: int) -> float:
-        """Return the most that pictures need for each token of a micro-batch, with hidden states of this width."""
-        return self.picture_values * (_PICTURE_BYTES + (self.tower.trained_bytes(element_bytes) if self.tower else 0))
+    def picture_bytes(self, num_tokens: int, compute: int, hidden: int, pass_bytes: int) -> int:
+        """Return what a micro-batch's pictures need beyond the decoder's `pass_bytes`, not there meanwhile."""
+        values, tower = num_tokens * self.picture_values, self.tower
+        if tower is None:
+            return int(values * (_VALUE_BYTES + _UNKNOWN_BYTES))
+        patches, tokens = values / tower.patch_values, num_tokens * self.picture_tokens
+        kept, held = tower.pass_bytes(patches, tokens, compute, hidden)
+        return int(values * _VALUE_BYTES + kept + max(0, held - pass_bytes))
 
     @property
     def num_head_rows(self) -> int:

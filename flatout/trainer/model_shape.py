@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from flatout.config.schema import Config
 from flatout.errors import UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
-from flatout.models.blocks import expert_tensors, layer_configs, layer_list, towers
+from flatout.models.blocks import expert_tensors, layer_configs, layer_list, text_decoder, towers
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import expert_parameters
 from flatout.models.frozen.frozen_linear import is_plain_linear
@@ -115,7 +115,8 @@ def _tower_shape(model: PreTrainedModel, unread: Set[str], num_trained: int) -> 
     if patch is None or not lists:
         return None
     path = max(lists, key=lambda name: sum(own.numel() for own in lists[name].parameters()))
-    in_layers = sum(one.weight.numel() for name, one in linears.items() if name.startswith(f"{path}."))
+    inner = {one for name, one in linears.items() if name.startswith(f"{path}.")}
+    in_layers, of_text = sum(one.weight.numel() for one in inner), set(text_decoder(model).modules())
     vision = getattr(model.config, "vision_config", None)
     whole = getattr(vision, "fullatt_block_indexes", None) if getattr(vision, "window_size", None) else None
     num_whole, size = len(lists[path]) if whole is None else len(whole), getattr(vision, "image_size", None)
@@ -125,7 +126,13 @@ def _tower_shape(model: PreTrainedModel, unread: Set[str], num_trained: int) -> 
         per_patch=in_layers + patch.weight.numel(),
         per_token=sum(one.weight.numel() for one in linears.values()) - in_layers,
         pair_width=2 * width * num_whole,
-        kept_elements=width * len(lists[path]),
+        width=width,
+        mlp_width=max(0, sum(one.out_features for one in inner) // len(lists[path]) - 5 * width),
+        num_layers=len(lists[path]),
+        rotates=any("Rotary" in type(one).__name__ for one in model.modules() if one not in of_text),
+        feature_width=model.get_input_embeddings().weight.shape[1]
+        * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())),
+        projected_width=sum(one.in_features + one.out_features for one in linears.values() if one not in inner),
         num_trained=num_trained,
         image_patches=(size // patch.kernel_size[-1]) ** 2 if isinstance(size, int) else None,
     )

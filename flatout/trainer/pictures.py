@@ -123,7 +123,7 @@ def with_pictures(shape: ModelShape, store: TokenStore, config: Config, reporter
         return shape
     for line in picture_statistics(store):
         reporter.stage("pictures", line)
-    ends = np.append(0, np.cumsum(store.extra["picture_values"]))[store.picture_offsets]
+    values, tokens = (_per_token(store, name) for name in ("picture_values", "picture_tokens"))
     tower, parts = shape.tower, config.model.trained_parts
     if parts and tower is None:
         raise UsageError(
@@ -136,7 +136,13 @@ def with_pictures(shape: ModelShape, store: TokenStore, config: Config, reporter
         of_layers = backward if "vision_tower" in parts else 0
         of_tokens = backward if "projector" in parts else 1
         tower = replace(tower, layer_passes=1 + of_layers, token_passes=1 + of_tokens)
-    return replace(shape, picture_values=float((np.diff(ends) / store.lengths).max()), tower=tower)
+    return replace(shape, picture_values=values, picture_tokens=tokens, tower=tower)
+
+
+def _per_token(store: TokenStore, name: str) -> float:
+    """Return the largest sum of a column of pictures over a sample's own, for each of the sample's tokens."""
+    ends = np.append(0, np.cumsum(store.extra[name]))[store.picture_offsets]
+    return float((np.diff(ends) / store.lengths).max())
 
 
 def tower_flops(shape: ModelShape, store: TokenStore) -> NDArray[np.float64] | None:

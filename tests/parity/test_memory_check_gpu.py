@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from picture_world import PictureWorld, draw, make_picture_model
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import Config
@@ -177,6 +178,47 @@ def test_measuring_leaves_no_trace_in_the_numbers(tiny: Any, tmp_path: Path) -> 
         return [line["loss"] for line in lines if line["kind"] == "step"]
 
     assert losses(config) == pytest.approx(losses(same), rel=1e-3)
+
+
+def picture_rows(folder: Path) -> Path:
+    """Rows that are alike: two pictures each."""
+    (folder / "picture.png").write_bytes(draw(45, 45))
+    part = {"type": "image", "path": "picture.png"}
+    rows = []
+    for index in range(100):
+        content = [part, part, {"type": "text", "text": f"what is shown {index:03}?"}]
+        rows.append([{"role": "user", "content": content}, {"role": "assistant", "content": "a red square is shown"}])
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("method", ["frozen", "lora", "full"])
+def test_pictures_are_within_5_percent(tmp_path: Path, method: str) -> None:
+    """A tower that takes most of the memory, frozen and trained; prints what is planned before it is corrected."""
+    world = PictureWorld(tmp_path / "world", wide=True)
+    sizes = {"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "depth": 12}
+    folder = make_picture_model(tmp_path / "model", "qwen3_vl", wide=True, of_tower=sizes)
+    frozen = method == "frozen"
+    trains = {"precision": "bf16", "freeze_vision_tower": frozen, "freeze_projector": frozen}
+    sources = [{"path": str(picture_rows(tmp_path))}]
+
+    class Rows:
+        @staticmethod
+        def config(folder_of_run: Path, **values: Any) -> Config:
+            name = {"name": str(folder), **trains}
+            own = {"method": "full", "lora": None} if method == "full" else {}
+            config: Config = world.config("qwen3_vl", folder_of_run, **{**values, "model": name, **own})
+            return config
+
+    config = limited(
+        Rows, tmp_path / "run", folder, compile="off", recompute="none", cuda_graphs="off",
+        data={"name": "alike", "sources": sources},
+    )  # fmt: skip
+    peak_bytes, told = step_peak_bytes(config)
+    print(method, *told.lines, sep="\n")
+    assert told.starts("measured")
+    assert_planned_within_5_percent(config, peak_bytes)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -155,8 +155,7 @@ class MemoryModel:
             return self._of_a_share(size, recompute, accumulates)
         if self.parallel_layout.shards_state and self.parallel_layout.expert_ranks > 1:
             return self._beside_experts(size, recompute, accumulates)
-        shape, width, lora = self.shape, self.widths, self.config.lora
-        is_lora = self.config.method == "lora"
+        shape, width, lora, is_lora = self.shape, self.widths, self.config.lora, self.config.method == "lora"
         num_base, num_adapter = shape.num_params, self.num_adapter if is_lora else 0
         num_trained = num_gradients = num_adapter if is_lora else num_base
         embedding = shape.vocab_size * shape.hidden_size
@@ -174,14 +173,15 @@ class MemoryModel:
         num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
         optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
+        activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
+        working += shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
         whole = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
             gradients_bytes=num_gradients * width.trained,
             optimizer_bytes=int(optimizer),
-            activations_bytes=self._activations_bytes(size, recompute),
-            working_bytes=self._working_bytes(size, recompute)
-            + int(size.num_tokens * shape.picture_bytes(width.hidden)),
+            activations_bytes=activations,
+            working_bytes=working,
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole
