@@ -31,7 +31,7 @@ PYTHON = {
 def settings() -> Iterator[str]:
     """Yield the page of all settings, a table a section."""
     yield (
-        "# Settings\n\nLook up here what a setting does, its default and what it allows. The settings of a "
+        "# Settings\n\nThis page lists every setting with its default and allowed values. The settings of a "
         "configuration file come first, as `flatout init --all` writes them; those that few runs need are "
         "[at the end](#advanced-settings), as `flatout init --advanced` writes them.\n"
     )

@@ -59,11 +59,11 @@ class SourceConfig(Section):
     subset: str | None = None
     """Configuration name of a hub data set."""
     revision: str | None = None
-    """Commit, tag or branch of a hub data set; null: main. The build records the commit that it is; a later build of a
-    branch that has moved reads the new rows."""
+    """Commit, tag or branch of a hub data set; null: main. The build records the commit. If the branch has moved, a
+    later build reads the new rows."""
     unread_files: Literal["error", "skip"] = "error"
-    """Files of unknown types in a folder, glob or archive: error: stop and name them; skip: count them and go on. Files
-    such as README.md and LICENSE are no rows and need neither."""
+    """Files of unknown types in a folder, glob or archive. error: stop and name them; skip: skip and count them. Files
+    such as README.md and LICENSE are always ignored."""
     format: Format = "auto"
     """Row format; auto detects it from the first row and prints it."""
     columns: dict[str, str] = {}
@@ -96,16 +96,16 @@ class DataConfig(Section):
     tokenizer: PathText | None = None
     """Hub id or folder of the tokenizer; null: the model's."""
     new_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
-    """Tokens to add to the tokenizer, such as ["<tool>", "</tool>"]; the model gets rows for them, which are trained
-    (method: lora trains only these rows). They are ordinary text; a row is also trained if the token exists."""
+    """Tokens to add to the tokenizer, such as ["<tool>", "</tool>"]. The model gets embedding rows for them, which are
+    trained (method: lora trains only these rows), even if a token already exists. They are ordinary text."""
     new_special_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """The same for special tokens: left out of decoded answers, and only the template writes them (see
     `special_tokens`)."""
     media_root: Path | None = None
-    """Folder that the relative paths of pictures are below; null: the folder of the file of rows."""
+    """Folder that relative image paths start from; null: the folder of the data file."""
     allowed_media_domains: list[Domain] = []
-    """Hosts that pictures given by URL are downloaded from: [images.example.org, "*.example.com"], or ["*"] for all;
-    empty: URLs are refused. A host at an address that is not public must be named in full."""
+    """Hosts from which images may be downloaded: [images.example.org, "*.example.com"], or ["*"] for all; empty: URLs
+    are errors. A host with a non-public address must be listed by its full name."""
     template: PathText | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca, plain or a .jinja file; null:
     the tokenizer's own."""
@@ -114,28 +114,28 @@ class DataConfig(Section):
     empty_reasoning: Literal["train", "mask"] = "train"
     """Empty <think></think> that the template puts before an answer: train on it, or mask it (no loss)."""
     lost_reasoning: Literal["split", "mask", "train"] = "split"
-    """Conversations whose template leaves out the reasoning of earlier answers. split: one sample for each question, as
-    inference renders it; mask: such answers carry no loss; train: learn them without their reasoning."""
+    """Conversations whose template drops the reasoning of earlier answers. split: one sample per question, rendered as
+    at inference; mask: these answers carry no loss; train: train them without their reasoning."""
     end_of_turn: Annotated[Text, StringConstraints(min_length=1)] | None = None
-    """What ends an answer, such as </s>, where the chat template writes nothing that does: it carries loss, and is put
-    behind the last answer of a row. null: the template's own end, or the marker of the next turn;
-    none: nothing. Where the template has an end of its own, another value is an error."""
+    """The text that ends an answer, such as </s>, for chat templates that write none. It carries loss and is appended
+    to the last answer of a row. null: the template's end of turn, or the marker of the next turn; none: no such text.
+    If the template has an end of turn, another value is an error."""
     special_tokens: Literal["keep", "text"] | None = None
-    """Special tokens spelled out in plain text (text, prompt/completion): keep them as tokens, or tokenize them as
-    text, as in chats; null: text, but the build stops if too many rows contain them."""
+    """Special tokens written in plain text (text, prompt/completion): keep them as tokens, or tokenize them as text, as
+    in chats; null: text, but the build stops if too many rows contain them."""
     loss_type: Literal["response_only", "all"] = "response_only"
     """Tokens in the loss. response_only: each assistant turn with its end-of-turn token; all: every token."""
     max_tokens: int | None = Field(default=2048, ge=2)
     """Maximum tokens per sample; null: no limit."""
     too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
-    """What to do with samples over `max_tokens` (always counted); auto: split plain documents, drop whole pairs and
-    labelled answers, truncate the rest."""
+    """What to do with samples longer than `max_tokens` (always counted); auto: split plain documents, drop pairs and
+    labeled answers, truncate all others."""
     on_bad_row: Literal["error", "skip"] = "error"
     """error: stop the build at the first bad rows and name file, row and field; skip: drop, count and list them."""
     dedupe: Dedupe = "off"
-    """Leave out rows that repeat an earlier one, and count them. exact: the same tokens and loss mask; near: also rows
-    whose texts without and with loss are both alike, as edited copies are (of pairs with a Jaccard index of
-    0.86 in both, half are found); off: none."""
+    """Drop and count rows that repeat an earlier one. exact: the same tokens and loss mask; near: also rows whose texts
+    without and with loss are both similar, such as edited copies (half of the rows with a Jaccard index of 0.86 in
+    both are found); off: none."""
     num_samples: int | None = Field(default=None, ge=1)
     """Use only this many rows, chosen as `shuffle` says; null: all."""
     shuffle: bool = True

@@ -26,8 +26,8 @@ class ModelConfig(Section):
     init: Literal["pretrained", "random"] = "pretrained"
     """random: build the model from config.json and initialize it with `seed` (to train from scratch or test speed)."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
-    """Dtype of forward and backward; auto: bf16 on GPUs that support it, else fp32. Trained weights are kept in fp32
-    (fp64 with fp64), or in bf16 only with `full.weights: bf16`."""
+    """Dtype of the forward and backward pass; auto: bf16 on GPUs that support it, else fp32. Trained weights are fp32
+    (fp64 with fp64), or bf16 only with `full.weights: bf16`."""
     attention: Literal["auto", "fa4", "cudnn", "varlen", "sdpa", "plain"] = "auto"
     """Attention over packed samples: fa4 (the FlashAttention-4 package), cudnn (nvidia-cudnn-frontend), varlen
     (torch's CUDA kernel), sdpa (exact, one document at a time), plain (unfused; the reference in tests); auto: the
@@ -39,8 +39,8 @@ class ModelConfig(Section):
     freeze_vision_tower: bool = True
     """false: method: full also trains what reads pictures, and lora.targets also name its layers."""
     freeze_projector: bool = True
-    """false: the same for what maps the vision tower's features to the text model's width (LLaMA-Factory's
-    freeze_multi_modal_projector)."""
+    """false: the same for the projector, which maps the vision tower's features to the language model's width
+    (LLaMA-Factory's freeze_multi_modal_projector)."""
 
     @property
     def trained_parts(self) -> frozenset[str]:
@@ -60,13 +60,13 @@ class BaseConfig(Section):
     """Storage format: model (model.precision), fp8 (e4m3, one scale per row), nf4 (4-bit, double quantized as in
     bitsandbytes; checkpoints already in this format load unchanged)."""
     compute: Literal["auto", "model", "fp8"] = "auto"
-    """Precision of matmuls with these weights, forward and, unless `backward` says otherwise, backward: model
-    (model.precision) or fp8; auto: fp8 with fp8 storage, which requires it, else model."""
+    """Precision of matmuls with these weights in the forward pass and, unless `backward` is set, the backward pass:
+    model (model.precision) or fp8; auto: fp8 with fp8 storage, which requires it, else model."""
     backward: Literal["same", "fp8"] = "same"
-    """Precision of the backward matmuls with these weights, which give the gradient of a layer's input: same (as
-    `compute`), or fp8, while the forward pass stays in model.precision: faster, but gradients are rounded to fp8. Needs
-    storage: model and unsharded weights, and keeps a float8 copy of the decoder's linear layers (one more byte per
-    weight); fused experts stay in model.precision."""
+    """Precision of the matmuls that compute the gradient of a layer's input: same (as `compute`), or fp8 with a forward
+    pass in model.precision. fp8 is faster, but rounds gradients. It needs storage: model and unsharded weights, and
+    stores an fp8 copy of the decoder's linear layers (one more byte per weight); fused experts use
+    model.precision."""
 
     @model_validator(mode="after")
     def _storage_has_these_products(self) -> Self:
@@ -92,17 +92,17 @@ class FullConfig(Section):
     weights: Literal["fp32", "bf16"] = "fp32"
     """fp32 master weights, or bf16 only with stochastic rounding: a third of the memory of masters and copies."""
     compute: Literal["model", "fp8", "fp8_rowwise"] = "model"
-    """fp8_rowwise: output and input gradient of linear layers are fp8 products with one scale per row; weight gradients
-    stay in model.precision. fp8: all three by torchao's Float8Linear, with one scale per tensor; sharded weights are
-    gathered in fp8; one H100 trained no faster than in bf16 with it, fp8_rowwise 1.19 times as fast. Grouped experts
-    compute as fp8_rowwise with both. Routers, the head, and the first and last decoder
-    layer stay in model.precision. Needs compile."""
+    """fp8_rowwise: outputs and input gradients of linear layers are fp8 matmuls with one scale per row; weight
+    gradients use model.precision. fp8: all three with torchao's Float8Linear and one scale per tensor; sharded weights
+    are gathered in fp8. On one H100, fp8 was no faster than bf16, and fp8_rowwise was 1.19 times as fast. With both,
+    grouped experts use fp8_rowwise; routers, the head, and the first and last decoder layer use
+    model.precision. Needs compile."""
     hidden_states: Literal["fp32", "model"] = "fp32"
-    """Dtype of the hidden states between decoder layers. fp32: as wide as the weights, as in transformers under
-    torch.autocast; model: model.precision, which must be bf16: a little less memory and time, more rounding."""
+    """Dtype of the hidden states between decoder layers. fp32: the dtype of the weights, as in transformers under
+    torch.autocast; model: model.precision, which must be bf16; needs slightly less memory and time, but rounds more."""
     update: Literal["step", "backward"] = "step"
-    """backward: update each weight as soon as its gradient is ready, so gradients are never all in memory; needs
-    one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
+    """backward: update each weight as soon as its gradient is ready, so that not all gradients are in memory at once;
+    needs one micro-batch per step and no clipping (optim.max_grad_norm: null)."""
 
     @model_validator(mode="after")
     def _hidden_states_have_a_choice(self) -> Self:
@@ -121,11 +121,11 @@ class ExpertsConfig(Section):
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the router z-loss (arXiv:2202.08906), normalized over the step's tokens."""
     bias_update: float = Field(default=0.0, ge=0)
-    """Speed at which the routers' correction biases even out the load without a loss (arXiv:2408.15664), for models
-    that have them, such as DeepSeek-V3 (which used 0.001), and method: full. 0: they stay as they are."""
+    """Update rate of the routers' correction biases, which balance the load without a loss (arXiv:2408.15664). For
+    models that have them, such as DeepSeek-V3 (which used 0.001), and method: full. 0: no updates."""
     parallel: int = Field(default=1, ge=1)
-    """Number of consecutive ranks that share each layer's fused experts (expert parallelism): each holds and trains
-    an equal part of them, for the tokens of all. Must divide the number of ranks and the number of experts."""
+    """Expert parallelism: the number of consecutive ranks that share each layer's fused experts. Each rank has an equal
+    part of them, for the tokens of all. Must divide the number of ranks and the number of experts."""
 
 
 class LoraConfig(Section):

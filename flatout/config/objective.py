@@ -81,8 +81,8 @@ class ReferenceConfig(Section):
     """What answers are compared with. It does not move during a run."""
 
     adapter: Path | None = None
-    """Folder of the adapter (PEFT format) that is the reference; null: the model at step 0, which is the base model or
-    the adapter of `lora.continue_from`. It has the rank and targets of the one that is trained."""
+    """Folder of the reference adapter (PEFT format), with the same rank and targets as the trained one; null: the model
+    at step 0, which is the base model or the adapter of `lora.continue_from`."""
 
     @model_validator(mode="before")
     @classmethod

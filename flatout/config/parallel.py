@@ -126,8 +126,8 @@ class FaultsConfig(Section):
     min_ranks: int | None = Field(default=None, ge=1)
     """Elastic: fewest ranks to continue with after the same rank was lost twice in a row; null: not elastic."""
     spike: Literal["off", "warn", "skip", "stop"] = "off"
-    """What to do about a step whose loss is far above the usual. warn: an event, and its samples in
-    spikes/step-N.json; skip: also leave its update out; stop: end the run before its update."""
+    """What to do if a step's loss is far above the recent mean. warn: record an event, and its samples in
+    spikes/step-N.json; skip: also skip its update; stop: end the run before its update."""
     spike_sigmas: float = Field(default=6.0, gt=0.0)
     """How many standard deviations over the mean of the last 128 losses a spike is."""
 

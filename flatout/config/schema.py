@@ -61,10 +61,10 @@ class BatchConfig(Section):
     padded to the longest of a few samples of similar length, which is exact for every model. auto: packed where it is
     proved to be exact, otherwise rows."""
     share_prefix: Literal["auto", "on", "off"] = "auto"
-    """Compute a common beginning of samples in a micro-batch, such as a system prompt, once instead of once per
-    sample. It has at least 64 tokens and no labels. Loss and gradients are the same up to rounding. auto: where it is
-    exact for the model, layout, dropout and objective, saves at least 5 % of the tokens, and CUDA graphs would not help
-    more; on: wherever samples share a prefix, and an error where it is not exact; off: never."""
+    """Compute a shared prefix of samples in a micro-batch, such as a system prompt, once instead of once per sample.
+    A prefix has at least 64 tokens and no labels. Loss and gradients are the same up to rounding. auto: if it is exact
+    for the model, layout, dropout and objective, saves at least 5 % of the tokens, and CUDA graphs would not help
+    more; on: whenever samples share a prefix, and an error if it is not exact; off: never."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000)
@@ -85,24 +85,24 @@ class EvalConfig(Section):
     fraction: float = Field(default=0.0, ge=0.0, le=0.5)
     """Share of the data set held out for evaluation, drawn with `seed`."""
     data: str | list[str] | None = None
-    """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]: figures
-    are recorded for each; the mean over all their label tokens decides what is best."""
+    """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]. Metrics
+    are recorded for each; the mean over all label tokens determines the best state."""
     every_steps: Every | None = None
     """Steps between evaluations, or a share of the run below 1; null: only at the end."""
     patience: int | None = Field(default=None, ge=1)
     """Stop early after this many evaluations without a new best."""
     best: str = "loss"
-    """The metric that decides what is best: loss, or another that the objective names, such as token_accuracy."""
+    """The metric that determines the best state: loss, or another metric of the objective, such as token_accuracy."""
     min_delta: float = Field(default=0.0, ge=0)
     """Minimum improvement of it that counts as a new best."""
     prompts: list[str] | PathText | None = None
-    """Prompts to answer at each evaluation, to read how the model changes: a list, or a file (.txt with one prompt a
-    line, or JSON or JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. All
-    are answered together, and each new token is computed once."""
+    """Prompts that the model answers at each evaluation: a list, or a file (.txt with one prompt per line, or JSON or
+    JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. All prompts are answered
+    in one batch."""
     max_new_tokens: int = Field(default=64, ge=1, le=1024)
-    """Maximum tokens of each of these answers."""
+    """Maximum number of tokens in each of these answers."""
     temperature: float = Field(default=0.0, ge=0, le=100)
-    """Sampling temperature of these answers, drawn with `seed`; 0: the likeliest token each time."""
+    """Sampling temperature of these answers, with random numbers from `seed`; 0: greedy decoding."""
     worst_samples: int = Field(default=8, ge=0, le=64)
     """How many samples with the greatest losses to record with their text at each evaluation; 0: none."""
 
@@ -182,13 +182,13 @@ class Config(Section):
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """GPU memory budget in GiB; auto: the memory free at the start."""
     recompute: Literal["auto", Recompute] = "auto"
-    """Activations to recompute in the backward pass instead of keeping them: none; selective (norm outputs and the
-    MLP's product, hardly slower); budget (chosen by the compiler, down to half of the memory); full (all except each
-    layer's input); offload (full, with these inputs in host memory). auto: the first that fits in `memory`."""
+    """Activation checkpointing: which activations are recomputed in the backward pass. none; selective (norm outputs
+    and the MLP's product, hardly slower); budget (chosen by the compiler, down to half of the memory); full (all except
+    each layer's input); offload (full, with these inputs in CPU memory). auto: the first that fits in `memory`."""
     strategy: Literal["auto", StrategyName] = "auto"
-    """How ranks share the state: ddp (each holds all of it), zero1 (optimizer state is sharded), zero2
-    (gradients too), zero3 or fsdp (weights too), hsdp (fsdp in groups that are replicas), deepspeed; auto: ddp if the
-    state fits, else fsdp or hsdp."""
+    """How the training state is distributed over ranks: ddp (replicated), zero1 (optimizer state is sharded), zero2
+    (gradients too), zero3 or fsdp (weights too), hsdp (fsdp within groups that are replicas), deepspeed; auto: ddp if
+    the state fits, else fsdp or hsdp."""
     deepspeed: Annotated[dict[str, Any], Path] | None = None
     """For strategy: deepspeed: path of a DeepSpeed JSON, or its content; null: {zero_optimization: {stage: 2}}.
     flatout's settings replace "auto" and fill in what is missing."""
