@@ -113,7 +113,8 @@ class WorstSample:
     """One evaluation sample with a great mean loss over its label tokens, and the row of `source` that it came from.
 
     For an objective over whole answers, a sample or unit with a great loss; `text` then has the answers of a pair.
-    `context` is what precedes its first label token and `text` what follows, both shortened.
+    `context` is what precedes its first label token and `text` what follows, both shortened. `pictures` are small
+    copies of its first pictures, as data URIs.
     """
 
     data: str
@@ -123,6 +124,7 @@ class WorstSample:
     num_label_tokens: int
     context: str
     text: str
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,15 @@ class EvalRecord:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model answered to one prompt. `reference` is the data set's own answer, None for a prompt of a file."""
+    """What the model answered to one prompt. `reference` is the data set's own answer, None for a prompt of a file.
+
+    `pictures` are small copies of the prompt's first pictures, as data URIs.
+    """
 
     prompt: str
     answer: str
     reference: str | None = None
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

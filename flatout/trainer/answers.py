@@ -14,11 +14,12 @@ from flatout.models.stops import stop_token_ids
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.rollout.in_process import InProcess
-from flatout.rollout.sampler import NoRoomError, SamplingParams
+from flatout.rollout.sampler import NoRoomError, SamplingParams, pictures_of
 from flatout.rollout.weights import FLOAT8_TOLERANCE, TOLERANCES, Weights
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.passes import autocast, inference, release_memory, sum_unless_stopped
+from flatout.trainer.pictures import recorded
 from flatout.trainer.state import TrainingRun
 
 OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"
@@ -45,9 +46,12 @@ def answer_prompts(run: TrainingRun) -> None:
         return
     decode = prompts.tokenizer.decode
     answers = tuple(
-        Answer(prompt.text, str(decode(token_ids, skip_special_tokens=True)).strip(), prompt.reference)
+        Answer(
+            prompt.text, str(decode(token_ids, skip_special_tokens=True)).strip(), prompt.reference,
+            recorded(pictures_of(prompt.token_ids)),
+        )
         for prompt, token_ids in zip(prompts.prompts, continued, strict=True)
-    )
+    )  # fmt: skip
     run.reporter.record(AnswersRecord(step, answers, time.perf_counter() - started))
 
 

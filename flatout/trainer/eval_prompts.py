@@ -113,7 +113,8 @@ def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter
                 )
             what = f"prompt {number}: only its last {room:,} of {num_tokens:,} tokens are used"
             reporter.stage("answers", f"{what}; the model has {max_positions:,} positions")
-    return [replace(prompt, token_ids=prompt.token_ids[-room:]) for prompt in prompts]
+    # a slice has no pictures
+    return [one if pictures_of(one.token_ids) else replace(one, token_ids=one.token_ids[-room:]) for one in prompts]
 
 
 def _given_prompts(given: Sequence[str] | str) -> list[Prompt]:

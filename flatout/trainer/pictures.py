@@ -16,7 +16,7 @@ from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.pictures.read import decoded
-from flatout.data.pictures.show import picture_statistics
+from flatout.data.pictures.show import picture_statistics, thumbnails
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
@@ -31,6 +31,8 @@ from flatout.track.callback import Reporter
 _NUM_THREADS = 4
 # sizes of the pictures of the self-test: their features lie in different grids
 _PROBED = ((56, 84), (70, 42), (48, 48))
+# of a recorded sample or prompt, so many pictures are recorded, and so many pixels high and wide
+_MAX_RECORDED, _RECORDED_PIXELS = 4, 128
 
 
 Made = Future[dict[str, NDArray[Any]]]
@@ -151,6 +153,11 @@ def tower_flops(shape: ModelShape, store: TokenStore) -> NDArray[np.float64] | N
         return None
     each = shape.tower.flops(store.extra["picture_values"], store.extra["picture_tokens"])
     return np.asarray(np.diff(np.append(0.0, np.cumsum(each))[store.picture_offsets]))
+
+
+def recorded(pictures: Sequence[bytes]) -> tuple[str, ...]:
+    """Return what records keep of pictures: small copies of the first ones, as data URIs."""
+    return tuple(thumbnails(pictures[:_MAX_RECORDED], _RECORDED_PIXELS))
 
 
 def processor_of(store: TokenStore) -> PictureProcessor:

@@ -19,6 +19,7 @@ from flatout.errors import FlatoutError
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import WorstSample
+from flatout.trainer.pictures import recorded
 from flatout.trainer.state import TrainingRun
 
 # of a long sample this much is recorded: characters before its first label token, and after
@@ -113,6 +114,7 @@ class WorstSamples:
             num_label_tokens=int(store.num_labels[members].sum()),
             context=contexts[0],
             text="\n\n".join(texts),
+            pictures=recorded(store.pictures(first)) if store.num_pictures else (),
         )
 
     def _names(self, store: TokenStore, members: Sequence[int]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from flatout.track.record import describe_event
+from flatout.track.record import Answer, describe_event
 from flatout.track.run_log import RunLog
 from flatout.track.summary import ROUTINE_EVENTS, short_count, summarize
 from flatout.view.charts import bar_plot, figure
@@ -113,17 +113,17 @@ def _lead(log: RunLog) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _answers(log: RunLog) -> Iterator[tuple[str, str | None, list[tuple[int, str]], list[tuple[int, str]]]]:
-    """Yield each prompt with its reference, some of its answers over the steps as (step, answer), and all of them."""
-    answers: dict[str, list[tuple[int, str]]] = {}
-    references = {one.prompt: one.reference for record in log.answers for one in record.answers}
+def _answers(log: RunLog) -> Iterator[tuple[Answer, list[tuple[int, str]], list[tuple[int, str]]]]:
+    """Yield an answer to each prompt, some of its answers over the steps as (step, answer), and all of them."""
+    answers: dict[tuple[str, tuple[str, ...]], list[tuple[int, str]]] = {}
+    prompts = {(one.prompt, one.pictures): one for record in log.answers for one in record.answers}
     for record in log.answers:
         for one in record.answers:
-            answers.setdefault(one.prompt, []).append((record.step, one.answer))
+            answers.setdefault((one.prompt, one.pictures), []).append((record.step, one.answer))
     for prompt, every in answers.items():
         count = min(MAX_ANSWERS, len(every))
         shown = sorted({index * (len(every) - 1) // max(1, count - 1) for index in range(count)})
-        yield prompt, references[prompt], [every[index] for index in shown], every
+        yield prompts[prompt], [every[index] for index in shown], every
 
 
 @dataclass(frozen=True, slots=True)

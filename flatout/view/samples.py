@@ -124,7 +124,8 @@ def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> t
     runs = np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1)
     pieces = [(decode(token_ids[run].tolist()), bool(loss_mask[run[0]])) for run in runs]
     turns = [_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn)]
-    shown = zip(picture_lines(store, index), thumbnails(store, index), strict=True)
+    copies = thumbnails(store.pictures(index)) if store.num_pictures else ()
+    shown = zip(picture_lines(store, index), copies, strict=True)
     return index + 1, fates, origin, len(token_ids), int(store.num_labels[index]), turns, list(shown)
 
 

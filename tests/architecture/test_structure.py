@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2842,
     "compat": 2965,
     "config": 2523,
-    "data": 10791,
+    "data": 10790,
     "demo": 594,
     "doctor": 395,
     "environment": 191,
@@ -79,10 +79,10 @@ MAX_PACKAGE_LINES = {
     "profile": 303,
     "rollout": 1342,
     "studio": 1397,
-    "track": 2620,
-    "trainer": 6142,
+    "track": 2626,
+    "trainer": 6156,
     "verifier": 1151,
-    "view": 1493,
+    "view": 1494,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -14,7 +14,6 @@ from flatout.data.token_store import TokenStore
 
 # a longer run of one token stands for a picture
 _LONGEST_RUN = 16
-_THUMBNAIL_PIXELS = 256
 
 
 def shortened(token_ids: list[int], has_pictures: bool) -> Iterator[tuple[list[int], str]]:
@@ -54,12 +53,12 @@ def picture_statistics(store: TokenStore) -> Iterator[str]:
     )
 
 
-def thumbnails(store: TokenStore, index: int) -> list[str]:
-    """Return small copies of a sample's pictures as data URIs."""
+def thumbnails(pictures: Sequence[bytes], most_pixels: int = 256) -> list[str]:
+    """Return small copies of pictures as data URIs, which are at most so wide and high."""
     images = []
-    for content in store.pictures(index) if store.num_pictures else ():
+    for content in pictures:
         image, file = decoded(content), io.BytesIO()
-        image.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
+        image.thumbnail((most_pixels, most_pixels))
         image.save(file, format="JPEG", quality=80)
         images.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
     return images

@@ -56,6 +56,31 @@ def test_a_resumed_run_ends_with_the_same_bits(world: Path, tmp_path: Path) -> N
     ).read_bytes()
 
 
+def test_the_report_shows_pictures(world: Path, tmp_path: Path, metrics_of: Any) -> None:
+    """Small copies beside the highest losses, and the answers: prompts of one text have an entry for each picture.
+
+    What is recorded of a prompt is what the sampler reads.
+    """
+    config = write_config(world, tmp_path)
+    config.write_text(config.read_text().replace("prompts: []", "max_new_tokens: 2"))
+    part, asked = {"type": "text", "text": "what is shown?"}, []
+    for number in (0, 1, None):
+        image = [] if number is None else [{"type": "image", "path": str(world / "pictures" / f"{number}.png")}]
+        asked.append({"messages": [{"role": "user", "content": [*image, part]}]})
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    assert main(["train", str(config), f"eval.prompts={tmp_path / 'questions.jsonl'}", "batch.max_steps=1"]) == 0
+    worst = metrics_of(tmp_path / "one", "eval")[-1]["worst"]
+    assert {len(one["pictures"]) for one in worst} > {0}
+    answers = json.loads((tmp_path / "one" / "answers.jsonl").read_text().splitlines()[-1])["answers"]
+    assert [len(one["pictures"]) for one in answers] == [1, 1, 0]
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "one"), "--out", str(page)]) == 0
+    written = page.read_text()
+    for one in (*worst, *answers):
+        assert all(uri.startswith("data:image/jpeg;base64,") and uri in written for uri in one["pictures"])
+    assert written.count('<div class="answer">') == 3
+
+
 def test_full_fine_tuning_trains_the_decoder_of_texts_alone(world: Path, tmp_path: Path) -> None:
     config = write_config(world, tmp_path, "method: full\n")
     config.write_text(config.read_text().replace("lora: {rank: 4, alpha: 8}\n", ""))
