@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.cli.screen import WIDTH, import_transformers, progress_console, rows, with_columns
 from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
+from flatout.data.build import refuse_early
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, Device, find_device
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, Device | None, str | None]:
         changed = config.model_copy(update={"data": data})
+        refuse_early(data, config.model.name)
         with progress_console() as console:
             console.on_phase("importing torch and transformers")
             import_transformers()

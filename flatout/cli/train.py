@@ -17,6 +17,7 @@ from flatout.api.start import start_ranks
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
 from flatout.config.read import load_with_files
 from flatout.config.schema import Config, DataConfig
+from flatout.data.build import refuse_early
 from flatout.environment import (
     LAUNCHED,
     LOGS,
@@ -188,6 +189,7 @@ def _train_here(
     if folder:
         report.write(Path(folder))
     try:
+        refuse_early(config.data, config.model.name)
         with ConsoleCallback(every_record=config.log_every_steps != 1, shows_all=shows_all) as console:
             _open_device(config)
             # import torch only after the configuration is checked, and what takes long one by one, to time it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
 from pathlib import Path
@@ -19,18 +19,19 @@ from flatout.data import registry
 from flatout.data.build_report import BuildReport, timed
 from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
+from flatout.data.conversation import Conversation
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
 from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
 from flatout.data.rows.formats.parser import make_parser
-from flatout.data.rows.sources import RowSource, open_source
+from flatout.data.rows.sources import RowSource, local_source, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
 from flatout.data.store_writer import StoreWriter, append_chunk, new_store
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
-from flatout.data.tokenizer import TokenizerFacts, load_tokenizer, tokenizer_facts, tokenizer_of
+from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, UsageError
 from flatout.io.file_lock import locked
@@ -110,6 +111,27 @@ def open_or_build(
             store = TokenStore.open(folder, verify=False)
         registry.upsert(config.root, registry.entry_of(config, store))
         return store
+
+
+def refuse_early(config: DataConfig, tokenizer_name: str) -> None:
+    """Raise DataError for what a build would refuse by the files of rows and tokenizer alone; needs no torch.
+
+    It reads the first rows of local files, unless the data set exists, and looks at a tokenizer in a folder.
+    """
+    name = config.tokenizer or tokenizer_name
+    is_built = registry.built_dir(config.root, config.name).exists()
+    for source in () if is_built else config.sources:
+        if (rows := local_source(source)) is None:
+            continue
+        ((_, parser),) = _choose_parsers([rows], [source])
+        if config.template is None and has_no_template(name):
+            for row in islice(rows.rows(_quiet), _ROWS_TO_DETECT):
+                with suppress(DataError):  # a bad row is for `on_bad_row`
+                    if isinstance(parser.parse(row), Conversation):
+                        break
+            else:
+                continue
+            template_text(TokenizerFacts("", 0, None), None, name)
 
 
 def _kept_store(meta: StoreMeta, folder: Path, trained_on: Container[str], log: Log) -> tuple[TokenStore | None, str]:

@@ -144,6 +144,15 @@ def _files_of(name: str) -> dict[str, str]:
     return {} if path is None else {"commit": path.parent.name}
 
 
+def has_no_template(name: str) -> bool:
+    """Whether the files of a tokenizer in a folder show that it has no chat template; it is not loaded."""
+    config = Path(name, "tokenizer_config.json")
+    if not is_folder(name) or not config.is_file():
+        return False
+    is_beside = any("chat_template" in path.name for path in Path(name).iterdir())
+    return not is_beside and "chat_template" not in read_json(config, DataError)
+
+
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return xxh3 of everything that decides ids: vocabulary, merges, normalization, added tokens, bos and eos."""
     digest = xxhash.xxh3_128(tokenizer.backend_tokenizer.to_str().encode())

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,21 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
     if source.hub is False or (source.hub is None and _looks_local(source.path)):
         raise DataError(_nothing_found(source.path))
     return _open_hub(source, log)
+
+
+def local_source(source: SourceConfig) -> RowSource | None:
+    """Return local files as `open_source` does, but not hashed (`files` is empty); None for a hub id or an address."""
+    if source.hub or "://" in source.path:
+        return None
+    if not (listing := _local_files(source.path)).files:
+        if source.hub is False or _looks_local(source.path):
+            raise DataError(_nothing_found(source.path))
+        return None
+    name, files = _of_split(source, listing)
+    unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
+    return RowSource(
+        name, {}, None, lambda bad_row: chain.from_iterable(read_file(file, bad_row, unread) for file in files)
+    )
 
 
 def _source_of(source: SourceConfig, listing: Found) -> RowSource:
