@@ -187,7 +187,7 @@ def _near_option(option: str, known: Sequence[str]) -> str | None:
 
 
 def _overview() -> str:
-    lines = ["usage: flatout VERB ...", "", "Exact, planned, flat-out fine-tuning of transformers models."]
+    lines = ["usage: flatout VERB ...", "", "Plan and run exact fine-tuning of transformers models."]
     for group, verbs in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {verb:<9} {VERBS[verb]}" for verb in verbs)]
     lines += ["", "`flatout VERB --help` has the options of a verb. For a start:"]

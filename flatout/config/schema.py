@@ -52,7 +52,7 @@ class BatchConfig(Section):
     """The global batch. Splitting it into ranks and micro-batches does not change the numerics."""
 
     samples_per_step: int = Field(default=32, ge=1)
-    """Samples (conversations) per optimizer step, over all ranks; units where the data has pairs or groups."""
+    """Samples (conversations) per optimizer step, over all ranks; pairs or groups if the data has them."""
     micro_batch_tokens: int | None = Field(default=None, ge=2)
     """Maximum tokens in one forward pass on one rank; the plan uses as few micro-batches as possible, of similar size.
     null: as many tokens as fit in `memory` (8,192 on a CPU)."""
