@@ -1,4 +1,4 @@
-"""The hinge loss over pairs (SLiC, arXiv:2305.10425), as a file of one's own that builds on flatout.Preference."""
+"""The hinge loss over pairs (SLiC, arXiv:2305.10425), as a custom loss based on flatout.Preference."""
 
 from pydantic import Field
 from torch import Tensor

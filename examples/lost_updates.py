@@ -1,9 +1,9 @@
-"""How much of a small update reaches the output of a linear layer in bf16? Needs only torch; runs anywhere.
+"""Measure how much of a small update reaches the output of a linear layer in bf16. It only needs torch.
 
     python examples/lost_updates.py
 
-Each line is the projection of what arrives on the exact change: 1.00 is all of it. The weights are random, so the
-figures differ a little from a trained model's.
+Each line is the projection of the change in the output onto the exact change; 1.00 means that all of it arrives. The
+weights are random, so the figures differ slightly from those of a trained model.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Train on pictures that Python holds, Pillow's images, and ask about one: python pictures_in_memory.py MODEL.
+"""Train on Pillow images in memory, and ask about another one: python pictures_in_memory.py MODEL.
 
 MODEL is a vision-language model; `flatout demo --images` writes a tiny one, demo-images/model, for a CPU.
 """

@@ -1,11 +1,10 @@
-"""Teach a small chat model to answer in one sentence, with preference pairs that it makes itself by a rule.
+"""Teach a small chat model to answer in one sentence, with preference pairs generated from its own answers.
 
     python examples/short_answers.py HuggingFaceTB/SmolLM2-135M-Instruct --topics 12
 
-The model answers four questions on each topic. Its answer is the rejected one of a pair, and the first sentence of that
-answer is the chosen one. DPO trains on the pairs of four topics in five. The questions of the other topics tell whether
-it worked: how many held-out pairs have the better reward for the chosen answer, and how many new answers are one
-sentence.
+The model answers four questions on each topic. Its full answer is rejected, and the first sentence of that answer is
+chosen. DPO trains on the pairs of four topics in five. The questions of the other topics show whether it worked: in how
+many held-out pairs the chosen answer has the higher reward, and how many new answers are one sentence.
 """
 
 from __future__ import annotations

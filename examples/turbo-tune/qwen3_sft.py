@@ -1,4 +1,4 @@
-"""Turbo-Tune's training script on flatout; torchrun, accelerate or deepspeed start it as ranks."""
+"""Turbo-Tune's training script, run by flatout; start it with torchrun, accelerate or deepspeed."""
 
 import sys
 

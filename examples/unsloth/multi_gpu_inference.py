@@ -1,4 +1,4 @@
-"""Answers of a model that is spread over the visible GPUs: python multi_gpu_inference.py."""
+"""Generate answers with a model split across the visible GPUs: python multi_gpu_inference.py."""
 
 import torch
 from unsloth import FastLanguageModel

@@ -1,4 +1,4 @@
-"""python unsloth-cli.py --help: fine-tune by the flags of Unsloth's script, also under torchrun."""
+"""Fine-tune with the flags of Unsloth's script, also under torchrun: python unsloth-cli.py --help."""
 
 import sys
 
