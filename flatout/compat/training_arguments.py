@@ -239,7 +239,7 @@ MODEL_ARGUMENTS: Mapping[str, Rule] = {
     **t.each("dtype torch_dtype", t.any_value("trained weights are fp32; model.precision sets the computation")),
 }
 _DATASET_ARGUMENTS = {
-    "skip_prepare_dataset": t.off("flatout tokenizes rows itself"),
+    "skip_prepare_dataset": t.any_value("conversations and rows of token ids are read as they are"),
     **t.each("add_special_tokens append_concat_token", t.any_value("the template writes special tokens once")),
 }
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {

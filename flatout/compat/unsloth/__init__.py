@@ -11,10 +11,12 @@ from flatout.compat.unsloth.chat_templates import standardize_sharegpt as standa
 from flatout.compat.unsloth.chat_templates import train_on_responses_only as train_on_responses_only
 from flatout.compat.unsloth.distributed_utils import *  # noqa: F403  (the original does so)
 from flatout.compat.unsloth.models import FastLanguageModel as FastLanguageModel
+from flatout.compat.unsloth.models import FastVisionModel as FastVisionModel
 from flatout.compat.unsloth.models import is_bfloat16_supported as is_bfloat16_supported
 from flatout.compat.unsloth.preference import PatchDPOTrainer as PatchDPOTrainer
 from flatout.compat.unsloth.trainer import UnslothTrainer as UnslothTrainer
 from flatout.compat.unsloth.trainer import UnslothTrainingArguments as UnslothTrainingArguments
+from flatout.compat.unsloth.trainer import UnslothVisionDataCollator as UnslothVisionDataCollator
 
 FastModel = FastLanguageModel
 is_bf16_supported = is_bfloat16_supported

@@ -42,11 +42,16 @@ def get_chat_template(
     map_eos_token: bool = True,
     system_message: str | None = None,
 ) -> Any:
-    """Give a tokenizer a template, by Unsloth's name or as (Jinja, end of turn); return it.
+    """Give a tokenizer, or the one of a processor, a template, by Unsloth's name or as (Jinja, end of turn); return it.
 
     `mapping` names other keys and roles of turns. With `map_eos_token`, the end of turn becomes the eos token. Raises
     UsageError for a template that flatout lacks, or an end of turn that is no token, and DataError for a broken one.
     """
+    if (inner := getattr(tokenizer, "tokenizer", tokenizer)) is not tokenizer:
+        tokenizer.chat_template = get_chat_template(
+            inner, chat_template, mapping, map_eos_token, system_message
+        ).chat_template
+        return tokenizer
     source, end = (chat_template, None) if isinstance(chat_template, str) else chat_template
     if end is None:
         name, own = _NAMES.get(source.lower(), source.lower()), tokenizer.chat_template or ""

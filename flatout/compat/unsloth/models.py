@@ -14,6 +14,7 @@ import torch
 from flatout.api.run import Run
 from flatout.compat.unsloth.distributed_utils import this_rank
 from flatout.compat.unsloth.settings import ARGUMENTS, settings_of
+from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.tokenizer import load_tokenizer
 from flatout.environment import set_environment
 from flatout.errors import ResourceError, UsageError
@@ -29,6 +30,9 @@ PEFT_DEFAULTS = {
     "r": 16, "lora_alpha": 16,
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }  # fmt: skip
+# Unsloth's names for parts of models, in the full names of their linear layers
+_VISION, _LANGUAGE = ("vision", "image", "visual", "patch"), ("language", "text")
+_ATTENTION, _MLP = ("self_attn", "attention", "attn"), ("mlp", "feed_forward", "ffn", "dense")
 
 
 class Model:
@@ -173,6 +177,42 @@ class FastLanguageModel:
         return model
 
     for_training = for_inference
+
+
+class FastVisionModel(FastLanguageModel):
+    """The same for models that read pictures, with their processor in place of the tokenizer."""
+
+    @staticmethod
+    def from_pretrained(model_name: str, **given: Any) -> tuple[Model, Any]:
+        """Return a model whose weights are not loaded yet, and its processor. Raises ProblemsError, DataError."""
+        model, tokenizer = FastLanguageModel.from_pretrained(model_name, **given)
+        if given.get("full_finetuning"):
+            model.given["freeze_vision_tower"] = False
+        paths = model.paths
+        return model, PictureProcessor(paths.base if paths else model_name, tokenizer).processor
+
+    @staticmethod
+    def get_peft_model(
+        model: Model,
+        *,
+        finetune_vision_layers: bool = True,
+        finetune_language_layers: bool = True,
+        finetune_attention_modules: bool = True,
+        finetune_mlp_modules: bool = True,
+        target_modules: str | list[str] | None = None,
+        **given: Any,
+    ) -> Model:
+        """Train adapters in the parts that are named, or in `target_modules`. Raises UsageError, ProblemsError."""
+        layers = _VISION * finetune_vision_layers + _LANGUAGE * finetune_language_layers
+        modules = _ATTENTION * finetune_attention_modules + _MLP * finetune_mlp_modules
+        if not layers or not modules:
+            parts = "layers (vision, language)" if modules else "modules (attention, mlp)"
+            raise UsageError(f"get_peft_model: nothing is trained; set finetune_... of one of the {parts} to True")
+        if target_modules is None:
+            is_all = finetune_language_layers and finetune_attention_modules and finetune_mlp_modules
+            target_modules = "all-linear" if is_all else f".*({'|'.join(layers)}).*({'|'.join(modules)}).*"
+        own = {"freeze_vision_tower": not finetune_vision_layers, "target_modules": target_modules}
+        return FastLanguageModel.get_peft_model(model, **given, **own)
 
 
 def is_bfloat16_supported() -> bool:

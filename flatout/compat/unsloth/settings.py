@@ -15,7 +15,10 @@ from flatout.track.callback import Callback
 _PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
 _ENDS = ("embed_tokens", "lm_head")
-_COLLATORS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType")
+_COLLATORS = (
+    "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType",
+    "UnslothVisionDataCollator",
+)  # fmt: skip
 
 
 def _dtype(given: Given) -> Became:

@@ -64,6 +64,22 @@ class UnslothTrainingArguments(SFTConfig):
     defaults = TRANSFORMERS_DEFAULTS
 
 
+class UnslothVisionDataCollator:
+    """Says which tokens have loss in conversations with pictures; flatout makes the batches. Raises ProblemsError."""
+
+    def __init__(
+        self, model: Any, processor: Any, *, formatting_func: Any = None, train_on_responses_only: bool = False,
+        instruction_part: str | None = None, response_part: str | None = None, **given: Any,
+    ) -> None:  # fmt: skip
+        settings_of(given, type(self).__name__)
+        self.given, self.formatting_func = given, formatting_func
+        self.parts = (instruction_part, response_part) if train_on_responses_only else None
+
+    def rows(self, dataset: Any) -> Any:
+        """Return the rows with their conversations; a list stays one, as it may hold Pillow's images."""
+        return [self.formatting_func(row) for row in dataset] if self.formatting_func and dataset else dataset
+
+
 class SFTTrainer:
     """TRL's SFTTrainer: `train()` is `flatout.train` with the arguments of the model and of the trainer.
 
@@ -89,9 +105,15 @@ class SFTTrainer:
         self._given = {**given, "data_collator": data_collator, "callbacks": callbacks or ()}
         self._datasets = {"train": train_dataset, "eval": eval_dataset}
         self._parts: tuple[str | None, str | None] | None = None
+        if isinstance(data_collator, UnslothVisionDataCollator):
+            self._given |= data_collator.given
+            self._parts = data_collator.parts
+            self._datasets = {name: data_collator.rows(rows) for name, rows in self._datasets.items()}
         if self.tokenizer is None:
             paths = self.model.paths
             self.tokenizer = load_tokenizer(paths.tokenizer if paths else self.model.source.name_or_path)
+        # a processor of pictures and texts, and its tokenizer
+        self._reader, self.tokenizer = self.tokenizer, getattr(self.tokenizer, "tokenizer", self.tokenizer)
         if not {"r", "full_finetuning"} & self.model.given.keys():
             is_frozen = self.model.given.get("load_in_4bit") or self.model.given.get("load_in_fp8")
             self._given |= PEFT_DEFAULTS if is_frozen else {"full_finetuning": True}
@@ -141,7 +163,7 @@ class SFTTrainer:
         model.loaded = None
         callbacks = [callback for callback in self._given["callbacks"] if isinstance(callback, Callback)]
         in_memory = {} if model.paths else {"model": model.source}
-        model.run = train(settings, tokenizer=self.tokenizer, data=rows, callbacks=callbacks, **in_memory)
+        model.run = train(settings, tokenizer=self._reader, data=rows, callbacks=callbacks, **in_memory)
         steps = model.run.log.steps
         loss, seconds = sum(step.loss for step in steps) / len(steps), steps[-1].elapsed_s
         rates = {"samples": sum(step.num_samples for step in steps) / seconds, "steps": len(steps) / seconds}
@@ -201,7 +223,7 @@ class SFTTrainer:
     def _store(self, name: str, dataset: Any) -> Any:
         rows, more = self._rows(dataset)
         return build_data(
-            rows, tokenizer=self.tokenizer, replace=True, **{**self._settings()["data"], **more, "name": name}
+            rows, tokenizer=self._reader, replace=True, **{**self._settings()["data"], **more, "name": name}
         )
 
     def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
@@ -217,7 +239,8 @@ class SFTTrainer:
             is_single = isinstance(formatting_func(dataset[0]), str)
             dataset = {field: [formatting_func(row) for row in dataset] if is_single else formatting_func(dataset[:])}
             dataset = Dataset.from_dict(dataset)
-        if isinstance(dataset, list | IterableDataset):
+        reads_pictures = isinstance(settings.get("data_collator"), UnslothVisionDataCollator)
+        if isinstance(dataset, list | IterableDataset) and not reads_pictures:
             dataset = Dataset.from_list([dict(row) for row in dataset])
         names = dataset.column_names if isinstance(dataset, Dataset) else []
         if field not in names:

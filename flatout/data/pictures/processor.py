@@ -7,6 +7,7 @@ blank picture of that size, once a size; pixels are made as training goes.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -77,7 +78,7 @@ def processor_digest(name: str) -> str:
 
 
 class PictureProcessor:
-    """The processor of one model folder or hub id; `mark` is what a chat template writes for a picture."""
+    """The `processor` of one model folder or hub id; `mark` is what a chat template writes for a picture."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the processor. Raises DataError if there is none, or if it does not say what it writes for a picture."""
@@ -90,7 +91,7 @@ class PictureProcessor:
             )
         self._name, self._tokenizer, num_tokens = name, tokenizer, len(tokenizer)
         try:
-            self._processor = _load(name, files, tokenizer)
+            self.processor = _load(name, files, tokenizer)
         except FlatoutError:
             raise
         except Exception as error:
@@ -99,7 +100,7 @@ class PictureProcessor:
             raise DataError(
                 f"{name}: its processor adds tokens that tokenizer.json lacks; save the tokenizer with them"
             )
-        mark = getattr(self._processor, "image_token", None)
+        mark = getattr(self.processor, "image_token", None)
         if not isinstance(mark, str):
             raise DataError(f"{name}: its processor does not name the token that stands for a picture")
         self.mark, own = mark, _picture_token(name, files)
@@ -140,7 +141,7 @@ class PictureProcessor:
         return self._make(require_pillow().Image.new("RGB", (width, height)))
 
     def _make(self, image: Any) -> Standing:
-        made = self._processor(
+        made = self.processor(
             text=[self.mark], images=[image], return_tensors="np", return_text_replacement_offsets=True
         )
         if "text_replacement_offsets" not in made:
@@ -194,7 +195,7 @@ class PictureProcessor:
 
     def values_of(self, images: Sequence[Any]) -> dict[str, NDArray[Any]]:
         """Return what models read of images, which are Pillow's, as the whole processor passes it on."""
-        made = self._processor(text=[self.mark * len(images)], images=list(images), return_tensors="np")
+        made = self.processor(text=[self.mark * len(images)], images=list(images), return_tensors="np")
         return {name: np.asarray(values) for name, values in made.items() if name not in _TEXT_NAMES}
 
 
@@ -255,16 +256,26 @@ def _load(name: str, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) 
     images = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
     fields, _ = processor_class.get_processor_dict(source)
     parts = {"image_processor": images, "tokenizer": tokenizer}
-    of_pictures: Any = type(processor_class.__name__, (_WithoutVideos, processor_class), {})
+    own = {"files": tuple(files), "__doc__": processor_class.__doc__}
+    of_pictures: Any = type(processor_class.__name__, (_WithoutVideos, processor_class), own)
     return of_pictures.from_args_and_dict([parts.get(part) for part in processor_class.get_attributes()], fields)
 
 
 class _WithoutVideos:
     """What makes a processor of transformers' accept that it has no part for videos, which would need torchvision."""
 
+    files: tuple[Path, ...] = ()
+    tokenizer: Any
+
     def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
         checked: Any = super()
         return None if argument is None else checked.check_argument_for_proper_class(name, argument)
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """Write the tokenizer, and the files of the model that this processor was made of."""
+        self.tokenizer.save_pretrained(save_directory, **options)
+        for path in self.files:
+            shutil.copyfile(path, Path(save_directory, path.name))
 
 
 def _json(path: Path) -> dict[str, Any]:

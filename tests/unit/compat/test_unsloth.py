@@ -239,7 +239,7 @@ def test_arguments_of_from_pretrained_that_flatout_lacks_are_named(tiny: Any, gi
         ({"loftq_config": {"bits": 4}}, ["loftq_config"]),
         ({"layers_pattern": "blocks"}, ["layers_pattern", "decoder layers"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "zero at the start"]),
-        ({"finetune_vision_layers": True}, ["finetune_vision_layers", "text models"]),
+        ({"finetune_vision_layers": True}, ["finetune_vision_layers", "FastVisionModel"]),
         ({"finetune_mlp_modules": False}, ["finetune_mlp_modules", "target_modules"]),
         ({"rank": 3}, ["rank", "unknown"]),
     ],
@@ -500,3 +500,108 @@ def test_standardizing_loses_no_flag() -> None:
     assert plain[1]["conversations"] == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(UsageError, match="dataset:2 has flags of what carries loss; pass the data set to the trainer"):
         standardize_sharegpt(Dataset.from_list([row(loss=None), row(loss=False)]))
+
+
+def picture_rows() -> list[dict[str, Any]]:
+    """Rows of the vision notebooks: Pillow's images within the turns."""
+    image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+    shades = {"red": (220, 40, 40), "blue": (50, 80, 230)}
+    asked = {"type": "text", "text": "What is shown?"}
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": [asked, {"type": "image", "image": image.new("RGB", (56, 56), shade)}]},
+                {"role": "assistant", "content": [{"type": "text", "text": f"It is {name}."}]},
+            ]
+        }
+        for name, shade in shades.items()
+    ]
+
+
+PARTS = [
+    ({}, 1, {"visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.fc1", "layers.0.self_attn.q_proj"}, set()),
+    (
+        {"finetune_language_layers": False, "finetune_mlp_modules": False},
+        0,
+        {"visual.blocks.0.attn.qkv"},
+        {"visual.blocks.0.mlp.fc1", "layers.0.self_attn.q_proj"},
+    ),
+    ({"finetune_vision_layers": False}, 1, {"layers.0.mlp.up_proj"}, {"visual"}),
+]
+
+
+@pytest.mark.parametrize(("parts", "answers_only", "trained", "frozen"), PARTS)
+def test_a_vision_notebook_trains_the_parts_that_it_names(
+    parts: dict[str, bool],
+    answers_only: int,
+    trained: set[str],
+    frozen: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from picture_world import make_picture_model
+    from safetensors import safe_open
+
+    from flatout.compat.unsloth import FastVisionModel, UnslothVisionDataCollator, get_chat_template
+    from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer
+
+    monkeypatch.chdir(tmp_path)
+    rows = picture_rows()
+    make_picture_model(tmp_path / "model", "qwen2_vl")
+    model, processor = FastVisionModel.from_pretrained(
+        str(tmp_path / "model"), load_in_4bit=False, load_in_16bit=True, use_gradient_checkpointing="unsloth"
+    )
+    processor = get_chat_template(processor, (processor.tokenizer.chat_template, "<|im_end|>"))
+    model = FastVisionModel.get_peft_model(model, r=4, lora_alpha=4, bias="none", random_state=3407, **parts)
+    trainer = SFTTrainer(
+        model=model,
+        tokenizer=processor,
+        data_collator=UnslothVisionDataCollator(model, processor, train_on_responses_only=bool(answers_only)),
+        train_dataset=rows,
+        args=SFTConfig(
+            per_device_train_batch_size=2, max_steps=1, learning_rate=1e-2, output_dir="outputs", report_to="none",
+            remove_unused_columns=False, dataset_text_field="", dataset_kwargs={"skip_prepare_dataset": True},
+            max_length=2048, use_cpu=True,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    run = model.trained()
+    assert (run.config.data.loss_type == "response_only") == answers_only
+    model.save_pretrained("lora_model")
+    processor.save_pretrained("lora_model")
+    with safe_open(tmp_path / "lora_model" / "adapter_model.safetensors", "pt") as adapter:
+        names = list(adapter.keys())
+    for part in trained:
+        assert any(part in name for name in names), part
+    for part in frozen:
+        assert not any(part in name for name in names), part
+    # as the notebook asks the saved adapter, with the picture first
+    again, asks = FastVisionModel.from_pretrained("lora_model")
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is shown?"}]}]
+    text = asks.apply_chat_template(question, add_generation_prompt=True)
+    given = asks(rows[0]["messages"][0]["content"][1]["image"], text, add_special_tokens=False, return_tensors="pt")
+    answer = FastVisionModel.for_inference(again).generate(**given, max_new_tokens=2, do_sample=False)
+    assert answer.shape[1] > given["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ({"finetune_vision_layers": False, "finetune_language_layers": False}, "nothing is trained"),
+        ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "nothing is trained"),
+    ],
+)
+def test_a_vision_notebook_that_trains_nothing_is_refused(call: dict[str, bool], problem: str) -> None:
+    from flatout.compat.unsloth import FastVisionModel
+    from flatout.compat.unsloth.models import Model
+
+    with pytest.raises(UsageError, match=problem):
+        FastVisionModel.get_peft_model(Model(object()), **call)
+
+
+def test_a_size_of_pictures_is_refused() -> None:
+    from flatout.compat.unsloth import UnslothVisionDataCollator
+
+    UnslothVisionDataCollator(None, None, resize="min")
+    with pytest.raises(FlatoutError, match="resize"):
+        UnslothVisionDataCollator(None, None, resize=512)
