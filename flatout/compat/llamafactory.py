@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ _DATASET: Mapping[str, Rule] = {
 
 
 def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
-    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in `folder`."""
+    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in `folder`.
+
+    Raises UsageError for a file that merges or answers, with the command that does it.
+    """
+    _require_training(given)
     defaults: dict[str, Any] = {
         **TRANSFORMERS_DEFAULTS, "stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "save_steps": 500,
     }  # fmt: skip
@@ -81,6 +86,22 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
     data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
     table = {**LLAMA_FACTORY, **data}
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE - {"max_length"}, num_gpus=num_gpus)
+
+
+def _require_training(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a file of `llamafactory-cli export`, chat, webchat or api."""
+    if given.keys() & {"stage", "do_train", "dataset"} or not given.keys() & {"export_dir", "infer_backend"}:
+        return
+    model, adapter = (str(given.get(name) or "") for name in ("model_name_or_path", "adapter_name_or_path"))
+    out = str(given.get("export_dir") or "")
+    if out and (not adapter or "," in adapter or given.get("export_quantization_bit")):
+        raise UsageError(
+            f"export_dir: {out}: no single adapter is merged; `flatout merge` merges one, and `flatout export --to "
+            "gguf --quantize` writes 8 bits, with llama.cpp 4"
+        )
+    step = ["merge", adapter, "--out", out] if out else ["chat", adapter or model]
+    command = shlex.join(["flatout", *step])
+    raise UsageError(f"a file that {'merges' if out else 'answers'} and trains nothing is a command here: {command}")
 
 
 def _sources(given: Given, folder: Path) -> Became:
@@ -108,7 +129,10 @@ def _sources(given: Given, folder: Path) -> Became:
     if len(sources) == 1:
         return Became({"data.num_samples": limit, "data.shuffle": False})
     if any(_num_rows(source["path"]) > limit for source in sources):
-        raise RefusedError("it counts each data set, data.num_samples counts all: leave it out, or cut the files")
+        raise RefusedError(
+            "it counts each data set, data.num_samples counts all, and a file has more rows or is not here to count: "
+            "leave it out, or cut the files"
+        )
     return Became(note="no data set has more rows")
 
 

@@ -59,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "bench": 255,
     "checkpoint": 1474,
     "cli": 2844,
-    "compat": 3038,
+    "compat": 3069,
     "config": 2523,
     "data": 10848,
     "demo": 594,

@@ -18,6 +18,7 @@ from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.tokenizer import load_tokenizer
 from flatout.environment import set_environment
 from flatout.errors import ResourceError, UsageError
+from flatout.export.write import export
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.models.export import merge, publish_model
@@ -72,6 +73,12 @@ class Model:
         is_spread = device_map in NAMED_MAPS and this_rank().world == 1 and torch.cuda.device_count() > 1
         return load_trained(paths, device=device, device_map=device_map if is_spread else None)[0]
 
+    def _saved(self) -> Path:
+        """Return the folder of the trained adapter or model, or of the adapter that was loaded."""
+        if self.run is None and self.paths is not None and self.paths.adapter is not None:
+            return self.paths.adapter
+        return self.trained().final_dir
+
     def trained(self) -> Run:
         """Return the run. Raises UsageError before training."""
         if self.run is None:
@@ -79,9 +86,9 @@ class Model:
         return self.run
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """Write the trained adapter (with full_finetuning the model) and its tokenizer, on rank 0."""
+        """Write the trained or loaded adapter (with full_finetuning the model) and its tokenizer, on rank 0."""
         settings_of(options, "save_pretrained")
-        source, folder, durable_io = self.trained().final_dir, Path(save_directory), DurableIO()
+        source, folder, durable_io = self._saved(), Path(save_directory), DurableIO()
         if this_rank().is_first:
             with durable_io.resource_errors("write", folder):
                 shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -97,11 +104,11 @@ class Model:
         settings_of({**options, "save_method": save_method}, "save_pretrained_merged")
         if save_method == "lora":
             return self.save_pretrained(save_directory)
-        run, folder = self.trained(), Path(save_directory)
+        source, folder = self._saved(), Path(save_directory)
         if this_rank().is_first:
             if folder.exists() and any(folder.iterdir()):
                 raise ResourceError(f"save_pretrained_merged: {folder} is not empty; choose a different folder")
-            model, own = load_trained(resolve_model_paths(str(run.folder)), device=torch.device("cpu"))
+            model, own = load_trained(resolve_model_paths(str(source)), device=torch.device("cpu"))
             merge(model)
             publish_model(model if model.dtype.itemsize == 2 else model.to(torch.bfloat16), own, folder)
 
@@ -111,7 +118,7 @@ class Model:
         """Write the merged model as GGUF, for each method into a folder of its name in `save_directory`; on rank 0."""
         methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
         for name in methods if this_rank().is_first else ():
-            self.trained().export("gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
+            export(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
         """Push the trained adapter or model with its tokenizer and a card to a new repository, on rank 0."""

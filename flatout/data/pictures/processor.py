@@ -7,7 +7,6 @@ blank picture of that size, once a size; pixels are made as training goes.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +24,7 @@ from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.pictures.read import PictureFile, decoded, read_picture, require_pillow
 from flatout.data.templates.template import ChatTemplate
 from flatout.errors import DataError, FlatoutError, reason_of
+from flatout.io.durable_io import DurableIO
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json
 
@@ -275,7 +275,7 @@ class _WithoutVideos:
         """Write the tokenizer, and the files of the model that this processor was made of."""
         self.tokenizer.save_pretrained(save_directory, **options)
         for path in self.files:
-            shutil.copyfile(path, Path(save_directory, path.name))
+            DurableIO().write_bytes(Path(save_directory, path.name), path.read_bytes())
 
 
 def _json(path: Path) -> dict[str, Any]:

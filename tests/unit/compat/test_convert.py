@@ -284,6 +284,26 @@ def test_llamafactory_of_towers(tmp_path: Path, change: dict[str, Any], model: d
     assert frozen == model
 
 
+# (a file of LLaMA-Factory that trains nothing, what its error names)
+USES = [
+    ("adapter_name_or_path: saves/a b\nexport_dir: out\nexport_size: 5", "flatout merge 'saves/a b' --out out"),
+    ("adapter_name_or_path: saves/lora\ninfer_backend: vllm", "flatout chat saves/lora"),
+    ("infer_backend: huggingface", "flatout chat org/model"),
+    ("export_dir: out\nexport_quantization_bit: 4", "no single adapter is merged"),
+    ("adapter_name_or_path: a,b\nexport_dir: out", "no single adapter is merged"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), USES)
+def test_a_file_of_llamafactory_that_trains_nothing_names_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    """With the translation of a training file, `--without` would write a run that trains the merged model."""
+    shown = problems(tmp_path, f"model_name_or_path: org/model\ntemplate: llama3\n{text}", capsys)
+    assert message in shown
+    assert "--without" not in shown
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -101,6 +101,7 @@ def peft(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_notebook_trains_answers_and_saves(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     import flatout
@@ -139,6 +140,20 @@ def test_a_notebook_trains_answers_and_saves(tiny: Any, tmp_path: Path, monkeypa
     refused(lambda: names["model"].push_to_hub_gguf("user/model", names["tokenizer"]), "hf upload")
     refused(lambda: names["model"].save_pretrained_merged("x", None, "merged_4bit"), "save_method", "merged_16bit")
     refused(lambda: names["model"].save_pretrained_merged("model", None), "not empty")
+    # a loaded adapter is saved, merged and exported as the one that was just trained
+    saved.save_pretrained_merged("again", None)
+    saved.save_pretrained_gguf("gguf-again")
+    saved.save_pretrained("lora_again")
+    one, other = (load_file(Path(folder, "model.safetensors")) for folder in ("model", "again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert list(Path("gguf-again", "q8_0").glob("*.gguf"))
+    assert (
+        Path("lora_again", "adapter_model.safetensors").read_bytes()
+        == Path("lora_model", "adapter_model.safetensors").read_bytes()
+    )
+    base_alone, _ = FastLanguageModel.from_pretrained(str(tiny.model_dir))
+    refused(lambda: base_alone.save_pretrained_merged("y", None), "not trained yet")
     # training goes on from a saved adapter
     more, tokenizer = FastLanguageModel.from_pretrained("lora_model", load_in_4bit=False)
     trainer = names["SFTTrainer"](more, names["TrainingArguments"](output_dir="more", max_steps=1, report_to=[]), None,
