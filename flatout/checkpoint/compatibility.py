@@ -12,6 +12,7 @@ from flatout.config.resume_effects import RESUME_EFFECTS, Effect
 from flatout.errors import CheckpointError
 
 ABSENT = "(absent)"
+CHANGES_DATA = "changes the samples or their order"
 
 
 class OtherRunError(CheckpointError):
@@ -48,13 +49,12 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     Both are nested dicts of JSON values (`Config.model_dump(mode="json")`); lists are compared whole. A key that is
     only in one of them is a change from or to "(absent)".
     """
-    before, after = dict(_leaves(saved)), dict(_leaves(now))
     changes = []
-    for key in sorted(before.keys() | after.keys()):
+    for key, before, after in _differences(dict(_leaves(saved)), dict(_leaves(now))):
         unknown = "changes the loss" if key.startswith("objective.") else "a setting that this flatout does not know"
         effect, why = RESUME_EFFECTS.get(key, ("numerics", unknown))
-        changes.append(Change(key, before.get(key, ABSENT), after.get(key, ABSENT), effect, why))
-    return [change for change in changes if change.saved != change.now]
+        changes.append(Change(key, before, after, effect, why))
+    return changes
 
 
 def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
@@ -80,13 +80,10 @@ def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: 
     `saved` and `now` map the model's files to their hashes.
     """
     refused = [
-        Change(
-            f"model: {name}", saved.get(name, ABSENT), now.get(name, ABSENT), "numerics", "changes weights or config"
-        )
-        for name in sorted(saved.keys() | now.keys())
-        if saved.get(name) != now.get(name) and not _allowed("model", allow)
+        Change(f"model: {name}", before, after, "numerics", "changes weights or config")
+        for name, before, after in _differences(saved, now)
     ]
-    if refused:
+    if refused and not _allowed("model", allow):
         _refuse("the base model's files differ from those the checkpoint was trained on", refused, allow_key="model")
 
 
@@ -105,15 +102,9 @@ def refuse_other_data(
     """
     explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
     refused = [
-        Change(
-            key,
-            saved.get(key, ABSENT),
-            now.get(key, ABSENT),
-            "numerics",
-            "changes the loss" if key == "objective" else "changes the samples or their order",
-        )
-        for key in sorted(saved.keys() | now.keys())
-        if saved.get(key) != now.get(key) and not _allowed(key, allow) and not (key == "plan" and explained)
+        Change(key, before, after, "numerics", "changes the loss" if key == "objective" else CHANGES_DATA)
+        for key, before, after in _differences(saved, now)
+        if not _allowed(key, allow) and not (key == "plan" and explained)
     ]
     if [change.key for change in refused] == ["objective"]:
         _refuse("the objective differs from the one the checkpoint was trained with", refused)
@@ -125,6 +116,13 @@ def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) 
     lines = "".join(f"\n  - {change}" for change in refused)
     keys = allow_key or ",".join(change.key for change in refused)
     raise OtherRunError(f"{what}:{lines}", allow=keys)
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted(saved.keys() | now.keys()):
+        before, after = saved.get(key, ABSENT), now.get(key, ABSENT)
+        if before != after:
+            yield key, before, after
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
