@@ -27,7 +27,7 @@ from flatout.planner.memory.budget import (
 )
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_TOKENS, row_length
-from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, PrefixIndex, UnitPrefixes, find_prefixes
+from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.run_plan import RunPlan, make_plan, select_samples
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.track.callback import Reporter
@@ -186,14 +186,13 @@ def index_prefixes(
             raise UsageError(f"batch.share_prefix: on does not work here: {problem}; set batch.share_prefix: auto")
         return None, f"not shared: {problem}"
     units, declared = store.unit_offsets, store.extra.get(PREFIX_TOKENS)
-    is_declared = units is not None and declared is not None
-    index = None if is_declared else find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
-    prefixes: PrefixIndex | UnitPrefixes | None = index
-    if units is not None:
-        prefixes = UnitPrefixes.of(units, declared, index)
-    has_any = (index is not None and len(index.shared)) or (
-        isinstance(prefixes, UnitPrefixes) and prefixes.tokens.any()
-    )
+    prefixes: Prefixes
+    if units is not None and declared is not None:
+        own = UnitPrefixes.of(units, declared, None)
+        prefixes, has_any = own, bool(own.tokens.any())
+    else:
+        index = find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
+        prefixes, has_any = index if units is None else UnitPrefixes.of(units, None, index), len(index.shared) > 0
     if not has_any:
         return None, f"not shared: no samples begin with the same {MIN_PREFIX_TOKENS} unlabelled tokens"
     return prefixes, ""

@@ -139,13 +139,6 @@ def _join(one: _Cluster, other: _Cluster, num_tokens: int) -> _Cluster:
     return _Cluster([], [*kept, (num_tokens, members)])
 
 
-class Prefixes(Protocol):
-    """Says which samples of a list share their first tokens: `PrefixIndex`, or `UnitPrefixes` where units have any."""
-
-    def groups(self, sample_ids: Sequence[int]) -> list[PrefixGroup]:
-        """Group samples that share a prefix: all of one unit, or samples that are units of their own."""
-
-
 @dataclass(frozen=True, eq=False)
 class UnitPrefixes:
     """Units of several samples share the prefix of their own; samples alone share what `alone` finds.
@@ -185,6 +178,10 @@ class UnitPrefixes:
         single = [own[0] for own in members.values() if len(own) == 1]
         shared = [] if self.alone is None else self.alone.groups(ids[single].tolist())
         return groups + [PrefixGroup(tokens, [single[each] for each in own]) for tokens, own in shared]
+
+
+# what says which samples of a list share their first tokens; the second where units have several samples
+Prefixes = PrefixIndex | UnitPrefixes
 
 
 def make_bundles(items: Sequence[Item], groups: Sequence[PrefixGroup] = (), most_tokens: int = 0) -> list[Bundle]:
