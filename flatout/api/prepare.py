@@ -70,9 +70,9 @@ def plan(
         raise UsageError(f"ranks is {ranks}; expected at least 1")
     resolved, rank = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data), Rank(0, ranks)
     if gpu is None:
-        planned, gpu, why_not = plan_at_hand(resolved, Reporter(), rank)
-        return summarize_plan(resolved, planned, gpu, why_not=why_not)
-    return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, lambda: gpu), gpu)
+        planned, why_not = plan_at_hand(resolved, Reporter(), rank)
+        return summarize_plan(resolved, planned, why_not=why_not)
+    return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, lambda: gpu))
 
 
 @spelled_for(Caller("python", ("verify",)))

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks is {num_ranks}, but gpus names {len(config.gpus)}; leave one of them out")
     rank = Rank(0, num_ranks)
 
-    def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, Device | None, str | None]:
+    def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, str | None]:
         changed = config.model_copy(update={"data": data})
         refuse_early(data, config.model.name)
         with progress_console() as console:
@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
             if not name and args.measured is None:
                 return changed, *plan_at_hand(changed, reporter, rank)
             device = _device(changed, name, args.measured)
-            return changed, plan_run(changed, reporter, rank, lambda: device), device, None
+            return changed, plan_run(changed, reporter, rank, lambda: device), None
 
-    config, planned, device, why_not = with_columns(plan_with, config.data, takes=args.yes)
+    config, planned, why_not = with_columns(plan_with, config.data, takes=args.yes)
     from flatout.trainer.preview import fit_devices, summarize_plan
 
     if name == "all":
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         step = plan.step(args.step)
         print(json.dumps(asdict(step)) if args.json else "\n".join(step_lines(step)))
         return 0
-    summary = summarize_plan(config, planned, device, args.tokens_per_s, why_not)
+    summary = summarize_plan(config, planned, args.tokens_per_s, why_not)
     print(json.dumps(_plain_values(summary)) if args.json else rows(summary.rows(recorder.events)))
     return 0
 
@@ -124,11 +124,11 @@ def _device(config: Config, name: str, measured: Path | None) -> Device | None:
 
 def _plain_values(summary: PlanSummary) -> dict[str, Any]:
     """Return the totals with the memory's total, and for a GPU what was decided for it."""
-    values, decision = asdict(summary.totals), summary.decision
-    values["strategy"] = summary.strategy
+    values, decision = asdict(summary.totals), summary.planned.memory
+    values["strategy"] = summary.planned.parallel_layout.reason
     if summary.totals.memory:
         values["memory"]["total_bytes"] = summary.totals.memory.total_bytes
-    if summary.device is not None:
+    if summary.planned.device is not None:
         values |= {
             "micro_batch_tokens": decision.micro_batch_tokens,
             "recompute": decision.recompute,

@@ -164,7 +164,7 @@ def plan(
     rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
     gpu = find_device(device) if device else gpu_of(config, rank)
     planned = plan_run(config, Reporter(callback), rank, lambda: gpu)
-    summary = summarize_plan(config, planned, gpu, tokens_per_s)
+    summary = summarize_plan(config, planned, tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory
     parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
     return {

@@ -15,7 +15,7 @@ from flatout.errors import ResourceError
 from flatout.io.host_memory import available_host_bytes
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB, Device
-from flatout.planner.memory.budget import MemoryDecision, budget_bytes, longest_document_tokens, memory_model
+from flatout.planner.memory.budget import budget_bytes, longest_document_tokens, memory_model
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
@@ -27,15 +27,11 @@ from flatout.trainer.gpu import gpu_of
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """The totals of a plan, and what was decided for `device` (None: no GPU was given)."""
+    """The totals of a plan, and the longest document that its GPU can train on (None: it has none)."""
 
+    planned: PlannedRun
     totals: PlanTotals
-    strategy: str
-    decision: MemoryDecision
-    device: Device | None
     longest_document_tokens: int | None
-    sharing: str
-    context_ranks: int
     # what a run on this computer's CPU may use; None for another device, or if it is not known
     host_bytes: int | None = None
     # why the GPU of this machine, which no one named, is not enough
@@ -46,10 +42,11 @@ class PlanSummary:
 
     def rows(self, events: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
         """Yield the summary and what planning reported as pairs of name and text."""
-        needed, budget = self.totals.memory, self.decision.budget_bytes
-        if self.device and needed and budget:
+        device, layout, memory = self.planned.device, self.planned.parallel_layout, self.planned.memory
+        needed, budget = self.totals.memory, memory.budget_bytes
+        if device and needed and budget:
             sizes = f"{needed.total_bytes / GIB:.1f} GiB of {budget / GIB:.1f}"
-            yield "fits", f"{sizes}, {(budget - needed.total_bytes) / GIB:.1f} to spare on {self.device.name}"
+            yield "fits", f"{sizes}, {(budget - needed.total_bytes) / GIB:.1f} to spare on {device.name}"
         if self.why_not is not None:
             yield "does not fit", self.why_not
         if self.host_bytes is not None and needed:
@@ -59,13 +56,13 @@ class PlanSummary:
             yield "does not fit" if total > has else "fits", sizes + more
         yield from totals_lines(self.totals)
         if not self.totals.num_shared_tokens:
-            yield "prefixes", self.sharing
-        if self.context_ranks > 1:
-            yield "context", f"{self.context_ranks} ranks share each micro-batch, and count as one rank above"
-        if self.totals.num_ranks * self.context_ranks > 1:
-            yield "strategy", self.strategy
-        if self.device:
-            yield f"on {self.device.name}", self.decision.reason
+            yield "prefixes", self.planned.sharing
+        if layout.context_ranks > 1:
+            yield "context", f"{layout.context_ranks} ranks share each micro-batch, and count as one rank above"
+        if self.totals.num_ranks * layout.context_ranks > 1:
+            yield "strategy", layout.reason
+        if device:
+            yield f"on {device.name}", memory.reason
             yield "longest document", f"{self.longest_document_tokens:,} tokens, alone in a micro-batch"
         for kind, facts in events:
             yield kind, ", ".join(f"{name} {value}" for name, value in facts.items())
@@ -101,28 +98,24 @@ SMALLER = "set batch.micro_batch_tokens: 2048, recompute: full or data.max_token
 CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
 
 
-def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[PlannedRun, Device | None, str | None]:
+def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[PlannedRun, str | None]:
     """Plan for the GPU of this machine, if it has one; without it, and with the reason, if the run does not fit."""
     has_gpu = config.wanted_device != "cpu" and torch.cuda.is_available()
     if not has_gpu or config.full.update == "backward":  # no plan without a GPU is known to fit in one pass
         gpu = gpu_of(config, rank) if has_gpu else None
-        return plan_run(config, reporter, rank, lambda: gpu), gpu, None
+        return plan_run(config, reporter, rank, lambda: gpu), None
     gpu = gpu_of(config, rank)
     try:
-        return plan_run(config, reporter, rank, lambda: gpu), gpu, None
+        return plan_run(config, reporter, rank, lambda: gpu), None
     except ResourceError as error:
-        return plan_run(config, Reporter(), rank), None, str(error)
+        return plan_run(config, Reporter(), rank), str(error)
 
 
 def summarize_plan(
-    config: Config,
-    planned: PlannedRun,
-    device: Device | None,
-    tokens_per_s: float | None = None,
-    why_not: str | None = None,
+    config: Config, planned: PlannedRun, tokens_per_s: float | None = None, why_not: str | None = None
 ) -> PlanSummary:
     """Go through every step of a plan. `tokens_per_s`, over all ranks, adds a time estimate."""
-    decision, layout = planned.memory, planned.parallel_layout
+    decision, layout, device = planned.memory, planned.parallel_layout, planned.device
     on_cpu = device is None and (config.wanted_device == "cpu" or not torch.cuda.is_available())
     model = decision.model or memory_model(config, planned.shape, CPU if on_cpu else ANY_DEVICE, layout)
     totals = add_up(
@@ -138,10 +131,7 @@ def summarize_plan(
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)
     host_bytes = available_host_bytes() if on_cpu and totals.num_ranks == 1 else None
-    return PlanSummary(
-        totals, strategy=layout.reason, decision=decision, device=device, longest_document_tokens=longest,
-        sharing=planned.sharing, context_ranks=layout.context_ranks, host_bytes=host_bytes, why_not=why_not,
-    )  # fmt: skip
+    return PlanSummary(planned, totals, longest, host_bytes, why_not)
 
 
 def _reference_passes(planned: PlannedRun) -> Iterator[tuple[PlannedSamples, StepPlan]]:

@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1397,
     "track": 2626,
-    "trainer": 6155,
+    "trainer": 6145,
     "verifier": 1151,
     "view": 1494,
 }
