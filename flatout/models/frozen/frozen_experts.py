@@ -183,8 +183,12 @@ class Fp8Experts(FrozenExperts):
         return (self.bytes.float() * scale).to(self.dtype)
 
 
-class Nf4Experts(FrozenExperts):
-    """NF4 with double quantization; see `Nf4Linear` for the tensors. Quantized one expert at a time."""
+class HoldsNf4(nn.Module):
+    """Holds a weight in NF4 with double quantization (4.13 bits per weight).
+
+    `packed` and `absmax` are frozen parameters, so that strategies can shard them like any weight: the bytes of
+    `Nf4Weight` viewed as float8, as FSDP2 supports integers only from torch 2.12. The rest are buffers.
+    """
 
     packed: Tensor
     absmax: Tensor
@@ -192,18 +196,30 @@ class Nf4Experts(FrozenExperts):
     nested_map: Tensor
     offset: Tensor
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
+    def hold(self, stored: Nf4Weight) -> None:
+        """Take these tensors."""
         register_ops()
-        self.shape, self.dtype = weight.shape, weight.dtype
-        stored = quantize(weight.detach().reshape(-1, weight.shape[2]))
         self.packed = nn.Parameter(stored.packed.view(torch.float8_e4m3fn), requires_grad=False)
         self.absmax = nn.Parameter(stored.absmax.view(torch.float8_e4m3fn), requires_grad=False)
         self.register_buffer("nested_absmax", stored.nested_absmax)
         self.register_buffer("nested_map", stored.nested_map)
         self.register_buffer("offset", stored.offset)
-        num_experts, num_out, num_in = weight.shape
-        self.matmul = _nf4_matmul((num_experts, num_out, num_in))
+
+    @property
+    def stored(self) -> Nf4Weight:
+        """The five tensors of the quantized weight, as the kernels expect them."""
+        packed, absmax = self.packed.view(torch.uint8), self.absmax.view(torch.uint8)
+        return Nf4Weight(packed, absmax, self.nested_absmax, self.nested_map, self.offset)
+
+
+class Nf4Experts(HoldsNf4, FrozenExperts):
+    """Experts in NF4, quantized one at a time."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        self.hold(quantize(weight.detach().reshape(-1, weight.shape[2])))
+        self.set_num_experts(len(weight))
 
     def sliceable(self, num_parts: int) -> tuple[str, ...]:
         """The codes and the scales of both levels; UsageError if a second-level block belongs to several parts."""
@@ -222,12 +238,10 @@ class Nf4Experts(FrozenExperts):
 
     @property
     def storage(self) -> list[Tensor]:
-        """The five tensors of an Nf4Weight."""
-        packed, absmax = self.packed.view(torch.uint8), self.absmax.view(torch.uint8)
-        return [packed, absmax, self.nested_absmax, self.nested_map, self.offset]
+        return list(self.stored)
 
     @property
     def weight(self) -> Tensor:
         """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
         num_experts, num_out, num_in = self.shape
-        return dequantize([Nf4Weight(*self.storage)], [num_experts * num_out], num_in, self.dtype).view(self.shape)
+        return dequantize([self.stored], [num_experts * num_out], num_in, self.dtype).view(self.shape)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from flatout.errors import ResourceError, UsageError
 from flatout.kernels import low_rank, segmented
 from flatout.kernels.fp8 import bounded_scales, fp8_problem, quantize_rows, quantize_weight
-from flatout.kernels.nf4 import dequantize, register_ops
+from flatout.kernels.nf4 import dequantize
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
-from flatout.models.frozen.frozen_experts import FrozenExperts
+from flatout.models.frozen.frozen_experts import FrozenExperts, HoldsNf4
 from flatout.models.frozen.matmul import FrozenLinearFunction, FrozenMatmul, Operands
 
 
@@ -172,19 +172,12 @@ class Fp8BackwardLinear(nn.Linear):
         return output
 
 
-class Nf4Linear(nn.Module):
-    """A frozen linear layer stored in NF4 with double quantization (4.13 bits per weight), dequantized in every pass.
+class Nf4Linear(HoldsNf4):
+    """A frozen linear layer stored in NF4, dequantized in every pass.
 
-    `packed` and `absmax` are frozen parameters, so that strategies can shard them like any weight: the bytes of
-    `Nf4Weight` viewed as float8, as FSDP2 supports integers only from torch 2.12. The rest are buffers, with row_scale
-    fp32 (out,) for float8 products and bias (out,) or None. `dtype` is that of `weight`.
+    More buffers are row_scale fp32 (out,) for float8 products and bias (out,) or None. `dtype` is that of `weight`.
     """
 
-    packed: Tensor
-    absmax: Tensor
-    nested_absmax: Tensor
-    nested_map: Tensor
-    offset: Tensor
     row_scale: Tensor
     bias: Tensor | None
 
@@ -192,13 +185,8 @@ class Nf4Linear(nn.Module):
         self, stored: Nf4Weight, bias: Tensor | None, *, in_features: int, out_features: int, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        register_ops()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        self.packed = nn.Parameter(stored.packed.view(torch.float8_e4m3fn), requires_grad=False)
-        self.absmax = nn.Parameter(stored.absmax.view(torch.float8_e4m3fn), requires_grad=False)
-        self.register_buffer("nested_absmax", stored.nested_absmax)
-        self.register_buffer("nested_map", stored.nested_map)
-        self.register_buffer("offset", stored.offset)
+        self.hold(stored)
         self.register_buffer("row_scale", bounded_scales(row_scale(stored, out_features, in_features)))
         self.register_buffer("bias", bias)
         self.matmul = _nf4_matmul([out_features], in_features)
@@ -209,12 +197,6 @@ class Nf4Linear(nn.Module):
         out_features, in_features = weight.shape
         bias = None if bias is None else bias.detach()
         return cls(quantize(weight), bias, in_features=in_features, out_features=out_features, dtype=weight.dtype)
-
-    @property
-    def stored(self) -> Nf4Weight:
-        """The five tensors of the quantized weight, as the kernels expect them."""
-        packed, absmax = self.packed.view(torch.uint8), self.absmax.view(torch.uint8)
-        return Nf4Weight(packed, absmax, self.nested_absmax, self.nested_map, self.offset)
 
     @property
     def weight(self) -> Tensor:
