@@ -8,7 +8,6 @@ two answers of a pair; most stores have units of one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +31,7 @@ from flatout.data.columns import (
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again
-from flatout.errors import CheckpointError, DataError, ResourceError
+from flatout.errors import DataError
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
 
@@ -283,11 +282,8 @@ class ShardCheck:
         """Check the columns that hold a value a sample. Raises DataError."""
         self._folder, self._columns, self._layout, self._arrays = folder, columns, layout, arrays
         self._left = set(range(len(layout.shards)))
-        try:
-            if not checks_again() and find_facts("tokens", self._key):
-                self._left.clear()
-        except CheckpointError:  # a damaged file of the cache: the store is hashed again
-            pass
+        if not checks_again() and find_facts("tokens", self._key):
+            self._left.clear()
         for shard in sorted(self._left):
             self._verify(shard, ("sample", "unit", "picture"))
 
@@ -309,8 +305,7 @@ class ShardCheck:
         self._verify(shard, ("token", "byte"))
         self._left.discard(shard)  # another thread may have been as fast
         if not self._left:
-            with suppress(ResourceError):  # no cache: the next start hashes them again
-                keep_facts("tokens", self._key, {"shards": len(self._layout.shards)})
+            keep_facts("tokens", self._key, {"shards": len(self._layout.shards)})
 
     def _verify(self, shard: int, per: Collection[str]) -> None:
         expected = self._layout.shards[shard].xxh3

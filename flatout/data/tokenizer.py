@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from flatout.config.data import DataConfig
 from flatout.environment import checks_again
-from flatout.errors import CheckpointError, DataError, FlatoutError, ResourceError, reason_of
+from flatout.errors import DataError, FlatoutError, reason_of
 from flatout.io.hub import hub_errors, hub_file, hub_source, is_folder
 from flatout.io.json_file import read_json
 from flatout.io.kept_facts import code_identity, find_facts, hashes_of, keep_facts
@@ -119,18 +119,12 @@ def tokenizer_facts(
     """
     files = _files_of(name)
     key = {**code_identity(), "added": list((added or {}).items()), "files": files}
-    try:
-        if files and not checks_again() and (known := find_facts("tokenizer", key)):
-            return TokenizerFacts(**known.facts)
-    except (CheckpointError, TypeError) as error:
-        log(f"{error}: it is ignored, and the tokenizer is loaded")
+    if files and not checks_again() and (known := find_facts("tokenizer", key, log)):
+        return TokenizerFacts(**known.facts)
     tokenizer = load_tokenizer(name, added=added)
     facts = TokenizerFacts(tokenizer_digest(tokenizer), len(tokenizer), tokenizer.chat_template)
-    try:
-        if files:
-            keep_facts("tokenizer", key, asdict(facts))
-    except ResourceError as error:
-        log(f"{error}; the next start loads the tokenizer again")
+    if files:
+        keep_facts("tokenizer", key, asdict(facts), log)
     return facts
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,8 @@ from flatout.environment import cache_folder, why_not_private
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import DurableIO, digest
 from flatout.io.json_file import now_utc, read_json
+
+Tell = Callable[[str], object]
 
 PACKAGE = Path(__file__).parents[1]
 # files of this package that decide what it computes
@@ -44,12 +46,19 @@ class KeptFacts:
         return f"checked {when} with the same code, model, settings and device"
 
 
-def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
+def find_facts(kind: str, key: Mapping[str, Any], tell: Tell = lambda line: None) -> KeptFacts | None:
     """Return the facts of a kind that were kept under an equal key; None if there are none.
 
-    Raises CheckpointError, with the file, if it is damaged or not what `keep_facts` wrote.
+    A file that is damaged, or not what `keep_facts` wrote, is told and counts as none.
     """
-    path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
+    try:
+        return _read(cache_folder() / "checks" / f"{kind}-{_hash(key)}.json", key)
+    except CheckpointError as error:
+        tell(f"{error}; this record is ignored")
+        return None
+
+
+def _read(path: Path, key: Mapping[str, Any]) -> KeptFacts | None:
     if (raw := read_own(path)) is None:
         return None
     try:
@@ -64,11 +73,14 @@ def find_facts(kind: str, key: Mapping[str, Any]) -> KeptFacts | None:
     return facts if own_key == json.loads(json.dumps(key)) else None
 
 
-def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Keep facts under a key. Raises ResourceError if the cache folder is not writable, ValueError for NaN."""
+def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any], tell: Tell = lambda line: None) -> None:
+    """Keep facts under a key; a cache folder that is not writable is told. Raises ValueError for NaN."""
     content = {"key": key, "facts": facts, "when": now_utc()}
     path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
-    write_own(path, {"content": content, "xxh3": _hash(content)})
+    try:
+        write_own(path, {"content": content, "xxh3": _hash(content)})
+    except ResourceError as error:
+        tell(f"{error}; the next start finds this out again")
 
 
 def read_own(path: Path) -> Any:

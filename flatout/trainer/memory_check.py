@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.environment import checks_again
-from flatout.errors import CheckpointError, FlatoutError, ResourceError
+from flatout.errors import CheckpointError, FlatoutError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
@@ -96,6 +97,7 @@ class MemoryCheck:
     ) -> None:
         self._config, self._group, self._reporter, self._measure = config, group, reporter, measure
         self._recalls = recalls and not checks_again()
+        self._tell = partial(reporter.stage, "memory")
         self._key: dict[str, Any] | None = None
 
     def corrected(self, gpu: Device) -> Device:
@@ -120,11 +122,7 @@ class MemoryCheck:
         if not self._recalls:
             return {}
         self._key = _key(self._config, self._group)
-        try:
-            kept = find_facts(KIND, self._key)
-        except CheckpointError as error:
-            self._reporter.stage("memory", f"{error}; this record is ignored, and memory is measured again")
-            return {}
+        kept = find_facts(KIND, self._key, self._tell)
         return {} if kept is None else dict(kept.facts)
 
     def check(self, run: TrainingRun, stood_bytes: int) -> tuple[Device | None, bool]:
@@ -158,16 +156,9 @@ class MemoryCheck:
         assert planned.memory.model is not None
         kind = planned.memory.model.kind_of_pass(planned.memory.recompute)
         device = replace(device, corrections={**device.corrections, kind: correction})
-        self._keep(device)
+        if self._key is not None:
+            keep_facts(KIND, self._key, asdict(device)["corrections"], self._tell)
         return device, is_off
-
-    def _keep(self, device: Device) -> None:
-        if self._key is None:
-            return
-        try:
-            keep_facts(KIND, self._key, asdict(device)["corrections"])
-        except ResourceError as error:
-            self._reporter.stage("memory", f"{error}; the next start measures again")
 
     def record(self, device: Device | None) -> None:
         """Write the device that a run is planned for to its folder, for a resumed run and for `flatout plan`."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flatout.data.token_store import TokenStore
 from flatout.environment import CHECK_AGAIN, checks_again
-from flatout.errors import CheckpointError, ResourceError, UsageError
+from flatout.errors import UsageError
 from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
 from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
@@ -45,6 +46,7 @@ class Proofs:
         self._config, self._planned, self._reporter = setup.config, setup.planned, setup.reporter
         self._group, self._device = setup.checkpoints.group, setup.device
         self._key: Mapping[str, Any] | None = None
+        self._tell = partial(self._reporter.stage, "checks")
         if setup.recalls and checks_again():
             self._reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
         # without a fingerprint the weights are not known
@@ -168,12 +170,8 @@ class Proofs:
         """Return what was proved; None on all ranks unless all have found it."""
         if not self._recalls:
             return None
-        facts: KeptFacts | None = None
         assert self._key is not None
-        try:
-            facts = find_facts(kind, self._key)
-        except CheckpointError as error:
-            self._reporter.stage("checks", f"{error}; this record is ignored and the check runs again")
+        facts = find_facts(kind, self._key, self._tell)
         return facts if all(self._group.all_gather(facts is not None)) else None
 
     def keep(self, kind: str, facts: Mapping[str, Any]) -> None:
@@ -181,7 +179,4 @@ class Proofs:
         if not self._recalls:
             return
         assert self._key is not None
-        try:
-            keep_facts(kind, self._key, facts)
-        except ResourceError as error:
-            self._reporter.stage("checks", f"{error}; the next start makes the check again")
+        keep_facts(kind, self._key, facts, self._tell)

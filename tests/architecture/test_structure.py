@@ -68,7 +68,7 @@ MAX_PACKAGE_LINES = {
     "errors": 150,
     "eval": 238,
     "export": 933,
-    "io": 1942,
+    "io": 1954,
     "kernels": 4097,
     "launch": 1154,
     "models": 9160,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1397,
     "track": 2626,
-    "trainer": 6145,
+    "trainer": 6131,
     "verifier": 1151,
     "view": 1494,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.read import row_type, total_rows
 from flatout.data.rows.remote import RemoteFile, hub_files, hub_stats
-from flatout.errors import CheckpointError, DataError, ResourceError, first_line
+from flatout.errors import DataError, first_line
 from flatout.io.address import Stat
 from flatout.io.kept_facts import find_facts, keep_facts
 
@@ -52,9 +51,7 @@ def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
     split = source.split or "train"
     name = f"{source.path}[{source.subset + '/' if source.subset else ''}{split}]"
     key = {"hub": constants.ENDPOINT, "split": split, **source.model_dump(include={"path", "subset", "revision"})}
-    kept = None
-    with suppress(CheckpointError):  # damaged: as if there were none
-        kept = find_facts("hub-sets", key)
+    kept = find_facts("hub-sets", key)
     try:
         builder = datasets.load_dataset_builder(source.path, source.subset, revision=source.revision)
         pinned = _PINNED.match(str(builder.base_path or ""))
@@ -75,8 +72,7 @@ def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
         stats = hub_stats(addresses, log)
         num_rows = total_rows(hub_files(stats, log))
         facts = {"commit": pinned[1], "files": [asdict(stat) for stat in stats], "num_rows": num_rows}
-        with suppress(ResourceError):  # no cache: offline, the set is not known
-            keep_facts("hub-sets", key, facts)
+        keep_facts("hub-sets", key, facts)
         return _of_files(source, name, facts, log)
     return _loaded(source, split, name, pinned[1] if pinned else None, log)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.errors import CheckpointError, ResourceError
+from flatout.errors import ResourceError
 from flatout.io.kept_facts import PACKAGE, find_facts, hashes_of, keep_facts
 
 KEY = {"flatout": "1", "device": ["cuda", 9, 0], "settings": {"rank": 16, "dropout": 0.0}}
@@ -67,8 +68,9 @@ def test_only_what_this_user_has_written_is_believed(cache: Path, who: str, monk
     if who == "own":
         assert find_facts("self-test", KEY) is not None
         return
-    with pytest.raises(CheckpointError, match=r"is not believed: .*(belongs to user|other users can write)"):
-        find_facts("self-test", KEY)
+    told: list[str] = []
+    assert find_facts("self-test", KEY, told.append) is None
+    assert re.search("is not believed: .*(belongs to user|other users can write)", told.pop())
     if who == "open to all":
         # what others may have put there goes with the next fact that is kept
         (cache / "forged.json").write_text("{}")
@@ -77,8 +79,8 @@ def test_only_what_this_user_has_written_is_believed(cache: Path, who: str, monk
         assert cache.stat().st_mode & 0o777 == 0o700
         assert find_facts("self-test", KEY) is not None
     if who == "folder of another":
-        with pytest.raises(ResourceError, match="belongs to user 12345"):
-            keep_facts("self-test", KEY, {"line": "exact"})
+        keep_facts("self-test", KEY, {"line": "exact"}, told.append)
+        assert "belongs to user 12345" in told.pop()
 
 
 def test_a_forged_hash_of_a_large_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +112,9 @@ def test_damage_is_told_with_the_file(cache: Path, damage: object) -> None:
     keep_facts("self-test", KEY, {"line": "exact"})
     (file,) = cache.iterdir()
     file.write_text(damage(file.read_text()))  # type: ignore[operator]
-    with pytest.raises(CheckpointError, match=r"self-test-.*\.json"):
-        find_facts("self-test", KEY)
+    told: list[str] = []
+    assert find_facts("self-test", KEY, told.append) is None
+    assert re.search(r"self-test-.*\.json.*; this record is ignored", *told)
 
 
 def test_the_facts_of_another_key_in_the_place_of_this_one_do_not_count(cache: Path) -> None:
@@ -131,8 +134,9 @@ def test_nan_is_not_kept() -> None:
 def test_a_folder_that_cannot_be_written_is_told(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")
-    with pytest.raises(ResourceError, match="checks"):
-        keep_facts("self-test", KEY, {})
+    told: list[str] = []
+    keep_facts("self-test", KEY, {}, told.append)
+    assert re.search("checks.*; the next start finds this out again", *told)
 
 
 def identity_of(package: Path, **env: str) -> dict[str, str]:
