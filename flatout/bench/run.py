@@ -79,8 +79,7 @@ def take_steps(
         run_steps(run)
         after(run)
     finally:
-        run.saver.close()
-        run.loader.close()
+        run.close()
         reporter.end(RunEnd("complete", 0, time.time()))
     leave_group()
     return run
