@@ -35,9 +35,8 @@ def _run_shapes(args: argparse.Namespace) -> int:
 
     started, console = time.perf_counter(), Console(highlight=False)
     console.print(f"Writing pictures of shapes, questions and a tiny Qwen2.5-VL-shaped model to {args.out}/")
+    import_transformers()
     with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
-        shown.on_phase("importing torch and transformers")
-        import_transformers()
         from flatout.demo.job import train_demo
         from flatout.demo.shapes import LEAST_RIGHT, PICTURES_DIR, answer_shapes, shapes_config, write_shapes
 
@@ -70,9 +69,8 @@ def _run_conversations(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     config = demo_config(args.out, args.seed)
     console.print(f"Writing conversations, a tokenizer and a tiny Qwen3-shaped model to {args.out}/")
+    import_transformers()
     with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
-        shown.on_phase("importing torch and transformers")
-        import_transformers()
         from flatout.demo.job import answer_held_out, loss_halved, train_demo
         from flatout.demo.write import write_demo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, model_target, rows
+from flatout.cli.screen import import_transformers, model_target, progress_console, rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +28,18 @@ def run(args: argparse.Namespace) -> int:
     import_transformers()
     from flatout.export.write import export
 
-    exported = export(
-        args.target,
-        args.to,
-        args.out,
-        base=args.base,
-        results="best" if args.best else "final",
-        kind=args.quantize,
-        adapter=args.adapter,
-        llama_cpp=args.llama_cpp,
-    )
+    with progress_console() as console:
+        console.on_phase(f"writing {args.target} for {args.to}")
+        exported = export(
+            args.target,
+            args.to,
+            args.out,
+            base=args.base,
+            results="best" if args.best else "final",
+            kind=args.quantize,
+            adapter=args.adapter,
+            llama_cpp=args.llama_cpp,
+        )
     print(rows([("written", str(exported.path)), ("", exported.note)]))
     print(exported.command)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, model_target
+from flatout.cli.screen import import_transformers, model_target, progress_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,5 +22,8 @@ def run(args: argparse.Namespace) -> int:
     import_transformers()
     from flatout.models.export import merge_adapter
 
-    print(merge_adapter(args.target, args.out, base=args.base, device=args.device))
+    with progress_console() as console:
+        console.on_phase(f"merging {args.target}")
+        merged = merge_adapter(args.target, args.out, base=args.base, device=args.device)
+    print(merged)
     return 0

@@ -69,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
     def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, str | None]:
         changed = config.model_copy(update={"data": data})
         refuse_early(data, config.model.name)
+        import_transformers()
         with progress_console() as console:
-            console.on_phase("importing torch and transformers")
-            import_transformers()
             from flatout.trainer.decide import plan_run
             from flatout.trainer.preview import plan_at_hand
 

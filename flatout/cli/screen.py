@@ -51,8 +51,10 @@ def import_without_gc(module: str) -> None:
 
 
 def import_transformers() -> None:
-    """Import torch and transformers, without progress bars for loading and writing weights."""
-    import_without_gc("transformers.modeling_utils")
+    """Import torch and transformers, without progress bars for loading and writing weights; say so if it takes long."""
+    with progress_console() as console:
+        console.on_phase("importing torch and transformers")
+        import_without_gc("transformers.modeling_utils")
     quiet_transformers()
 
 
