@@ -30,18 +30,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench import steps as bench_steps
+from bench.figures import WARMUP_STEPS
 from bench.machine import gpu_header, versions
 from bench.ours import base_values
 from bench.rows import SAMPLES_PER_STEP
+from bench.samples import CHAT, LABEL_SHARE
 from bench.shapes import SHAPES, shape_config
 from bench.timing import call_ms
 from torch import Tensor
 from transformers import AutoConfig
 from whole_steps import prepare
 
-from flatout.bench import run as flatout_bench
-from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.inputs import CHAT, LABEL_SHARE
 from flatout.config.read import make_config
 from flatout.config.schema import BaseConfig
 from flatout.kernels import low_rank, segmented
@@ -444,7 +444,7 @@ def whole_steps(args: argparse.Namespace, config: Any, idle: float) -> dict[str,
     """Energy of whole steps of the configuration, compiled and planned as in training."""
     prepare(args.work, shape_config(args.shape), args.steps)
     energy = StepEnergy(args.steps)
-    flatout_bench.take_steps(config, Reporter(ConsoleCallback(), energy))
+    bench_steps.take_steps(config, Reporter(ConsoleCallback(), energy))
     return energy.figures(idle)
 
 

@@ -22,11 +22,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bench.machine import gpu_header, versions
+from bench.samples import CHAT
 from bench.shapes import SHAPES
 from bench.timing import median_ms
 from torch import Tensor, nn
-
-from flatout.bench.inputs import CHAT
 
 Result = tuple[Tensor, Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

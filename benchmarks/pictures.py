@@ -34,13 +34,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.figures import WARMUP_STEPS
 from bench.machine import gpu_header, gpu_memory, versions
 from bench.parts import run_part, telling
 from bench.shapes import SHAPES, shape_config
+from bench.steps import take_steps
 from peers.peer_trainer import RANK, TARGETS
 
-from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.run import take_steps
 from flatout.config.read import make_config
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.profile.profiler import Profiler

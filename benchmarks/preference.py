@@ -36,15 +36,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.figures import WARMUP_STEPS
 from bench.machine import gpu_header, gpu_memory, versions
 from bench.parts import run_part, telling
+from bench.samples import MAX_ID, MIN_ID, NAME, Samples
 from bench.shapes import SHAPES, shape_config
 from numpy.typing import NDArray
 from peers.peer_trainer import RANK, TARGETS
 from whole_steps import prepare, take_steps
 
-from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.inputs import MAX_ID, MIN_ID, NAME, Samples
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank

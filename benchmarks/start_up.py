@@ -24,9 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.samples import CHAT, NAME, random_samples, write_store, write_tokenizer
 from bench.shapes import SHAPES, shape_config
 
-from flatout.bench.inputs import CHAT, NAME, random_samples, write_store, write_tokenizer
 from flatout.track.run_log import read_run
 from flatout.track.start_up import EVENT, stages_of
 

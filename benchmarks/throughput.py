@@ -47,12 +47,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.figures import WARMUP_STEPS
 from bench.rows import LENGTHS
+from bench.samples import CHAT, LABEL_SHARE, MAX_ID, MIN_ID, Samples, random_samples
 from bench.shapes import SHAPES, shape_config
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
-from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.inputs import CHAT, LABEL_SHARE, MAX_ID, MIN_ID, Samples, random_samples
 from flatout.data.add_column import add_column
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback

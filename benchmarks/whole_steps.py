@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from bench import steps as bench_steps
 from bench.ours import base_values
 from bench.rows import SAMPLES_PER_STEP
+from bench.samples import Samples, random_samples, write_store, write_tokenizer
 
-from flatout.bench import run as flatout_bench
-from flatout.bench.inputs import Samples, random_samples, write_store, write_tokenizer
 from flatout.config.read import make_config
 from flatout.data.token_store import TokenStore
 from flatout.environment import allocator_env
@@ -78,7 +78,7 @@ def take_steps(
             config.folder.mkdir(parents=True, exist_ok=True)
             callbacks.append(Profiler(config.folder, profile_steps, print))
     reporter = Reporter(*callbacks)
-    return flatout_bench.take_steps(config, reporter, before=before, after=lambda run: after(run, recorder)), recorder
+    return bench_steps.take_steps(config, reporter, before=before, after=lambda run: after(run, recorder)), recorder
 
 
 def on_each_rank(run: TrainingRun, value: float) -> float | list[float]:

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flatout.bench.inputs import Samples, random_samples, write_store, write_tokenizer
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 
 from .rows import LENGTHS, Row
+from .samples import Samples, random_samples, write_store, write_tokenizer
 from .shapes import SHAPES, shape_config
 
 

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.bench.figures import WARMUP_STEPS, recorded_figures
-from flatout.bench.inputs import NAME, digest
-from flatout.bench.run import take_steps
 from flatout.config.read import make_config
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
@@ -19,7 +16,10 @@ from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
 
+from .figures import WARMUP_STEPS, recorded_figures
 from .machine import gpu_header, gpu_memory, versions
+from .samples import NAME, digest
+from .steps import take_steps
 
 
 def base_values(job: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:

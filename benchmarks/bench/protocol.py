@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.bench.figures import WARMUP_STEPS
-from flatout.bench.inputs import NAME, digest
 from flatout.data.registry import built_dir
 from flatout.environment import allocator_env, environment
 from flatout.errors import ResourceError, UsageError
 
+from .figures import WARMUP_STEPS
 from .inputs import write_samples
 from .machine import gpu_header, versions
 from .rows import Row, mode_of
+from .samples import NAME, digest
 
 # on every child's Python path, as it is for the scripts beside this package
 BENCHMARKS = Path(__file__).resolve().parents[1]

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from flatout.bench.inputs import CHAT, REASONING
 from flatout.errors import UsageError
+
+from .samples import CHAT, REASONING
 
 LENGTHS = {"chat": CHAT, "reasoning": REASONING}
 SAMPLES_PER_STEP = CHAT.samples_per_group

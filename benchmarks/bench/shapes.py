@@ -149,5 +149,5 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> dict[str, Any]:
-    """The config.json of one of SHAPES. Special ids are those of the tokenizer that `flatout.bench.inputs` writes."""
+    """The config.json of one of SHAPES. Special ids are those of the tokenizer that `bench.samples` writes."""
     return {**SHAPES[name], "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}

@@ -156,8 +156,7 @@ def check_data(trainer: Any, num_labels: int) -> dict[str, Any]:
     Exits when the collator does not keep that batch's `num_labels` label tokens: the work would be another.
     """
     import numpy as np
-
-    from flatout.bench.inputs import digest
+    from bench.samples import digest
 
     rows = list(trainer.train_dataset)
     ids = np.array([token for row in rows for token in row["input_ids"]], np.int32)
@@ -172,13 +171,12 @@ def check_data(trainer: Any, num_labels: int) -> dict[str, Any]:
 def train(job: dict[str, Any], store: Any) -> dict[str, Any]:
     """Train and return the figures; steps are timed between ends of optimizer steps, the device waited for."""
     import torch
+    from bench.figures import figures
     from bench.machine import gpu_header, gpu_memory, versions
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
-
-    from flatout.bench.figures import figures
 
     begins_s: list[float] = []
     ends_s: list[float] = []

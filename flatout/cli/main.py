@@ -34,7 +34,6 @@ VERBS = {
     "train": "fine-tune",
     "watch": "show a running or finished run: progress, loss, speed, ranks, events",
     "launch": "write an sbatch script or a Kubernetes manifest for a run",
-    "bench": "measure tokens per second and memory of a config or model on this machine",
     "runs": "list runs with their losses, times and sizes",
     "report": "write an HTML report of a run, or compare several runs",
     "chat": "chat with a run, an adapter or a model",
@@ -47,7 +46,7 @@ VERBS = {
 }
 GROUPS = {
     "Start": ("demo", "init", "convert", "studio"),
-    "Before a run": ("data", "plan", "doctor", "verify", "bench"),
+    "Before a run": ("data", "plan", "doctor", "verify"),
     "Train": ("train", "watch", "launch"),
     "See": ("runs", "report", "track"),
     "Use": ("chat", "eval", "merge", "export", "push"),
@@ -64,7 +63,6 @@ EXAMPLES = {
     "train": "run.yaml optim.lr=1e-4 lora.rank=32",
     "watch": "run",
     "launch": "run.yaml --slurm --nodes 2 --out job.sh",
-    "bench": "run.yaml",
     "runs": "--sort loss",
     "report": "run run-2",
     "chat": "run --prompt Hello",
@@ -80,8 +78,8 @@ _ACTION_EXAMPLES = {
     "data list": "list",
     "data template": "template Qwen/Qwen3-0.6B",
 }
-WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "bench", "convert")
-_NEED_A_FILE = ("bench", "convert")
+WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
+_NEED_A_FILE = ("convert",)
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
 # in the place of a configuration file: all settings are on the command line

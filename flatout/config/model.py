@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from flatout.config.section import PathText, Section, Share
 
-CompileMode: TypeAlias = Literal["auto", "tuned", "off"]
+CompileMode: TypeAlias = Literal["auto", "off"]
 
 
 class ModelConfig(Section):

@@ -176,7 +176,7 @@ class Config(Section):
     freeze: list[str] = []
     """method: full: regexes on the names of parameters to freeze."""
     compile: CompileMode = "auto"
-    """auto: on CUDA, compile each decoder layer as a graph if its gradients match eager; tuned: search block sizes."""
+    """auto: on CUDA, compile each decoder layer as a graph if its gradients match eager."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"

@@ -309,7 +309,6 @@ def compile_model(
     if compiled.num_compared is None and compiled.is_complete:
         proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
     line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")
-    line += "; block sizes tuned" if mode == "tuned" and compiled.num_compiled else ""
     reporter.stage("compile", line)
     if loader.num_boundaries is not None and compiled.num_compiled:
         place = planned.parallel_layout.place_of(setup.rank.index)

@@ -12,13 +12,12 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 # package -> packages of ours it may import, besides errors, environment and io
 _BELOW_TRAIN = {"config", "data", "planner", "models", "objectives", "optim", "parallel", "checkpoint"}
 _BELOW_TRAIN |= {"rollout", "track"}
-_VERBS = {"bench", "demo", "doctor", "eval", "profile", "studio", "verifier"}
+_VERBS = {"demo", "doctor", "eval", "profile", "studio", "verifier"}
 MAY_IMPORT = {
     "cli": _BELOW_TRAIN | _VERBS | {"api", "compat", "export", "launch", "trainer", "view"},
     "api": _BELOW_TRAIN | {"export", "launch", "trainer", "verifier", "view"},
     "export": {"checkpoint", "data", "models", "track", "view"},
     "compat": {"api", "config", "data", "export", "launch", "models", "parallel", "track"},
-    "bench": _BELOW_TRAIN | {"demo", "trainer"},
     "eval": {"data", "models", "rollout"},
     "studio": _BELOW_TRAIN | {"export", "launch", "trainer", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
@@ -163,7 +162,6 @@ def test_the_environment_is_read_in_one_file() -> None:
 # files that write by themselves, and why they may
 WRITERS = {
     "api/inputs.py": "the folder is synced when it is whole",
-    "bench/inputs.py": "a temporary folder",
     "compat/unsloth/models.py": "its own save_pretrained, which syncs the folder",
     "compat/unsloth/trainer.py": "the same",
     "data/pictures/processor.py": "its own save_pretrained, whose caller syncs the folder",

@@ -14,9 +14,9 @@ from bench.ours import balance_of, base_values, load_s
 from bench.protocol import Settings, in_turns, last_words, run_rows
 from bench.report import markdown, ratios, summary
 from bench.rows import OURS, Row, Target, choose, mode_of, read_parity, read_peers
+from bench.samples import REASONING
 from bench.shapes import SHAPES, shape_config
 
-from flatout.bench.inputs import REASONING
 from flatout.config.read import make_config
 from flatout.errors import UsageError
 from flatout.track.callback import MemoryCallback
@@ -29,7 +29,7 @@ job = json.loads(pathlib.Path(sys.argv[1]).read_text())
 if job.get("fails"):
     sys.exit("no such kernel")
 import bench.machine  # what benchmarks share is on a peer's Python path
-from flatout.bench.inputs import digest
+from bench.samples import digest
 from flatout.data.token_store import TokenStore
 store = TokenStore.open(pathlib.Path(job["store"]))
 found = digest(store.token_ids, store.loss_mask)

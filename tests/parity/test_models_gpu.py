@@ -141,21 +141,6 @@ def test_norms_gradients_of_any_size_are_one_graph(tmp_path, largest_pass_tokens
                 packed_loss(loaded.model, batch).loss_sum.backward()
 
 
-def test_tuned_layers_compute_the_same(tmp_path):
-    save_tiny_model(tmp_path, "qwen3", **{**SHAPE, "num_hidden_layers": 1})
-    losses = []
-    for mode in ("auto", "tuned"):
-        torch._dynamo.reset()
-        loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
-        add_lora(loaded.model, LoraConfig(rank=8), seed=0)
-        outcome = compile_layers(loaded, mode, CompileOptions(num_boundaries=64, largest_pass_tokens=16384))
-        assert outcome.is_complete, outcome.line
-        batch = flatten_samples(tiny_samples([17, 900, 33]), num_boundaries=64).to(CUDA)
-        with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
-            losses.append(packed_loss(loaded.model, batch).loss_sum.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
 def test_compile_is_off_where_it_cannot_be(tmp_path):
     save_tiny_model(tmp_path, "qwen3_moe", **SHAPE)
     own_loop = ModelConfig(name=str(tmp_path), experts="eager")

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench.samples import write_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from flatout.bench.inputs import write_tokenizer
 from flatout.config.objective import class_of_kind
 from flatout.config.schema import ModelConfig
 from flatout.models.blocks import hidden_states

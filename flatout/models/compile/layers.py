@@ -176,7 +176,7 @@ def compile_layers(
     layers. All ranks must make the same call.
     The first and last layer of each kind first run one large batch, of at most half of the run's largest pass: the
     compiler picks block sizes on a kernel's first call. There is none with a shard, as a rank's shard could be as long
-    as a layer is wide (`_row_length`). `mode` tuned searches for faster block sizes.
+    as a layer is wide (`_row_length`).
     Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
     gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
     kernels that exclude themselves from compilation; otherwise, or if that fails, they run eagerly. With dropout, the
@@ -190,7 +190,7 @@ def compile_layers(
     was_training = model.training
     large = _large_lengths(loaded, options.largest_pass_tokens) if options.shard is None else []
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _compiler_settings(tuned=mode == "tuned"):
+    with torch.random.fork_rng(devices=devices), _compiler_settings():
         smallest = _SMALLEST_FP8_COSINE if options.fp8 else _SMALLEST_COSINE[loaded.dtype]
         loss = loss or PackedLoss(loaded.model)
         outcome = _compile(loaded, options, smallest, loss, wrapper or loss, large)
@@ -330,8 +330,8 @@ def _row_length(lengths: Sequence[int]) -> int:
 
 
 @contextmanager
-def _compiler_settings(*, tuned: bool = False) -> Iterator[None]:
-    """Set the compiler's options while layers are compiled; `tuned`: it searches for faster block sizes.
+def _compiler_settings() -> Iterator[None]:
+    """Set the compiler's options while layers are compiled.
 
     Gradients of norms' weights are summed over tokens by one of two kernels. By default the compiler chooses by the
     number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
@@ -348,7 +348,7 @@ def _compiler_settings(*, tuned: bool = False) -> Iterator[None]:
     caching = "autograd_cache_allow_custom_autograd_functions"
     changes = {caching: True} if hasattr(functorch_config, caching) else {}
     fusing = "mix_order_reduction_non_strict_mode"
-    kernels = {"shape_padding": False, "size_asserts": False, "coordinate_descent_tuning": tuned}
+    kernels = {"shape_padding": False, "size_asserts": False}
     kernels |= {f"triton.{fusing}": True} if hasattr(inductor_config.triton, fusing) else {}
     tracing = {"specialize_float": True, "skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     with dynamo_config.patch(tracing), functorch_config.patch(changes), inductor_config.patch(kernels):

@@ -257,7 +257,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml dataset=chats.jsonl", 2, "dataset: unknown key; did you mean data.sources?", "train run.yaml data=chats.jsonl"),
     ("train run.yaml tokenizer=model", 2, "tokenizer: set data.tokenizer to a hub id or folder"),
     ("train run.yaml wandb_project=x", 2, "wandb_project: unknown key; did you mean track.project?", "train run.yaml track.project=x"),
-    ("train run.yaml compile=yes", 2, "compile: input should be 'auto', 'tuned' or 'off', got True"),
+    ("train run.yaml compile=yes", 2, "compile: input should be 'auto' or 'off', got True"),
     ("train run.yaml num_gpus=2", 2, "num_gpus: unknown key; did you mean gpus?", "train run.yaml gpus=2"),
     ("train run.yaml --nproc_per_node=2", 2, "--nproc-per-node is a setting here: gpus=2", "train run.yaml gpus=2"),
     ("train run.yaml --deepspeed zero.json", 2, "--deepspeed is a setting here: deepspeed=zero.json", "train run.yaml deepspeed=zero.json"),

@@ -16,7 +16,7 @@ from flatout.cli.main import EXAMPLES, GROUPS, VERBS, main, overrides_first
         (["plan"], ["plan"]),
         (["train", "model=m", "--restart"], ["train", "-", "model=m", "--restart"]),
         (["train", "--profile", "3", "model=m"], ["train", "-", "model=m", "--profile", "3"]),
-        (["bench", "x", "a.b=1"], ["bench", "x", "a.b=1"]),
+        (["convert", "x", "a.b=1"], ["convert", "x", "a.b=1"]),
         ([], []),
     ],
 )

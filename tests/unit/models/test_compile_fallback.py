@@ -369,15 +369,6 @@ def test_the_kernel_of_norms_gradients_does_not_depend_on_the_number_of_tokens()
     assert not inductor_config.triton.mix_order_reduction_non_strict_mode
 
 
-def test_tuned_lets_the_compiler_search_for_block_sizes():
-    import torch._inductor.config as inductor_config
-
-    with compiling._compiler_settings(tuned=True):
-        assert inductor_config.coordinate_descent_tuning
-    with compiling._compiler_settings():
-        assert not inductor_config.coordinate_descent_tuning
-
-
 def test_what_compiles_within_steps_is_heard():
     heard = []
     twice = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)

@@ -1,1 +1,0 @@
-"""`flatout bench`: measures one configuration on this machine. benchmarks/ compares it with other trainers."""
