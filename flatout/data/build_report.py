@@ -295,6 +295,7 @@ def timed(
 ) -> Callable[[int], None]:
     """Return what to call with the rows done: it tells `progress`, and `log` every TOLD_EVERY_S."""
     start_s = reported_s = time.monotonic()
+    progress(num_before, total)  # the first rows may wait for their pictures
 
     def tell(num_rows: int) -> None:
         nonlocal reported_s

@@ -18,6 +18,7 @@ import xxhash
 
 from flatout.data.conversation import Origin, PictureSource
 from flatout.errors import DataError, UsageError, install, reason_of
+from flatout.io.near_path import expand_home
 
 # a picture of more pixels takes over half a gigabyte while it is decoded and resized
 MAX_PIXELS, MAX_FILE_BYTES = 1 << 26, 64 << 20
@@ -171,14 +172,14 @@ def _content(source: PictureSource, where: str, root: Path, download: Callable[[
     if _ADDRESS.match(value):
         raise DataError(f"{where}: of addresses, only http:// and https:// are read; give the path of a file")
     try:
-        path = root / Path(value).expanduser()
+        path = root / expand_home(value)
         status = path.stat()
         if status.st_size > MAX_FILE_BYTES:
             raise DataError(f"{where}: {path} has over {MAX_FILE_BYTES >> 20} MiB; resize it")
         if not stat.S_ISREG(status.st_mode):  # a pipe or a device may have no end
             raise OSError("it is no file")
         return path.read_bytes()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{where}: cannot be read: {reason_of(error)}; relative paths are below data.media_root, or below the "
             f"folder of the file of rows: {root}"

@@ -17,7 +17,9 @@ from local_server import local_server
 from picture_world import draw, make_reader
 
 from flatout.cli.main import main
+from flatout.config.schema import DataConfig
 from flatout.data import registry
+from flatout.data.build import open_or_build
 from flatout.data.pictures import download, fetch
 from flatout.data.token_store import TokenStore
 from flatout.io.redact import redacted
@@ -231,6 +233,19 @@ def test_a_stopped_build_keeps_what_is_whole(build: Any, site: str, calls: Count
     code, said = build(rows, "--allowed-media-domain", "127.0.0.1")
     assert (code, "downloaded 1 pictures, 0.0 MB; 5 were there from an earlier build" in said) == (0, True), said
     assert (sum(calls.values()), store(tmp_path).num_pictures, kept.exists()) == (1, 6, False)
+
+
+def test_progress_is_told_before_the_first_pictures_are_there(
+    site: str, calls: Counter[str], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asked(f"{site}/good/1.png")) + "\n")
+    config = DataConfig(
+        name="set", root=tmp_path, sources=[{"path": str(tmp_path / "rows.jsonl")}], num_procs=1,
+        allowed_media_domains=["127.0.0.1"],
+    )  # fmt: skip
+    seen = []
+    open_or_build(config, str(model), progress=lambda done, total: seen.append((done, sum(calls.values()))))
+    assert (seen[0], seen[-1]) == ((0, 0), (1, 1))
 
 
 def test_a_host_that_fails_again_and_again_is_given_up(

@@ -208,8 +208,8 @@ def test_rows_are_chosen_that_a_pass_holds(tiny: Any, tmp_path: Path) -> None:
         assert max(lengths) + most <= 450
         found.append((max(lengths), next(text for _, name, text in said.stages if name == "answers")))
     assert found[0][0] > 50 > found[1][0]
-    assert "as too long" not in found[0][1]
-    assert "as too long: a pass holds 450 tokens, 300 of them for the answer (eval.max_new_tokens)" in found[1][1]
+    assert "too long" not in found[0][1]
+    assert "too long: a pass holds 450 tokens, 300 of them for the answer (eval.max_new_tokens)" in found[1][1]
 
 
 def test_a_run_without_memory_to_answer_says_so_and_trains_on(
