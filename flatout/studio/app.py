@@ -104,7 +104,7 @@ class _Rename(_Folder):
 
 
 class _Out(_Folder):
-    to: Literal["merged", "gguf", "ollama", "vllm", "mlx"]
+    to: Literal["merged", "gguf", "gguf-q8_0", "ollama", "ollama-q8_0", "vllm", "mlx"]
 
 
 class _Push(_Folder):

@@ -286,7 +286,8 @@ def out(folder: str, to: str, emit: Emit) -> dict[str, str]:
         return {"path": workspace.relative(target), "command": said}
     from flatout.export.write import export
 
-    written = export(str(run), to, target)
+    program, _, kind = to.partition("-")
+    written = export(str(run), program, target, kind=kind or None)
     return {"path": workspace.relative(target), "command": written.command}
 
 

@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "planner": 3326,
     "profile": 303,
     "rollout": 1342,
-    "studio": 1397,
+    "studio": 1398,
     "track": 2626,
     "trainer": 6130,
     "verifier": 1151,

@@ -209,11 +209,13 @@ def ask_a_stopped_run(page: Page) -> None:
 
 def take_it_away(page: Page, folder: Path) -> None:
     """Merge the run and write it for llama.cpp, from its page."""
-    for to, file in (("merged", "merged/model.safetensors"), ("gguf", "gguf")):
+    for to, file in (("merged", "merged/model.safetensors"), ("gguf", "gguf"), ("gguf-q8_0", "gguf-q8_0")):
         page.fill("#to", to)
         page.find("#take-away [type=submit]").click()
         page.until(lambda to=to: f"written: runs/first/{to}" in page.text("#take-away-status"), to)
         assert (folder / file).exists()
+    (plain,), (small,) = (list((folder / name).glob("*.gguf")) for name in ("gguf", "gguf-q8_0"))
+    assert small.stat().st_size < plain.stat().st_size
 
 
 def name_and_note(page: Page, folder: Path) -> None:

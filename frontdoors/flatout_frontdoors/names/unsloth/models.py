@@ -1,1 +1,1 @@
-from flatout.compat.unsloth.models import FastLanguageModel, is_bfloat16_supported
+from flatout.compat.unsloth.models import FastLanguageModel, FastVisionModel, is_bfloat16_supported

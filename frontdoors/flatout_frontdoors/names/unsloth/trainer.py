@@ -1,1 +1,7 @@
-from flatout.compat.unsloth.trainer import SFTConfig, SFTTrainer, UnslothTrainer, UnslothTrainingArguments
+from flatout.compat.unsloth.trainer import (
+    SFTConfig,
+    SFTTrainer,
+    UnslothTrainer,
+    UnslothTrainingArguments,
+    UnslothVisionDataCollator,
+)
