@@ -99,7 +99,7 @@ class DataConfig(Section):
     """Tokens to add to the tokenizer, such as ["<tool>", "</tool>"]. The model gets embedding rows for them, which are
     trained (method: lora trains only these rows), even if a token already exists. They are ordinary text."""
     new_special_tokens: list[Annotated[str, StringConstraints(min_length=1)]] = []
-    """The same for special tokens: left out of decoded answers, and only the template writes them (see
+    """The same for special tokens, which do not appear in decoded answers and are only written by the template (see
     `special_tokens`)."""
     media_root: Path | None = None
     """Folder that relative image paths start from; null: the folder of the data file."""

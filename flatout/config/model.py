@@ -37,7 +37,7 @@ class ModelConfig(Section):
     """Routed experts: eager (transformers' own loop over experts; the reference); auto: grouped products, where the
     model has transformers' experts interface."""
     freeze_vision_tower: bool = True
-    """false: method: full also trains what reads pictures, and lora.targets also name its layers."""
+    """false: method: full also trains the vision tower, and lora.targets also match its layers."""
     freeze_projector: bool = True
     """false: the same for the projector, which maps the vision tower's features to the language model's width
     (LLaMA-Factory's freeze_multi_modal_projector)."""
@@ -116,8 +116,8 @@ class ExpertsConfig(Section):
 
     balance_loss: Annotated[float, Field(ge=0)] | Literal["model"] | None = None
     """Factor of the load-balancing loss (arXiv:2101.03961), normalized over the step's tokens. model: the model's
-    router_aux_loss_coef, as TRL 1.15 takes it. null: that only if its config sets output_router_logits, as in
-    transformers, otherwise 0."""
+    router_aux_loss_coef, as in TRL 1.15. null: the same, but only if its config sets output_router_logits, as in
+    transformers; otherwise 0."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the router z-loss (arXiv:2202.08906), normalized over the step's tokens."""
     bias_update: float = Field(default=0.0, ge=0)
@@ -152,10 +152,10 @@ class LoraConfig(Section):
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Other alphas of some targets, written like `rank_pattern`."""
     modules_to_save: list[str] = []
-    """Modules to train in full beside the adapter and save with it, such as [embed_tokens, lm_head] or a norm."""
+    """Modules to train fully and save with the adapter, such as [embed_tokens, lm_head] or a norm."""
     keep_tied: bool = True
     """Whether tied embeddings and head stay one weight if `modules_to_save` has one of them (PEFT's
-    ensure_weight_tying); false: only the listed ones are trained, each on its own."""
+    ensure_weight_tying); false: only the listed ones are trained, as separate weights."""
     continue_from: Path | None = None
     """Start from the adapter in this folder (PEFT format) instead of a new one."""
 

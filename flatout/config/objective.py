@@ -93,14 +93,14 @@ class ReferenceConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """The loss, with fields of its own; `objective: NAME` is short for `objective: {kind: NAME}`."""
+    """The loss and its parameters; `objective: NAME` is short for `objective: {kind: NAME}`."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str = "cross_entropy"
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
-    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on answers with labels: kto; with fields of their own, such as `beta`
-    (docs/preference.md); reward: a model that scores answers; classify: one that gives texts labels."""
+    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on labeled answers: kto; these have parameters such as `beta`
+    (docs/preference.md); reward: a model that scores answers; classify: a text classifier."""
     path: PathText | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()

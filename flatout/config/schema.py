@@ -57,9 +57,9 @@ class BatchConfig(Section):
     """Maximum tokens in one forward pass on one rank; the plan uses as few micro-batches as possible, of similar size.
     null: as many tokens as fit in `memory` (8,192 on a CPU)."""
     layout: Literal["auto", "packed", "rows"] = "auto"
-    """packed: the samples of a micro-batch share one stream of tokens, without padding; rows: each is a row of its own,
-    padded to the longest of a few samples of similar length, which is exact for every model. auto: packed where it is
-    proved to be exact, otherwise rows."""
+    """packed: the samples of a micro-batch are concatenated without padding; rows: each sample is a row, padded to the
+    longest of a few samples of similar length, which is exact for every causal model. auto: packed if a self-test
+    shows that it is exact, otherwise rows."""
     share_prefix: Literal["auto", "on", "off"] = "auto"
     """Compute a shared prefix of samples in a micro-batch, such as a system prompt, once instead of once per sample.
     A prefix has at least 64 tokens and no labels. Loss and gradients are the same up to rounding. auto: if it is exact
