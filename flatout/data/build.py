@@ -148,7 +148,7 @@ def _kept_store(meta: StoreMeta, folder: Path, trained_on: Container[str], log: 
         return store, ""
     if store.meta.fingerprint not in trained_on:
         return None, f"it was built {_EARLIER}"
-    log(f"{folder} was built {_EARLIER}; the run goes on with it")
+    log(f"{folder} was built {_EARLIER}; the run continues with it")
     return store, ""
 
 
@@ -324,9 +324,7 @@ def _kept(writer: StoreWriter, done: _Done, log: Log) -> Iterator[None]:
         if writer.num_open_tokens >= _WORTH_KEEPING_TOKENS:
             writer.close_shard(done.state())
         if writer.shards:
-            log(
-                f"{done.report.counts['rows']:,} rows are tokenized and kept; a build that allows it goes on from there"
-            )
+            log(f"{done.report.counts['rows']:,} rows are tokenized; a build that allows it continues from there")
         raise
 
 

@@ -205,7 +205,7 @@ class Encoder:
             if inside := [edge for edge in edges if start < edge < end]:
                 raise UnencodableError(
                     f"the loss would begin or end inside the token {text[start:end]!r}, at character {inside[0]}; "
-                    "change the text beside it, or use a different template"
+                    "change the text next to it, or use a different template"
                 )
         at_edges = {edge for span in specials for edge in span}
         cuts = [edge for edge in edges if edge not in at_edges]

@@ -107,7 +107,7 @@ def find(root: Path, name: str) -> Entry:
         raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
     if Path(name).exists():
         raise DataError(
-            f"{name} holds rows and is no built data set; build one of it with "
+            f"{name} contains rows and is not a built data set; build one with "
             f"`flatout data build {name} --tokenizer MODEL --name NAME`"
         )
     if not entries:

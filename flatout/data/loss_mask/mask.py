@@ -265,7 +265,7 @@ class Masker:
                     inside = f"{inside[: first - start]}\0{inside[last - start :]}"
             if stop := next((stop for stop in stops if stop in inside), None):
                 raise UnprovenMaskError(
-                    f"{where}: {stop!r}, which stops an answer, stands inside it; use a template that writes an answer "
+                    f"{where}: {stop!r}, which ends an answer, is inside it; use a template that writes an answer "
                     "as one turn (data.template)"
                 )
 
@@ -361,7 +361,7 @@ def _check_learnt(messages: Sequence[Message], parts: Iterable[tuple[int, int, i
         is_learnt = messages[turn].role == "assistant" and messages[turn].train is not False
         if is_learnt and (span < 0 or spans[span][1] < end):
             raise UnprovenMaskError(
-                f"part of an answer ({messages[turn].content[:40]!r}) stands outside of the range found for its turn; "
+                f"part of an answer ({messages[turn].content[:40]!r}) is outside the range found for its turn; "
                 "use a template that writes an answer as one turn"
             )
 

@@ -61,7 +61,7 @@ def why_not_allowed(url: str, domains: Sequence[str]) -> str:
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").rstrip("."), parts.port
     except ValueError as error:
-        return f"it is no valid URL: {reason_of(error)}"
+        return f"it is not a valid URL: {reason_of(error)}"
     if not URL.match(url) or not host or "%" in parts.netloc:
         return "only http:// and https:// with a plain host are downloaded"
     if "@" in parts.netloc:
@@ -162,7 +162,7 @@ def _broken(error: Exception) -> tuple[str, bool]:
     if isinstance(reason, ConnectionRefusedError):
         return "the server refuses the connection", False
     if isinstance(reason, ValueError | InvalidURL):
-        return f"it is no valid URL: {reason_of(reason)}", True
+        return f"it is not a valid URL: {reason_of(reason)}", True
     if isinstance(reason, HTTPException | ConnectionError):
         return "the connection was cut", False
     return reason_of(reason) if isinstance(reason, BaseException) else reason, False

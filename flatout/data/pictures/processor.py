@@ -168,7 +168,7 @@ class PictureProcessor:
         Raises DataError if the template does not show each of them, or if a message holds the mark.
         """
         if any(self.mark in message["content"] for message in messages):
-            raise DataError(f"a text holds {self.mark}, which stands for a picture; remove it")
+            raise DataError(f"a text holds {self.mark}, the placeholder of an image; remove it")
         pieces = replace(template, mark=self.mark).render(messages, generation_prompt=True).split(PICTURE)
         if len(pieces) != len(files) + 1:
             raise DataError(

@@ -42,7 +42,7 @@ class RowPictures:
         except DataError as error:
             raise DataError(f"{sample.origin}: {sample.pictures[0].place} is a picture, but {error}") from None
         if any(mark in message.content for message in sample.messages):
-            raise DataError(f"{sample.origin}: a text holds {mark}, which stands for a picture; remove it")
+            raise DataError(f"{sample.origin}: a text holds {mark}, the placeholder of an image; remove it")
         return mark
 
     def of(self, sample: Conversation, texts: Sequence[MaskedText]) -> list[tuple[Picture, str, bool]]:

@@ -62,7 +62,7 @@ def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
         if kept is None or (answered and not isinstance(error, LocalEntryNotFoundError)):
             raise _failure(source, name, error) from error
         reason = _CLASS.sub("", first_line(error))
-        log(f"{name}: the hub does not answer ({reason}); what it said on {kept.when} holds")
+        log(f"{name}: the hub does not respond ({reason}); what it said on {kept.when} holds")
         return _of_files(source, name, kept.facts, log)
     if pinned and kept and kept.facts["commit"] == pinned[1]:
         return _of_files(source, name, kept.facts, log)
@@ -98,7 +98,7 @@ def _addresses(builder: Any, split: str, name: str) -> list[str]:
 
 
 def _loaded(source: SourceConfig, split: str, name: str, commit: str | None, log: Log) -> HubSet:
-    """Let `datasets` download a set that is not plain files, or open it from its cache if the hub does not answer."""
+    """Let `datasets` download a set that is not plain files, or open it from its cache if the hub does not respond."""
     import datasets
 
     try:

@@ -58,7 +58,7 @@ COMMANDS: list[Row] = [
     ("init --data *.parquet --model model new.yaml", 3, "*.parquet: no data file matches"),
     ("init --data ~nobodyx/rows.jsonl --model model new.yaml", 3, "~nobodyx/rows.jsonl: no such file or folder"),
     ("plan ~nobodyx/run.yaml", 2, "~nobodyx/run.yaml: cannot be read as a configuration: No such file or directory"),
-    ("data show chats.jsonl", 3, "chats.jsonl holds rows and is no built data set; build one of it with `flatout data bu"),
+    ("data show chats.jsonl", 3, "chats.jsonl contains rows and is not a built data set; build one with `flatout data bu"),
     ("train run.yml", 2, "run.yml: cannot be read as a configuration: No such file or directory; did you mean run.ya", "train run.yaml"),
     ("train run", 2, "run: cannot be read as a configuration: No such file or directory", "train runs/run/config.yaml"),
     ("train runs/run", 2, "runs/run: cannot be read as a configuration: Is a directory", "train runs/run/config.yaml"),

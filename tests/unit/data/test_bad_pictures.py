@@ -170,7 +170,7 @@ def elsewhere(folder: Path) -> Iterator[tuple[str, Case]]:
         yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "a.example is not an allowed host")
     for scheme in ("s3", "gs", "ftp", "file"):
         yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "only http:// and https:// are read")
-    yield "at no host", (ask({"url": "https://[::1/a.png"}), "it is no valid URL: Invalid IPv6 URL")
+    yield "at no host", (ask({"url": "https://[::1/a.png"}), "it is not a valid URL: Invalid IPv6 URL")
     yield "at a file's URI", (ask({"url": (folder / "good.png").as_uri()}), GOOD)
     yield "at a missing file's URI", (ask({"url": "file:///no/such/a.png"}), "cannot be read: No such file")
     for name, held in {"letters": "%%%", "padding": "QUJ", "its alphabet": "_-_-", "its end": "QU=D"}.items():
@@ -229,7 +229,7 @@ def wrong() -> Iterator[tuple[str, Case]]:
     both = {**ask({}, text="<image>?"), "images": ["good.png"]}
     yield "parts and marks", (both, "both picture parts and <image>")
     yield "parts without pictures", (ask({}), "images has 0 pictures, but the turns have 1 picture parts")
-    yield "the model's own mark", (ask({"path": "good.png"}, text="<|image_pad|>"), "stands for a picture")
+    yield "the model's own mark", (ask({"path": "good.png"}, text="<|image_pad|>"), "the placeholder of an image")
     yield "a picture of one size of its own", (ask({"path": "good.png", "min_pixels": 9}), "sizes one picture")
     yield "two columns", ({**marked("<image>?", ["good.png"]), "image": "good.png"}, "both hold pictures")
     yield "a picture in the answer", ({"messages": [

@@ -285,7 +285,7 @@ def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(
         open_or_build(chats, maker.tokenizer, replaces=False)
     said: list[str] = []
     assert open_or_build(chats, maker.tokenizer, trained_on=old, log=said.append).meta.fingerprint == old[0]
-    assert any(text.endswith("earlier rules of which tokens carry loss; the run goes on with it") for text in said)
+    assert any(text.endswith("earlier rules of which tokens carry loss; the run continues with it") for text in said)
     by_name = chats.model_copy(update={"sources": []})
     open_or_build(by_name, maker.tokenizer, log=said.append)
     assert said[-1].endswith("carry loss; build it again to train by today's")

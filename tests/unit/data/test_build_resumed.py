@@ -94,7 +94,7 @@ def test_a_refusal_comes_once_it_is_certain_and_keeps_what_is_done(tmp_path: Pat
     said: list[str] = []
     with pytest.raises(DataError, match=r"8 of the first 512 of at most 1501 rows have no label tokens"):
         open_or_build(data_config(tmp_path / "data", rows), str(small_tokenizer_dir), log=said.append)
-    assert said[-1].startswith("512 rows are tokenized and kept")
+    assert said[-1].startswith("512 rows are tokenized;")
     told = data_config(tmp_path / "data", rows, on_bad_row="skip")
     store = open_or_build(told, str(small_tokenizer_dir), log=said.append)
     assert "going on from an earlier build, which finished 512 rows" in said

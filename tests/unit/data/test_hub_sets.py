@@ -99,7 +99,7 @@ def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(
 
     # a hub that does not answer is no reason not to train
     said, _ = built(HF_HUB_OFFLINE="1")
-    assert "org/set[train]: the hub does not answer" in said
+    assert "org/set[train]: the hub does not respond" in said
     assert "Reusing" in said
     refused = run(hub, home, *words, "--replace", "--max-tokens", "10", HF_HUB_OFFLINE="1")
     assert refused.returncode == 6, refused.stderr

@@ -238,7 +238,7 @@ WRONG: list[tuple[Row, str]] = [
         {"chosen": [*Q, *G, *turns("a", "b")], "rejected": [*Q, *G, *turns("c", "d")]},
         r"chosen\[2\] \(user\) is where the answers part, so they follow different prompts",
     ),
-    ({"chosen": [*Q, *G], "rejected": Q}, r"rejected\[0\] is the last turn, so there is no answer behind the prompt"),
+    ({"chosen": [*Q, *G], "rejected": Q}, r"rejected\[0\] is the last turn, so there is no answer after the prompt"),
     (
         {"prompt": "other", "chosen": [*Q, *G], "rejected": [*Q, *B]},
         "prompt is not among the messages of chosen, which begins with a prompt of its own",

@@ -181,7 +181,7 @@ BAD = {
 NO_HOSTS = {
     "http://127.0.0.1:1/a.png": "the server refuses the connection (3 attempts)",
     "http://user:secret@127.0.0.1/a.png": "a URL with a password is not downloaded",
-    "http://127.0.0.1:port/a.png": "it is no valid URL",
+    "http://127.0.0.1:port/a.png": "it is not a valid URL",
     "http:///a.png": "only http:// and https:// with a plain host are downloaded",
     "https://other.example/a.png": "other.example is not an allowed host; to download from it, set",
 }

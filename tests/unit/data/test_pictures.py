@@ -178,7 +178,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                       "images": [PATH]}, "an assistant turn holds <image>"),
     "a size": (row({"type": "image", "path": PATH, "max_pixels": 1000}, ASKED), "max_pixels sizes one picture"),
     "its token": (row({"type": "image", "path": PATH}, {"type": "text", "text": "<|image_pad|>?"}),
-                  "a text holds <|image_pad|>, which stands for a picture"),
+                  "a text holds <|image_pad|>, the placeholder of an image"),
     "a video": (row({"type": "video", "video": "a.mp4"}, ASKED), "holds videos, which cannot be trained on yet"),
     "a sound": ({**row(ASKED), "audio": "a.wav"}, "'audio' holds audios, which cannot be trained on yet"),
     "of texts": ({"prompt": MARKED, "completion": "a", "images": [PATH]}, "has pictures, but prompt is a text"),

@@ -165,7 +165,7 @@ def test_ranges_of_characters_carry_loss_as_in_axolotl(build: Build, name: str) 
         (detail((0, 19, True)), "end_offset 19 is beyond the text, whose last character has offset 18"),
         (detail((5, 4, True)), "the range 5 to 4 is empty or overlaps"),
         (detail((0, 8, True), (8, 9, False)), "the range 8 to 9 is empty or overlaps"),
-        ([{"begin_offset": "0", "end_offset": 1, "train": True}], "begin_offset is a string, not a whole number"),
+        ([{"begin_offset": "0", "end_offset": 1, "train": True}], "begin_offset is a string, not an integer"),
     ]:
         refused = build([row(**{name: ranges})])
         assert (refused.code, message in refused.printed) == (3, True), refused.printed

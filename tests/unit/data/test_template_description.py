@@ -173,9 +173,9 @@ def test_the_loss_covers_the_answer_and_what_stops_it(
 
 def test_an_answer_half_of_which_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     made, thinks = _tokenizer(tokenizer, HALVES), replace(A1, content="Yes.", reasoning="why")
-    with pytest.raises(DataError, match=r"part of an answer \('Yes\.'\) stands outside of the range found for"):
+    with pytest.raises(DataError, match=r"part of an answer \('Yes\.'\) is outside the range found for"):
         _labelled(made, U1, thinks)
-    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): '<turn\|>', which stops an answer, stands"):
+    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): '<turn\|>', which ends an answer, is inside"):
         _labelled(_tokenizer(tokenizer, TWICE), U1, thinks)
     assert _labelled(made, U1, replace(thinks, train=False), U2, A2).endswith("<|assistant|>⟦b<turn|>⟧")
 

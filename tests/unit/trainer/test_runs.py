@@ -397,7 +397,7 @@ def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(
             train(config)
         return
     train(config)
-    assert "earlier rules of which tokens carry loss; the run goes on with it" in (
+    assert "earlier rules of which tokens carry loss; the run continues with it" in (
         tmp_path / "run/train.log"
     ).read_text().replace("\n", " ")
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == weights

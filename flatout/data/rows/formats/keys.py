@@ -103,7 +103,7 @@ def _ranges(value: object, place: str) -> list[tuple[Span, bool]]:
         detail = object_at(item, here)
         for name in ("begin_offset", "end_offset"):
             if type(detail.get(name)) is not int:
-                raise FieldError(f"{here}.{name} is {kind(detail.get(name))}, not a whole number")
+                raise FieldError(f"{here}.{name} is {kind(detail.get(name))}, not an integer")
         span = detail["begin_offset"], detail["end_offset"] + 1
         ranges.append((span, flag_at(detail.get("train"), f"{here}.train")))
     return ranges

@@ -276,7 +276,7 @@ def _check_answer(turns: TurnReader, num_common: int) -> None:
     if not num_common:
         raise FieldError(f"{place}: the answers have no first message in common, so they have no prompt")
     if not answer:
-        raise FieldError(f"{place} is the last turn, so there is no answer behind the prompt")
+        raise FieldError(f"{place} is the last turn, so there is no answer after the prompt")
     if answer[0].role != "assistant":
         raise FieldError(
             f"{place} ({answer[0].role}) is where the answers part, so they follow different prompts; an answer begins "
