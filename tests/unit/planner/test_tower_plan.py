@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("PIL", reason="pictures need Pillow")
 
-from picture_families import SOME_FAMILIES
+from picture_families import BY_DEFAULT, FAMILIES
 from picture_world import PictureWorld, draw, make_picture_model
 
 from flatout.data.tokenizer import load_tokenizer
@@ -58,8 +59,15 @@ def sum_of(features: Any) -> Any:
     return sum(one.float().sum() for one in tree_leaves(every))
 
 
-@pytest.mark.parametrize("method", ["frozen", "lora", "full"])
-@pytest.mark.parametrize("family", SOME_FAMILIES)
+def flops_cases() -> Iterator[Any]:
+    """All but Gemma 4, whose tower is not planned, and LLaVA's training, which leaves out one of two tiny layers."""
+    for family in FAMILIES:
+        for method in ("frozen", "lora", "full") if family != "gemma4" else ():
+            if method == "frozen" or family not in ("llava", "llava_next"):
+                yield pytest.param(family, method, marks=() if family in BY_DEFAULT else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("family", "method"), list(flops_cases()))
 def test_flops_are_those_that_torch_counts(world: PictureWorld, tmp_path: Path, family: str, method: str) -> None:
     """Within 15 %. Adapters leave the weights' gradients out, and count as nothing: here they are the biases."""
     import torch
