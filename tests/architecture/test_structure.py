@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2772,
     "compat": 3069,
     "config": 2523,
-    "data": 10835,
+    "data": 10833,
     "demo": 594,
     "doctor": 395,
     "environment": 191,
