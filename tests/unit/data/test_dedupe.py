@@ -107,7 +107,7 @@ def test_off_keeps_all_rows_and_names_the_setting(tmp_path: Path, small_tokenize
     store = open_or_build(data_config(tmp_path, file), str(small_tokenizer_dir), log=said.append)
     assert (store.num_samples, store.meta.counts["equal_rows"], store.meta.counts["duplicates"]) == (2, 0, 1)
     assert any("1 samples are duplicates; they are kept; data.dedupe: exact leaves out" in line for line in said)
-    assert "dedupe" not in store.meta.settings, "sets built without it keep their fingerprint"
+    assert store.meta.settings["dedupe"] == "off"
 
 
 BASE = [chat(text_of(seed, 40), text_of(seed + 1000, 60), "be good") for seed in range(30)]
