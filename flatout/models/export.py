@@ -93,6 +93,9 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         with durable_io.resource_errors("write", folder):
             try:
                 save_model(model, tokenizer, new)
+                if hasattr(model.config, "vision_config"):
+                    for name in filter(None, (model.name_or_path, getattr(tokenizer, "name_or_path", ""))):
+                        copy_processor(name, new)
             except SafetensorError as error:
                 remedy = "free some space or choose a different folder"
                 raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error

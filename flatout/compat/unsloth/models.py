@@ -193,7 +193,9 @@ class FastVisionModel(FastLanguageModel):
     def from_pretrained(model_name: str, **given: Any) -> tuple[Model, Any]:
         """Return a model whose weights are not loaded yet, and its processor. Raises ProblemsError, DataError."""
         model, tokenizer = FastLanguageModel.from_pretrained(model_name, **given)
-        if given.get("full_finetuning"):
+        # the adapter of a saved model says which parts it is in
+        targets = str(model.given.get("target_modules", ""))
+        if given.get("full_finetuning") or any(part in targets for part in _VISION):
             model.given["freeze_vision_tower"] = False
         paths = model.paths
         return model, PictureProcessor(paths.base if paths else model_name, tokenizer).processor

@@ -72,7 +72,7 @@ class UnslothVisionDataCollator:
         instruction_part: str | None = None, response_part: str | None = None, **given: Any,
     ) -> None:  # fmt: skip
         settings_of(given, type(self).__name__)
-        self.given, self.formatting_func = given, formatting_func
+        self.given, self.formatting_func, self.processor = given, formatting_func, processor
         self.parts = (instruction_part, response_part) if train_on_responses_only else None
 
     def rows(self, dataset: Any) -> Any:
@@ -107,6 +107,7 @@ class SFTTrainer:
         self._parts: tuple[str | None, str | None] | None = None
         if isinstance(data_collator, UnslothVisionDataCollator):
             self._given |= data_collator.given
+            self.tokenizer = self.tokenizer or data_collator.processor
             self._parts = data_collator.parts
             self._datasets = {name: data_collator.rows(rows) for name, rows in self._datasets.items()}
         if self.tokenizer is None:

@@ -557,6 +557,7 @@ def test_a_vision_notebook_trains_the_parts_that_it_names(
     from picture_world import make_picture_model
     from safetensors import safe_open
 
+    import flatout
     from flatout.compat.unsloth import FastVisionModel, UnslothVisionDataCollator, get_chat_template
     from flatout.compat.unsloth.trl import SFTConfig, SFTTrainer
 
@@ -597,6 +598,17 @@ def test_a_vision_notebook_trains_the_parts_that_it_names(
     given = asks(rows[0]["messages"][0]["content"][1]["image"], text, add_special_tokens=False, return_tensors="pt")
     answer = FastVisionModel.for_inference(again).generate(**given, max_new_tokens=2, do_sample=False)
     assert answer.shape[1] > given["input_ids"].shape[1]
+    if frozen:
+        return
+    again.save_pretrained_merged("merged")
+    assert "What" in FastVisionModel.from_pretrained("merged")[1].apply_chat_template(question)
+    # training goes on from the saved adapter, in the same parts
+    more = SFTTrainer(again, SFTConfig("more", max_steps=1, use_cpu=True), UnslothVisionDataCollator(again, asks), rows)
+    more.train()
+    assert flatout.load("more").config.model.freeze_vision_tower is False
+    again.save_pretrained("lora_more")
+    with safe_open(tmp_path / "lora_more" / "adapter_model.safetensors", "pt") as adapter:
+        assert sorted(adapter.keys()) == sorted(names)
 
 
 @pytest.mark.parametrize(
