@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,23 @@ def start_ranks(
         ]
 
 
-def start_warm_ranks(num_ranks: int, words: Callable[[int], Sequence[str]], logs: Path) -> list[WarmProcess]:
+class ColdProcess(subprocess.Popen[bytes]):
+    """`python WORDS` as it is started anywhere, with both streams in `log`: a forked process cannot use CUDA."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        files = [int(env["FLATOUT_STORE_SOCKET"])] if "FLATOUT_STORE_SOCKET" in env else []
+        with log.open("wb") as file:
+            super().__init__([sys.executable, *words], env=env, stdout=file, stderr=subprocess.STDOUT, pass_fds=files)
+
+
+def start_warm_ranks(
+    num_ranks: int, words: Callable[[int], Sequence[str]], logs: Path, kind: Any = WarmProcess
+) -> list[Any]:
     """So many of `python WORDS(RANK)`, without the imports of each; what they say is in `logs`, `rank-N.log` each."""
     logs.mkdir(exist_ok=True)
     with socket.create_server((LOOPBACK, 0)) as listener:
         return [
-            WarmProcess(words(rank), env, logs / f"rank-{rank}.log")
+            kind(words(rank), env, logs / f"rank-{rank}.log")
             for rank, env in enumerate(environments(num_ranks, listener, None))
         ]

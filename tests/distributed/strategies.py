@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from spawned_ranks import start_warm_ranks
+from spawned_ranks import ColdProcess, start_warm_ranks
 from torch import Tensor
 from warm_process import WarmProcess
 
@@ -243,7 +244,8 @@ def spawn(script: Path, spec: dict[str, Any], folder: Path, num_ranks: int, time
     """Run `script` as so many ranks with `spec` in a file; all must end well. Logs are `rank-N.log` in `folder`."""
     spec_path = folder / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    processes = start_warm_ranks(num_ranks, lambda _: [str(script), str(spec_path)], folder)
+    kind = ColdProcess if torch.cuda.is_available() else WarmProcess
+    processes = start_warm_ranks(num_ranks, lambda _: [str(script), str(spec_path)], folder, kind)
     try:
         wait_for(processes, timeout_s)
     finally:
@@ -253,7 +255,7 @@ def spawn(script: Path, spec: dict[str, Any], folder: Path, num_ranks: int, time
     assert [process.wait() for process in processes] == [0] * num_ranks, logs
 
 
-def wait_for(processes: list[WarmProcess], timeout_s: float) -> None:
+def wait_for(processes: Sequence[WarmProcess | ColdProcess], timeout_s: float) -> None:
     """Until all ended, or one failed: the others would wait for it for ever."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
