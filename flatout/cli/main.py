@@ -11,8 +11,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from flatout import __version__
 from flatout.environment import let_idle_threads_sleep
@@ -160,18 +162,24 @@ def _parse_and_run(argv: list[str]) -> int:
         if verb in WITH_OVERRIDES:
             _refuse_settings_as_options(argv, subparser)
         parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[0] != "-"]
+        _refuse_unknown_options(argv, parser, subparser)
     args = parser.parse_args(argv)
     return int(module.run(args))
 
 
 def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
     """Yield the options of a parser, and of those for the verb and action in `words`."""
-    for action in parser._actions:
+    for action in _arguments(parser, words):
         yield from action.option_strings
+
+
+def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
+    """Yield what a parser, and those for the verb and action in `words`, take."""
+    for action in parser._actions:
+        yield action
         if isinstance(action, argparse._SubParsersAction):
-            for word in words:
-                if word in action.choices:
-                    yield from _options(action.choices[word], words)
+            for word in {*words} & {*action.choices}:
+                yield from _arguments(action.choices[word], words)
 
 
 def _near_option(option: str, known: Sequence[str]) -> str | None:
@@ -210,7 +218,7 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
 def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise UsageError for `--lr 1e-4` of other trainers, with the command that sets it here."""
     known = [option for action in parser._actions for option in action.option_strings]
-    from flatout.config.names import dotted_names, our_name
+    from flatout.config.names import dotted_names, needed_with, our_name
 
     for word, value in pairwise(argv[1:]):
         if word in dotted_names() and "=" not in value:
@@ -218,10 +226,6 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
             raise UsageError(f"{word} {value}: a setting is one word, {word}={value}{step}")
     for index, word in enumerate(argv):
         option, equals, value = word.partition("=")
-        if option == "--config" and word not in known:
-            used = [word] if equals else list(argv[index : index + 2])
-            step = next_steps((shlex.join([value or used[-1], "instead", "of", *used]), ""))
-            raise UsageError(f"a configuration is named without an option{step}")
         if not option.startswith("--") or any(one.startswith(option) for one in known):
             continue
         after = argv[index + 1] if index + 1 < len(argv) and not argv[index + 1].startswith("--") else None
@@ -233,8 +237,45 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         if after is None and not equals and ours.value == "true":
             raise UsageError(f"{option} is a setting here; write {ours.setting}=VALUE")
         change, used = f"{ours.setting}={ours.value}", [word] if equals or after is None else [word, after]
-        step = next_steps((shlex.join([change, "instead", "of", *used]), ""))
+        needed = needed_with([change], _settings_of(argv))
+        step = next_steps((shlex.join([change, *needed, "instead", "of", *used]), ""))
         raise UsageError(f"{option} is a setting here: {change}{f' ({ours.why})' if ours.why else ''}{step}")
+
+
+def _settings_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a command line by dotted name, unchecked, without those of a file that cannot be read."""
+    from flatout.config.read import flatten, load_values, merge_overrides
+    from flatout.config.shortcuts import long_forms
+
+    values: dict[str, Any] = {}
+    for word in argv[1:]:
+        if word.endswith((".yaml", ".yml")):
+            with suppress(FlatoutError):
+                values = load_values(Path(word))
+    return dict(flatten(long_forms(merge_overrides(values, [word for word in argv if OVERRIDE.match(word)])[0])))
+
+
+def _refuse_unknown_options(argv: Sequence[str], parser: _Parser, subparser: argparse.ArgumentParser) -> None:
+    """Raise UsageError for an option that the verb has not, also where something else is missing."""
+    known = [*_options(subparser, argv)]
+    before = argv[0]
+    actions = [*_arguments(subparser, argv)]
+    if any(isinstance(action, argparse._SubParsersAction) and not {*argv} & {*action.choices} for action in actions):
+        return  # the action comes first
+    for index, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        if word == "--":
+            return
+        if option[:2] != "--" or any(one.startswith(option) for one in known):
+            continue
+        used = [word] if equals else list(argv[index : index + 2])
+        for action in (one for one in actions if not one.option_strings and (equals or len(used) == 2)):
+            shown = "the file" if action.dest in ("config", "file") else str(action.metavar or action.dest.upper())
+            if option in (f"--{action.dest}", "--config" if shown == "the file" else f"--{shown.lower()}"):
+                step = next_steps((shlex.join([value or used[-1], "instead", "of", *used]), ""))
+                raise UsageError(f"there is no option {option}; write {shown} right after {before}{step}")
+            before = shown
+        parser.error(f"unrecognized arguments: {word}")
 
 
 def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> int:

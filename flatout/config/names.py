@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
@@ -23,6 +23,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     for setting, values in _TABLE["values"].items()
 }
 _WHY: Mapping[str, str] = _TABLE["why"]
+_NEEDS: Mapping[str, list[str]] = _TABLE["needs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,18 @@ def our_value(ours: str, value: str) -> OurName:
 def knows_value(setting: str, value: str) -> bool:
     """Whether a value is one of others for which we have another."""
     return value.lower() in _VALUES.get(setting, {})
+
+
+def needed_with(changes: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """Return what the changes `name=value` need besides, so that they are not refused, where `settings` lack it.
+
+    `settings` have dotted names.
+    """
+    names = {word.partition("=")[0] for word in changes}
+    # a method that is given may be the wrong one
+    has = names | {name for name, value in settings.items() if value not in (None, 0, "lora")}
+    needs = [_NEEDS[name] for name in _NEEDS if name in names]
+    return [choices[0] for choices in needs if not has & {choice.partition("=")[0] for choice in choices}]
 
 
 def as_yaml(value: Any) -> str:

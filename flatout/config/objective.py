@@ -28,6 +28,8 @@ NO_MOVING = (
     "remove it, or start another run from the adapter of this one"
 )
 
+# methods of other trainers, some of whose names are near to one of ours
+_OF_OTHERS = frozenset({"ppo", "grpo", "rloo", "gkd", "nash_md", "xpo", "bco", "prm", "alignprop", "gspo", "dapo"})
 # kind -> module and class below flatout.objectives, whose fields are the kind's settings
 OBJECTIVES: Mapping[str, str] = MappingProxyType(
     {
@@ -127,9 +129,11 @@ class ObjectiveConfig(Section):
                 raise ValueError(f"path is {self.path!r}; expected FILE.py:CLASS, such as my_loss.py:MyLoss")
             return self
         if self.kind not in OBJECTIVES:
-            near = difflib.get_close_matches(self.kind, OBJECTIVES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OBJECTIVES)}"
-            raise ValueError(f"kind {self.kind!r} is unknown; {hint} (objective.path names a loss of your own)")
+            near = [] if self.kind in _OF_OTHERS else difflib.get_close_matches(self.kind, OBJECTIVES, n=1)
+            names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {names}"
+            state = "not offered" if self.kind in _OF_OTHERS else "unknown"
+            raise ValueError(f"kind {self.kind!r} is {state}; {hint} (objective.path names a loss of your own)")
         class_of_kind(self.kind).of(self.fields)
         return self
 

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flatout.config.names import OF_OTHERS, OurName, as_yaml, knows_value, our_name, our_value
+from flatout.config.names import OF_OTHERS, OurName, as_yaml, knows_value, needed_with, our_name, our_value
 from flatout.config.schema import NAME_PATTERN, Config
-from flatout.config.shortcuts import LONG_FORMS
+from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
@@ -157,7 +157,7 @@ def make_config(
         items = error.errors(include_url=False)
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
         problems += [describe_error(item, given) for item in items]
-        steps = next_steps(*_fixes(items, None if origin == "config" else given))
+        steps = next_steps(*_fixes(items, None if origin == "config" else given, dict(flatten(long_forms(merged)))))
         in_file = [item for item in items if ".".join(map(str, item["loc"])) not in given]
         if sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
             steps = f"\n  flatout convert {shlex.quote(origin)} --to ours.yaml"
@@ -329,7 +329,7 @@ def describe_error(item: Any, given: Mapping[str, str] = MappingProxyType({})) -
             return f"{name}: unknown key; `flatout init` writes all known keys"
         if ours.setting is None:
             return f"{name}: {ours.why}"
-        meant = OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
+        meant = ours.setting if ours.setting == "data" else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
         return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
     if item["type"] == "missing":
         return f"{name}: missing; every run needs it"
@@ -345,7 +345,7 @@ def describe_error(item: Any, given: Mapping[str, str] = MappingProxyType({})) -
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
     meant = ""
     if (fix := _fix(item, given)) is not None and fix.setting is not None:
-        meant = f"; set {fix.setting}: {fix.value}"
+        meant = f"; set {fix.setting}: {fix.value}" + (f" ({fix.why})" if fix.why else "")
     return f"{where}{message[:1].lower()}{message[1:]}{got}{meant}"
 
 
@@ -363,7 +363,7 @@ def _fix(item: Any, given: Mapping[str, str]) -> OurName | None:
         near = difflib.get_close_matches(value, allowed, n=1)
         return OurName(name, near[0]) if near else None
     if item["type"] == "list_type" and isinstance(item["input"], str):
-        return OurName("data", value) if name == "data.sources" else OurName(name, f"[{value}]")
+        return OurName("data", value) if name == "data.sources" else our_value(name, f"[{value}]")
     if item["type"] == "string_pattern_mismatch" and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")):
         return OurName(name, text[:64])
     return None
@@ -375,14 +375,15 @@ def _written(item: Any, given: Mapping[str, str]) -> str:
     return given.get(name) or (as_yaml(value) if isinstance(value, _PLAIN) else "...")
 
 
-def _fixes(items: Sequence[Any], given: Mapping[str, str] | None) -> list[tuple[str, str]]:
+def _fixes(items: Sequence[Any], given: Mapping[str, str] | None, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the step that replaces all refused settings; none if they stand in a file, or one has no replacement.
 
-    `given` are the overrides, None if all settings are a call's.
+    `given` are the overrides, None if all settings are a call's; `settings` are all, by dotted name.
     """
     names = [".".join(str(part) for part in item["loc"]) for item in items]
     fixes = [_fix(item, given or {}) for item in items]
     if given is not None and not given.keys() >= set(names):
         return []
     changes = [f"{fix.setting}={fix.value}" for fix in fixes if fix is not None and fix.setting is not None]
-    return [(shlex.join([*changes, "instead", "of", *names]), "")] if len(changes) == len(items) else []
+    changes = [*changes, *needed_with(changes, settings)] if len(changes) == len(items) else []
+    return [(shlex.join([*changes, "instead", "of", *names]), "")] if changes else []

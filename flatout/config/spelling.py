@@ -69,9 +69,13 @@ class Caller:
         if self.kind == "python":
             function = self.words[0] if self.words else "train"
             changes = [self.setting(*_parts(word)) if "=" in word or word == RESTART else f'"{word}"' for word in added]
-            return f"flatout.{function}({', '.join(['...', *changes] if '=' in ''.join(changes) else changes)})"
+            # settings of one section are one keyword
+            call = re.sub(r"\b(\w+=\{)([^{}]*)\}, \1", r"\1\2, ", ", ".join(changes))
+            return f"flatout.{function}({'..., ' * ('=' in call)}{call})"
         # a value may be what is replaced: data=chts.jsonl
-        named = [f"{_parts(word)[0]}=" if _parts(word)[1] in removed else "" for word in self.words]
+        named = [
+            f"{_parts(word)[0]}=" if _parts(word)[1] in removed and word not in removed else "" for word in self.words
+        ]
         stays = [
             word not in removed and _parts(word)[0] not in removed and not key
             for word, key in zip(self.words, named, strict=True)

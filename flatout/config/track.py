@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flatout.config.data import Name
 from flatout.config.section import Section, refuse_unused
@@ -30,6 +30,11 @@ class TrackConfig(Section):
         if value is None or isinstance(value, Mapping | TrackConfig):
             return value
         return {"to": [value] if isinstance(value, str) else value}
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:

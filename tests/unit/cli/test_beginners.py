@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ import torch
 
 import flatout
 from flatout.cli.main import main
+from flatout.config.read import load_config
+from flatout.config.schema import Config
 from flatout.errors import FlatoutError
 
 
@@ -31,6 +36,7 @@ FILES = {
     "role.jsonl": json.dumps({"messages": [{"role": "bot", "content": "x"}]}) + "\n",
     "doc.pdf": "%PDF",
     "adapter.bin": "x",
+    "zero.json": "{}",
     "run.yaml": "model: model\ndata: chats.jsonl\ndevice: cpu\n",
     "tab.yaml": "model:\n\tname: x\n",
     "list.yaml": "- a\n- b\n",
@@ -89,7 +95,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml --num_train_epochs 3", 2, "--num-train-epochs is a setting here: batch.epochs=3", "train run.yaml batch.epochs=3"),
     ("train run.yaml --batch-size 8", 2, "--batch-size is a setting here: batch.samples_per_step=8 (samples of one optimizer step ov", "train run.yaml batch.samples_per_step=8"),
     ("train run.yaml --per_device_train_batch_size 8", 2, "--per-device-train-batch-size is a setting here: batch.samples_per_step=8 (samples of one ", "train run.yaml batch.samples_per_step=8"),
-    ("train run.yaml --gradient_accumulation_steps 8", 2, "--gradient-accumulation-steps is a setting here: batch.samples_per_step=8 (samples of one ", "train run.yaml batch.samples_per_step=8"),
+    ("train run.yaml --gradient_accumulation_steps 8", 2, "accumulation is automatic; set batch.samples_per_step to the batch per GPU x accumulation x GPUs, such as 4 x 8 x 1 = 32"),
     ("train run.yaml --model x", 2, "--model is a setting here: model=x", "train run.yaml model=x"),
     ("train run.yaml --data chats.jsonl", 2, "--data is a setting here: data=chats.jsonl", "train run.yaml data=chats.jsonl"),
     ("train run.yaml --output_dir out", 2, "--output-dir is a setting here: run_dir=out", "train run.yaml run_dir=out"),
@@ -103,8 +109,8 @@ COMMANDS: list[Row] = [
     ("train run.yaml --qlora", 2, "--qlora is a setting here: base.storage=nf4", "train run.yaml base.storage=nf4"),
     ("train run.yaml --trust_remote_code", 2, "there is no option --trust-remote-code"),
     ("train run.yaml --push_to_hub", 2, "there is no option --push-to-hub"),
-    ("train run.yaml --config run.yaml", 2, "a configuration is named without an option", "train run.yaml"),
-    ("train --config run.yaml", 2, "a configuration is named without an option", "train run.yaml"),
+    ("train run.yaml --config run.yaml", 2, "there is no option --config; write the file right after train", "train run.yaml"),
+    ("train --config run.yaml", 2, "there is no option --config; write the file right after train", "train run.yaml"),
     ("train run.yaml method=qlora", 2, "method: input should be 'lora' or 'full', got 'qlora'; set base.storage=nf4", "train run.yaml base.storage=nf4"),
     ("train run.yaml method=dora", 2, "method: input should be 'lora' or 'full', got 'dora'; set lora.dora=true", "train run.yaml lora.dora=true"),
     ("train run.yaml method=sft", 2, "method: input should be 'lora' or 'full', got 'sft'; set method=lora", "train run.yaml method=lora"),
@@ -150,15 +156,17 @@ COMMANDS: list[Row] = [
     ("train run.yaml model=model.gguf", 2, "there is no folder model.gguf"),
     ("train run.yaml model=./runs", 2, "./runs has no config.json"),
     ("train run.yaml model.trust_remote_code=true", 2, "model.trust_remote_code: code of model repositories is never run"),
-    ("train run.yaml device_map=auto", 2, "device_map: training does not spread a model's layers over GPUs, since all but one GPU wou"),
-    ("train run.yaml compute_metrics=accuracy", 2, "compute_metrics: an objective names its metrics, which eval.best judges by"),
+    ("train run.yaml device_map=auto", 2, "leave it out. For several GPUs set gpus=[0,1] and strategy=fsdp"),
+    ("train run.yaml compute_metrics=accuracy", 2, "compute_metrics: metric functions of your own are not supported; leave it out; to score a run: `flatout eval RUN --tasks arc_easy`"),
     ("train run.yaml gradient_checkpointing=true", 2, "gradient_checkpointing: unknown key; did you mean recompute?", "train run.yaml recompute=full"),
     ("train run.yaml attn_implementation=flash_attention_2", 2, "attn_implementation: unknown key; did you mean model.attention?", "train run.yaml model.attention=auto"),
     ("train run.yaml model.attention=flash_attention_2", 2, "model.attention: input should be 'auto', 'fa4', 'cudnn', 'varlen', 'sdpa' or 'plain', got ", "train run.yaml model.attention=auto"),
     ("train run.yaml lora.targets=q_porj", 2, "lora.targets: 'q_porj' matches no linear layer of this model; did you mean q_proj, v_proj,"),
     ("train run.yaml target_modules=[q_proj]", 2, "target_modules: unknown key; did you mean lora.targets?", "train run.yaml 'lora.targets=[q_proj]'"),
     ("train run.yaml eval.every_steps=10", 2, "eval: every_steps has no effect with no rows to evaluate on; set eval.fraction or eval.dat"),
-    ("train run.yaml eval_steps=10", 2, "eval_steps: unknown key; did you mean eval.every_steps?", "train run.yaml eval.every_steps=10"),
+    ("train run.yaml eval_steps=10", 2, "eval_steps: unknown key; did you mean eval.every_steps?", "train run.yaml eval.every_steps=10 eval.fraction=0.05"),
+    ("train run.yaml eval_steps=10 eval.fraction=0.1", 2, "did you mean eval.every_steps?", "train run.yaml eval.every_steps=10 eval.fraction=0.1"),
+    ("train run.yaml --eval-steps 10", 2, "--eval-steps is a setting here", "train run.yaml eval.every_steps=10 eval.fraction=0.05"),
     ("train run.yaml eval.fraction=20", 2, "eval.fraction: input should be less than or equal to 0.5, got 20"),
     ("train run.yaml save_steps=100", 2, "save_steps: unknown key; did you mean checkpoint.every_steps?", "train run.yaml checkpoint.every_steps=100"),
     ("train run.yaml report_to=wandb", 2, "report_to: unknown key; did you mean track.to?", "train run.yaml track.to=wandb"),
@@ -171,7 +179,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml strategy=fdsp", 2, "strategy: input should be 'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsd", "train run.yaml strategy=fsdp"),
     ("train run.yaml strategy=deepspeed_zero3", 2, "strategy: input should be 'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsd", "train run.yaml strategy=zero3"),
     ("train run.yaml deepspeed=zero3.json", 2, "deepspeed: zero3.json: the file is missing"),
-    ("train run.yaml freeze=embed", 2, "freeze: input should be a valid list, got 'embed'; set freeze=[embed]", "train run.yaml 'freeze=[embed]'"),
+    ("train run.yaml freeze=embed", 2, "lora already freezes every base weight: leave freeze out", "train run.yaml 'freeze=[embed]' method=full"),
     ("train run.yaml full.weights=bf16", 2, "full is only for method: full"),
     ("train run.yaml objective=sft", 2, "objective: kind 'sft' is unknown"),
     ("train run.yaml run_dir=.", 2, "run_dir: . holds the folder you are in; choose a separate one, such as runs/run"),
@@ -223,7 +231,8 @@ COMMANDS: list[Row] = [
     ("export run --to gguff --out x", 2, "--to is 'gguff'; expected one of gguf, ollama, vllm, mlx"),
     ("export run --out x", 2, "export: --to is missing; `flatout export --help` lists all options"),
     ("push run", 2, "push: REPO is missing; `flatout push --help` lists all options"),
-    ("push run --repo me/x", 2, "push: there is no option --repo; did you mean --replace?"),
+    ("push run --repo me/x", 2, "there is no option --repo; write REPO right after RUN", "push run me/x"),
+    ("push run --repo=me/x", 2, "there is no option --repo; write REPO right after RUN", "push run me/x"),
     ("eval run", 2, "nothing to score: give --tasks, such as --tasks arc_easy, --answers FILE or --rows FILE"),
     ("eval run --task arc_easy", 2, "runs/run has no final/: the run is not finished"),
     ("init run.yaml", 2, "run.yaml: already exists; choose a different file, or remove it"),
@@ -248,24 +257,24 @@ COMMANDS: list[Row] = [
     ("train run.yaml name=run run_dir=model", 2, "run_dir: model holds the run's model or data; choose a separate folder"),
     ("train run.yaml batch.layout=padded", 2, "batch.layout: input should be 'auto', 'packed' or 'rows', got 'padded'; set batch.layout=p", "train run.yaml batch.layout=packed"),
     ("train run.yaml recompute=everything", 2, "recompute: input should be 'auto', 'none', 'selective', 'budget', 'full' or 'offload', got"),
-    ("train run.yaml objective.kind=ppo", 2, "objective: kind 'ppo' is unknown"),
+    ("train run.yaml objective.kind=ppo", 2, "objective: kind 'ppo' is not offered; there are cross_entropy (ordinary fine-tuning), weighted_tokens, dpo"),
     ("train run.yaml eval.prompts=hello", 2, "eval: prompts has no effect with no rows to evaluate on; set eval.fraction or eval.data"),
     ("train run.yaml checkpoint.keep=0", 2, "checkpoint.keep: input should be greater than or equal to 1, got 0"),
     ("train run.yaml max_grad_norm=1", 2, "max_grad_norm: unknown key; did you mean optim.max_grad_norm?", "train run.yaml optim.max_grad_norm=1"),
     ("train run.yaml optim.betas=[0.9,0.99]", 2, "optim.betas: set optim.beta1 and optim.beta2"),
     ("train run.yaml logging_steps=1", 2, "logging_steps: unknown key; did you mean log_every_steps?", "train run.yaml log_every_steps=1"),
-    ("train run.yaml dataset=chats.jsonl", 2, "dataset: unknown key; did you mean data.sources?", "train run.yaml data=chats.jsonl"),
+    ("train run.yaml dataset=chats.jsonl", 2, "dataset: unknown key; did you mean data?", "train run.yaml data=chats.jsonl"),
     ("train run.yaml tokenizer=model", 2, "tokenizer: set data.tokenizer to a hub id or folder"),
-    ("train run.yaml wandb_project=x", 2, "wandb_project: unknown key; did you mean track.project?", "train run.yaml track.project=x"),
+    ("train run.yaml wandb_project=x", 2, "wandb_project: unknown key; did you mean track.project?", "train run.yaml track.project=x track.to=wandb"),
     ("train run.yaml compile=yes", 2, "compile: input should be 'auto' or 'off', got True"),
     ("train run.yaml num_gpus=2", 2, "num_gpus: unknown key; did you mean gpus?", "train run.yaml gpus=2"),
     ("train run.yaml --nproc_per_node=2", 2, "--nproc-per-node is a setting here: gpus=2", "train run.yaml gpus=2"),
-    ("train run.yaml --deepspeed zero.json", 2, "--deepspeed is a setting here: deepspeed=zero.json", "train run.yaml deepspeed=zero.json"),
+    ("train run.yaml --deepspeed zero.json", 2, "--deepspeed is a setting here: deepspeed=zero.json", "train run.yaml deepspeed=zero.json strategy=deepspeed"),
     ("train run.yaml --rdzv a:1", 2, "--rdzv and --node-rank need --nnodes (the number of nodes)"),
     ("train run.yaml --nnodes two", 2, "--nnodes is 'two'; expected a number such as 2, or MIN:MAX such as 1:2"),
     ("train run.yaml --tmux", 2, "train: argument --tmux: expected one argument"),
     ("plan run.yaml --step 99", 2, "--step is 99; the run has steps 0 to 0"),
-    ("merge run --output x", 2, "merge: --out is missing; `flatout merge --help` lists all options"),
+    ("merge run --output x", 2, "merge: there is no option --output; did you mean --out?"),
     ("eval run --answers", 2, "eval: argument --answers: expected one argument"),
 ]
 # the arguments of flatout.train, a part of the error, and the call that it ends with
@@ -278,9 +287,9 @@ CALLS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_seq_length": 512}, "did you mean data.max_tokens?", "flatout.train(..., max_tokens=512)"),
     ({"lora_alpha": 16, "r": 8}, "did you mean lora.rank?", "flatout.train(..., alpha=16, rank=8)"),
     ({"gradient_checkpointing": True}, "did you mean recompute?", 'flatout.train(..., recompute="full")'),
-    ({"eval_steps": 10}, "did you mean eval.every_steps?", 'flatout.train(..., eval={"every_steps": 10})'),
+    ({"eval_steps": 10}, "did you mean eval.every_steps?", 'flatout.train(..., eval={"every_steps": 10, "fraction": 0.05})'),
     ({"run_name": "x"}, "did you mean name?", 'flatout.train(..., name="x")'),
-    ({"compute_metrics": len}, "an objective names its metrics", None),
+    ({"compute_metrics": len}, "metric functions of your own are not supported; leave it out", None),
     ({"overwrite_output_dir": True}, "restart=True in Python", None),
     ({"resume_from_checkpoint": True}, "the same command resumes by itself", None),
     ({"gpus": "two"}, "expected how many GPUs", None),
@@ -315,6 +324,31 @@ def test_a_mistake_is_told_with_the_next_command(
     assert said in error
     assert "Traceback" not in error
     assert re.findall(r"^  flatout (.*)$", error, re.MULTILINE) == command
+
+
+@pytest.mark.parametrize("command", sorted({command for _, _, _, *steps in COMMANDS for command in steps}))
+def test_a_proposed_command_is_not_refused(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    verb = shlex.split(command)[0]
+
+    def checked(args: argparse.Namespace) -> int:
+        if verb in ("train", "plan"):
+            load_config(args.config, args.overrides)
+        return 0
+
+    monkeypatch.setattr(importlib.import_module(f"flatout.cli.{verb}"), "run", checked)
+    monkeypatch.chdir(world)
+    assert main(shlex.split(command)) == 0, capsys.readouterr().err
+
+
+def test_a_proposed_call_is_not_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(_: object, **settings: Any) -> Config:
+        return Config(**{"model": "model", "data": "chats.jsonl", **settings})
+
+    monkeypatch.chdir(world)
+    proposed = [call for _, _, call in CALLS if call is not None]
+    assert all(eval(call, {"flatout": SimpleNamespace(train=checked)}).model for call in proposed)  # noqa: S307
 
 
 def test_a_home_that_is_there_is_found(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
