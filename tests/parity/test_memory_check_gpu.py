@@ -207,8 +207,6 @@ def test_pictures_are_as_planned(tmp_path: Path, method: str) -> None:
         def config(folder_of_run: Path, **values: Any) -> Config:
             name = {"name": str(folder), **trains}
             own = {"method": "full", "lora": None} if method == "full" else {}
-            # at the world's rate a tower of this width diverges in the third step
-            own["optim"] = {"lr": 1e-4}
             config: Config = world.config("qwen3_vl", folder_of_run, **{**values, "model": name, **own})
             return config
 
