@@ -4,6 +4,7 @@ run = flatout.train(model="Qwen/Qwen3-0.6B", data="chats.jsonl", lr=1e-4)
 run.plot(); run.chat("Hello"); run.merge("merged")
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,9 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
-    # lazy, as all imports here
-    import_module("flatout.environment").let_idle_threads_sleep()
+    if "torch" not in sys.modules:
+        # lazy, as all imports here
+        import_module("flatout.environment").let_idle_threads_sleep()
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 

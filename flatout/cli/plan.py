@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     _check_numbers(args)
     name = (args.device or "").lower()
     # these are the setting, which people name here, too
-    setting = [f"device={name}"] if name in ("auto", "cpu", "cuda") else []
+    setting = [f"device={name}"] if name in ("auto", "cpu") else []
     name = "" if setting else name
     if name not in ("", "all"):
         find_device(name)

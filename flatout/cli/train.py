@@ -189,8 +189,10 @@ def _train_here(
     if folder:
         report.write(Path(folder))
     try:
-        refuse_early(config.data, config.model.name)
         with ConsoleCallback(every_record=config.log_every_steps != 1, shows_all=shows_all) as console:
+            if Rank.from_env().is_first:
+                console.on_phase("reading the first rows")
+                refuse_early(config.data, config.model.name)
             _open_device(config)
             # import torch only after the configuration is checked, and what takes long one by one, to time it
             for package, module in HEAVY_IMPORTS.items():

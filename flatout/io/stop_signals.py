@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread, current_thread, main_thread
 from types import FrameType, TracebackType
@@ -41,6 +41,11 @@ class StopSignals:
                 self._found[number] = signal.signal(number, self._handle)
         return self
 
+    @property
+    def numbers(self) -> Collection[int]:
+        """The signals that this object handles now."""
+        return self._found.keys()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -58,8 +63,8 @@ class StopSignals:
 
 
 @contextmanager
-def announcing_stop(announce: Callable[[], None]) -> Iterator[None]:
-    """Call `announce` in a thread as soon as the first stop signal arrives in the block; handlers are not changed.
+def announcing_stop(announce: Callable[[], None], numbers: Collection[int]) -> Iterator[None]:
+    """Call `announce` in a thread as soon as the first of these signals arrives in the block; handlers do not change.
 
     Python runs handlers between two instructions of the main thread, and one backward pass can take minutes. What the
     program itself wakes up by signals still does. Nothing is called in any thread but the main one.
@@ -77,7 +82,7 @@ def announcing_stop(announce: Callable[[], None]) -> Iterator[None]:
             if before != -1:
                 with suppress(OSError):
                     os.write(before, received)
-            if not is_announced and not {*SIGNALS}.isdisjoint(received):
+            if not is_announced and not {*numbers}.isdisjoint(received):
                 is_announced = True
                 announce()
         os.close(reader)

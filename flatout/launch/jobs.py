@@ -113,7 +113,7 @@ def _requeue_lines(max_restarts: int) -> str:
 lost="$logs/slurm-$SLURM_JOB_ID.lost"
 case "$code" in
   75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped and saved
-  {restartable} | 129 | 1[3-9]?)  # crashed, lost a rank, or killed by a signal
+  {restartable} | 129 | 13[1-9] | 1[4-9]?)  # crashed, lost a rank, or killed by a signal other than Ctrl-C
     echo "$code" >>"$lost"
     if [ "$(wc -l <"$lost")" -le {max_restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
 esac
@@ -129,12 +129,13 @@ def _notice_s(time: str) -> int:
     parts = rest.split(":")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     limit_s = int(days or 0) * 86_400 + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
-    if limit_s < MIN_TIME_S:
+    # 0 is no limit
+    if 0 < limit_s < MIN_TIME_S:
         raise UsageError(
             f"--time {time} is {limit_s} seconds in Slurm's format; a run needs at least {MIN_TIME_S // 60} minutes to "
             "start and to save before the limit, such as 12:00:00"
         )
-    return min(NOTICE_S, limit_s // 4)
+    return min(NOTICE_S, limit_s // 4) if limit_s else NOTICE_S
 
 
 def manifest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from flatout.errors import ResourceError, UsageError, reason_of
+from flatout.errors import FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
 from flatout.io.hub import hub_file
 from flatout.models.load.auto_class import is_scoring
@@ -74,10 +75,10 @@ def save_model(
         tokenizer.save_pretrained(folder)
 
 
-def copy_processor(name: str, folder: Path) -> None:
+def copy_processor(name: str, folder: Path, revision: str | None = None) -> None:
     """Copy the files of a hub id's or folder's image processor, if it has one, beside a model or adapter."""
     for file in PROCESSOR_FILES:
-        if (path := hub_file(name, file, None)) is not None:
+        if (path := hub_file(name, file, revision)) is not None:
             (folder / file).write_bytes(path.read_bytes())
 
 
@@ -94,7 +95,11 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
             try:
                 save_model(model, tokenizer, new)
                 if hasattr(model.config, "vision_config"):
-                    for name in filter(None, (model.name_or_path, getattr(tokenizer, "name_or_path", ""))):
+                    # what a model in memory was loaded from may be gone
+                    with suppress(FlatoutError) if tokenizer is None else nullcontext():
+                        # transformers keeps the commit of weights from the hub
+                        copy_processor(model.name_or_path, new, getattr(model.config, "_commit_hash", None))
+                    if name := getattr(tokenizer, "name_or_path", ""):
                         copy_processor(name, new)
             except SafetensorError as error:
                 remedy = "free some space or choose a different folder"

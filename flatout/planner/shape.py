@@ -165,7 +165,7 @@ class ModelShape:
         return len(self.layers)
 
     def picture_bytes(self, num_tokens: int, compute: int, hidden: int, pass_bytes: int) -> int:
-        """Return what a micro-batch's pictures need beyond the decoder's `pass_bytes`, not there meanwhile."""
+        """Return a micro-batch's bytes for pictures; the tower's pass first fills those of the decoder's pass."""
         values, tower = num_tokens * self.picture_values, self.tower
         if tower is None:
             return int(values * (_VALUE_BYTES + _UNKNOWN_BYTES))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from xxhash import xxh3_128_hexdigest
 
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
@@ -33,6 +34,9 @@ _NUM_THREADS = 4
 _PROBED = ((56, 84), (70, 42), (48, 48))
 # of a recorded sample or prompt, so many pictures are recorded, and so many pixels high and wide
 _MAX_RECORDED, _RECORDED_PIXELS = 4, 128
+# small copies by the picture's hash, as each evaluation records many of the same
+_MAX_COPIES = 256
+_COPIES: dict[str, str] = {}
 
 
 Made = Future[dict[str, NDArray[Any]]]
@@ -157,7 +161,14 @@ def tower_flops(shape: ModelShape, store: TokenStore) -> NDArray[np.float64] | N
 
 def recorded(pictures: Sequence[bytes]) -> tuple[str, ...]:
     """Return what records keep of pictures: small copies of the first ones, as data URIs."""
-    return tuple(thumbnails(pictures[:_MAX_RECORDED], _RECORDED_PIXELS))
+    digests = [xxh3_128_hexdigest(content) for content in pictures[:_MAX_RECORDED]]
+    for digest, content in zip(digests, pictures, strict=False):
+        if digest not in _COPIES:
+            [_COPIES[digest]] = thumbnails([content], _RECORDED_PIXELS)
+    copies = tuple(_COPIES[digest] for digest in digests)
+    while len(_COPIES) > _MAX_COPIES:
+        del _COPIES[next(iter(_COPIES))]
+    return copies
 
 
 def processor_of(store: TokenStore) -> PictureProcessor:

@@ -237,7 +237,7 @@ def run_to_end(run: TrainingRun, final_dir: Path) -> None:
     """Take the remaining steps and finish. Raises PreemptedError after saving when a stop was requested."""
     stopping = {"after": "this pass, then saves; a second Ctrl-C or signal ends it at once, without saving"}
     try:
-        with run.stop, announcing_stop(lambda: run.reporter.post("stopping", stopping)):
+        with run.stop, announcing_stop(lambda: run.reporter.post("stopping", stopping), run.stop.numbers):
             try:
                 run_steps(run)
                 finish(run, final_dir)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from flatout.api.run import Run
 from flatout.compat.unsloth.distributed_utils import this_rank
@@ -23,7 +24,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.models.export import merge, publish_model
 from flatout.models.load.inference import NAMED_MAPS, load_trained, resolve_model_paths
-from flatout.models.lora.adapter_file import ADAPTER_CONFIG
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.parallel.process_group import choose_device
 
 _GGUF = {"fast_quantized": "q8_0", "quantized": "q4_k_m", "not_quantized": "f16"}
@@ -193,11 +194,13 @@ class FastVisionModel(FastLanguageModel):
     def from_pretrained(model_name: str, **given: Any) -> tuple[Model, Any]:
         """Return a model whose weights are not loaded yet, and its processor. Raises ProblemsError, DataError."""
         model, tokenizer = FastLanguageModel.from_pretrained(model_name, **given)
-        # the adapter of a saved model says which parts it is in
-        targets = str(model.given.get("target_modules", ""))
-        if given.get("full_finetuning") or any(part in targets for part in _VISION):
+        paths, names = model.paths, ""
+        if paths and paths.adapter:
+            # its configuration may name layers by their ends alone
+            with safe_open(paths.adapter / ADAPTER_WEIGHTS, "pt") as tensors:
+                names = " ".join(tensors.keys())
+        if given.get("full_finetuning") or any(part in names for part in _VISION):
             model.given["freeze_vision_tower"] = False
-        paths = model.paths
         return model, PictureProcessor(paths.base if paths else model_name, tokenizer).processor
 
     @staticmethod

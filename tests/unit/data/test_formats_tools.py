@@ -172,6 +172,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [turn("assistant", {"type": "tool_use", "name": "g"})]}, "messages[0].content[0].input missing"),
     ({"messages": [turn("assistant", {"type": "text", "text": "a"})], "tools": [NAMED], "functions": [NAMED]},
      "tools and functions both list tools; keep one"),
+    *(({"systemInstruction": {"parts": parts}, "contents": [said("user", HI), said("model", HI)]},
+       "systemInstruction.parts has a call or a thought; a system instruction is text")
+      for parts in ([HI, CALLED], [{"text": "It asks.", "thought": True}, HI])),
 ]  # fmt: skip
 
 
@@ -179,7 +182,7 @@ WORDS, TOOL_USE = {"type": "text", "text": "a"}, {"type": "tool_use", "id": "c",
 ANSWERED = {"functionResponse": {"name": "get", "response": {}}}
 LIKE_REFUSED: list[dict[str, Any]] = [
     {"chat": "USER: a\nASSISTANT: b <|endoftext|>\nUSER: c\nASSISTANT: d <|endoftext|>"},
-    {"contents": [said("user", HI), said("model", HI)]},
+    {"systemInstruction": {"parts": [{"text": "Help."}, HI]}, "contents": [said("user", HI), said("model", HI)]},
     {"contents": [said("user", HI, HI), said("model", HI, CALLED), said("user", ANSWERED), said("model", HI)]},
     {"messages": [turn("user", WORDS), turn("assistant", WORDS, TOOL_USE),
                   turn("user", {"type": "tool_result", "tool_use_id": "c", "content": "b"}, WORDS),

@@ -59,9 +59,10 @@ def submit(tmp_path: Path, script: str, srun: str, **env: str) -> subprocess.Com
 def test_every_exit_code_is_requeued_as_often_as_it_helps(tmp_path: Path) -> None:
     """What was saved always, what a restart may help twice here, the rest never; srun reports signal N as 128 + N."""
     codes = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
-    killed = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGSYS, signal.SIGRTMAX)
+    killed = (signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM, signal.SIGSYS, signal.SIGRTMAX)
     again = {*RESTARTABLE, *(128 + number for number in killed)}
-    for code in {0, *codes, *again}:
+    # two Ctrl-C end a run for good
+    for code in {0, *codes, *again, 128 + signal.SIGINT}:
         logs = tmp_path / str(code)
         script = slurm(folder=tmp_path, log_dir=logs, max_restarts=2)
         saved = errors.PreemptedError.exit_code
@@ -85,6 +86,9 @@ TIMES = [
     ("0-0:5", 75),
     ("0-0:5:20", 80),
     ("2-00:00:00", 300),
+    # no limit
+    ("0", 300),
+    ("0-0", 300),
 ]
 
 
@@ -94,7 +98,7 @@ def test_a_run_is_asked_to_save_after_three_quarters_of_a_short_limit(time: str,
     assert f"#SBATCH --time={time}\n#SBATCH --signal=TERM@{notice}\n" in script
 
 
-@pytest.mark.parametrize("time", ["0", "3", "3:59", "0:3:59", "0-0:3", "0-0", "0-0:3:59"])
+@pytest.mark.parametrize("time", ["3", "3:59", "0:3:59", "0-0:3", "0-0:3:59"])
 def test_a_limit_that_leaves_no_time_to_save_is_refused(time: str) -> None:
     with pytest.raises(UsageError, match=rf"^--time {time} is .* at least 4 minutes"):
         slurm(time=time)

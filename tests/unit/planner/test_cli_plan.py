@@ -59,6 +59,9 @@ def test_the_cpu_is_a_device_to_plan_for_and_an_unknown_one_is_refused(run_file,
     assert "it trains on its CPU" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(run_file), "--device", "cpx"]) == 2
     assert "device 'cpx' is unknown; choose one of " in capsys.readouterr().err
+    # which GPU is not known here
+    assert main(["plan", str(run_file), "--device", "cuda"]) == 2
+    assert "device 'cuda' is unknown; choose one of " in capsys.readouterr().err
 
 
 def test_json_is_the_same_report(run_file, capsys):

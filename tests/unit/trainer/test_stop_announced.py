@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 import pytest
 from warm_process import WarmProcess
 
 from flatout.config.read import dump_config
+from flatout.io.stop_signals import StopSignals, announcing_stop
 
 # one pass waits in a C function for a byte in the pipe `pass_over`; signals go to other threads meanwhile, as in a
 # backward pass, which leaves no instruction of Python to the main thread
@@ -62,3 +63,17 @@ def test_a_signal_is_announced_before_the_pass_is_over(
     os.close(pipe)
     lines = [line for line in log.read_text().splitlines() if line.startswith("stopping")]
     assert len(lines) == 1
+
+
+def test_a_signal_that_the_program_handles_itself_is_not_announced() -> None:
+    own, told = [], Event()
+    before = signal.signal(signal.SIGUSR1, lambda number, _: own.append(number))
+    try:
+        with StopSignals(lambda: None) as stop, announcing_stop(told.set, stop.numbers):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not told.wait(0.5)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert told.wait(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert own == [signal.SIGUSR1]

@@ -85,7 +85,10 @@ def _system(value: object, place: str) -> str:
     if isinstance(value, str):
         return text_at(value, place)
     parts = _typed(object_at(value, place).get("parts"), f"{place}.parts")
-    return read_parts(parts, f"{place}.parts", "system", Reading(), {}).text
+    content = read_parts(parts, f"{place}.parts", "system", Reading(), {})
+    if content.calls or content.reasoning:
+        raise FieldError(f"{place}.parts has a call or a thought; a system instruction is text")
+    return content.text
 
 
 def _lower_types(value: Any) -> Any:
