@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
 from flatout.config.read import dump_config, load_values, make_config
+from flatout.config.schema import Config
 from flatout.errors import UsageError, next_steps
 from flatout.io.json_file import read_json
 
@@ -67,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     system = (
         args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     )
+    if system is None and given and given.keys() <= Config.model_fields.keys():
+        step = f"\n  flatout train {shlex.quote(str(args.file))}"
+        raise UsageError(f"{args.file} is already in flatout's form; nothing to convert{step}")
     if system is None:
         raise UsageError(f"{args.file}: cannot tell which trainer it is for; give --from {'|'.join(_SYSTEMS)}")
     _find_deepspeed(given, args.file.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, progress_console, with_columns
 from flatout.config.data import Format
-from flatout.config.read import describe_error
+from flatout.config.problems import describe_error
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.errors import ProblemsError, UsageError
@@ -117,7 +118,8 @@ def _config(args: argparse.Namespace) -> DataConfig:
 def _option_problem(detail: Any) -> str:
     """Format one pydantic error under the name of its option."""
     option = f"{'key ' if 'keys' in detail['loc'] else ''}{str(detail['loc'][-1]).replace('_', '-')}"
-    return f"--{option}: {describe_error(detail).partition(': ')[2]}"
+    text = describe_error(detail).partition(": ")[2]
+    return f"--{option}: {re.sub(r'; set [a-z_]+: ', f'; set --{option} ', text)}"
 
 
 def _build(args: argparse.Namespace) -> None:

@@ -46,6 +46,7 @@ VERBS = {
     "push": "push a run to the hub, with a model card",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
+_VERBS_OF_OTHERS = {"fine-tune": "train", "finetune": "train", "sft": "train", "fit": "train", "generate": "chat"}
 GROUPS = {
     "Start": ("demo", "init", "convert", "studio"),
     "Before a run": ("data", "plan", "doctor", "verify"),
@@ -108,6 +109,11 @@ class _Parser(argparse.ArgumentParser):
             message = f"there is no {match[1]} {match[2]!r}; choose {match[3]}".replace("'", "")
             if near := difflib.get_close_matches(match[2], re.findall(r"[\w-]+", match[3]), n=1):
                 hint = f"did you mean {near[0]}?"
+        elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected one argument", message):
+            shown = next(one.metavar or one.dest.upper() for one in self._actions if match[1] in one.option_strings)
+            message = f"{match[1]} needs a value: {match[1]} {shown}"
+        elif match := re.fullmatch(r"argument (-\S+): invalid (?:int|float) value: ('.*')", message):
+            message = f"{match[1]}: expected a number, got {match[2]}"
         elif re.search(r"are required: config(, section\.name=value)?$", message):
             message, hint = "config is missing", "give a YAML file, or model=MODEL data=chats.jsonl in its place"
         elif "are required: " in message:
@@ -207,7 +213,12 @@ def _example(verb: Sequence[str]) -> str:
 
 
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
+    settings = Path("runs", *argv[1:2], "config.yaml")
+    if argv[0] == "resume":
+        step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
+        raise UsageError(f"there is no verb 'resume'; `flatout train` goes on with an interrupted run by itself{step}")
     near = difflib.get_close_matches(argv[0], VERBS, n=1)
+    near = [_VERBS_OF_OTHERS[argv[0]]] if argv[0] in _VERBS_OF_OTHERS else near
     if near:
         step = next_steps((f"{near[0]} instead of {argv[0]}", ""))
         raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
@@ -224,6 +235,10 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         if word in dotted_names() and "=" not in value:
             step = next_steps((shlex.join([f"{word}={value}", "instead", "of", word, value]), ""))
             raise UsageError(f"{word} {value}: a setting is one word, {word}={value}{step}")
+    for word, equals, value in zip(argv[1:], argv[2:], argv[3:], strict=False):
+        if equals == "=" and word in dotted_names():
+            step = next_steps((shlex.join([f"{word}={value}", "instead", "of", word, "=", value]), ""))
+            raise UsageError(f"{word} = {value}: a setting is one word, {word}={value}{step}")
     for index, word in enumerate(argv):
         option, equals, value = word.partition("=")
         if not option.startswith("--") or any(one.startswith(option) for one in known):

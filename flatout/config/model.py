@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flatout.config.section import PathText, Section, Share
 
@@ -158,6 +158,12 @@ class LoraConfig(Section):
     ensure_weight_tying); false: only the listed ones are trained, as separate weights."""
     continue_from: Path | None = None
     """Start from the adapter in this folder (PEFT format) instead of a new one."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _commas_make_a_list(cls, value: object) -> object:
+        is_list = isinstance(value, str) and re.fullmatch(r"[\w.-]+( *, *[\w.-]+)+", value)
+        return re.split(" *, *", value) if is_list and isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _targets_are_usable(self) -> Self:

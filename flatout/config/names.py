@@ -64,7 +64,9 @@ def our_value(ours: str, value: str) -> OurName:
     translated = fixed or value
     if setting == "data.sources" and not translated.startswith("["):
         setting = "data"
-    return OurName(setting, translated, _WHY.get(setting, ""))
+    return OurName(
+        setting, translated, (translated != value and _WHY.get(f"{setting}: {translated}")) or _WHY.get(setting, "")
+    )
 
 
 def knows_value(setting: str, value: str) -> bool:

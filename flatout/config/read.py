@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import re
 import runpy
 import shlex
@@ -13,20 +12,19 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from flatout.config.names import OF_OTHERS, OurName, as_yaml, knows_value, needed_with, our_name, our_value
-from flatout.config.schema import NAME_PATTERN, Config
+from flatout.config.names import OF_OTHERS
+from flatout.config.problems import describe_error, steps_of
+from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
 
-_PLAIN = (bool, int, float, str, list, dict, type(None))
 # in the place of a file: all settings are overrides
 NO_FILE = Path("-")
 # names of the files that are opened, while they are asked for
@@ -157,10 +155,12 @@ def make_config(
         items = error.errors(include_url=False)
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
         problems += [describe_error(item, given) for item in items]
-        steps = next_steps(*_fixes(items, None if origin == "config" else given, dict(flatten(long_forms(merged)))))
+        steps = next_steps(*steps_of(items, None if origin == "config" else given, dict(flatten(long_forms(merged)))))
         in_file = [item for item in items if ".".join(map(str, item["loc"])) not in given]
         if sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
-            steps = f"\n  flatout convert {shlex.quote(origin)} --to ours.yaml"
+            problems = [problem for problem in problems if not problem.startswith("model: missing")]
+            steps = "\n  this looks like another trainer's file; translate it:"
+            steps += f"\n  flatout convert {shlex.quote(origin)} --to ours.yaml"
         raise ProblemsError(origin, problems, steps) from None
     if problems:
         raise ProblemsError(origin, problems)
@@ -218,7 +218,10 @@ def _instead_of(path: Path) -> str:
     if (path / "config.json").is_file():
         return f"; it is a model, which is a setting{next_steps((f'model={path} data=DATA instead of {path}', ''))}"
     if path.exists():
-        return ""
+        files = sorted(path.glob("*/config.yaml"))
+        step = next_steps((f"{files[0]} instead of {path}", "")) if len(files) == 1 else ""
+        shown = ", ".join(map(str, files[:3]))
+        return f"; it is a folder{f' of runs; to continue one, name its settings: {shown}' if files else ''}{step}"
     if near := did_you_mean(path):
         return near
     there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
@@ -238,15 +241,30 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if path.suffix in _ROW_TYPES:
             step = next_steps((f"model=MODEL data={path} instead of {path}", ""))
             raise UsageError(f"{path} holds rows, not settings; name it as data{step}") from error
-        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        _refuse_line(path, text)
+        reason = " ".join(str(error).split()).replace(' in "<unicode string>",', ",")
+        raise UsageError(f"{path}: not valid YAML: {reason}") from error
     except (UsageError, SecurityError) as error:
         raise type(error)(f"{path}: {error}") from None
     except ValueError as error:
         # an impossible date, or a number with thousands of digits
         raise UsageError(f"{path}: a value cannot be read: {str(error).partition(';')[0]}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: expected sections such as `model:`, found {_kind(values)}")
+        _refuse_line(path, text)
+        hint = "; remove the dashes" if isinstance(values, list) else ""
+        raise UsageError(f"{path}: expected sections such as `model:`, found {_kind(values)}{hint}")
     return values
+
+
+def _refuse_line(path: Path, text: str) -> None:
+    """Raise UsageError for a line of a file that is no YAML, if what is wrong with it is known."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r" *\t", line):
+            raise UsageError(
+                f"{path}: line {number} begins with a tab; YAML allows only spaces: write two in its place"
+            )
+        if (match := re.match(r" *(\w+):\S", line)) and match[1] in Config.model_fields:
+            raise UsageError(f"{path}: line {number}: write a space after `{match[1]}:`")
 
 
 def _kind(value: object) -> str:
@@ -262,7 +280,12 @@ def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     try:
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
-        raise UsageError(f"deepspeed: {error}") from error.__cause__
+        instead = (
+            "; for a stage without a file set strategy: zero3 and leave deepspeed out"
+            if "missing" in str(error)
+            else ""
+        )
+        raise UsageError(f"deepspeed: {error}{instead}") from error.__cause__
     if not isinstance(values, dict):
         raise UsageError(f"deepspeed: {path}: expected a JSON object, found {_kind(values)}")
     return values
@@ -318,72 +341,3 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
         holder = inner
     holder[last] = value
     return None
-
-
-def describe_error(item: Any, given: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Format one pydantic error as `field: what, got, what to do`; `given` are the overrides."""
-    name = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        ours = our_name(name, _written(item, given))
-        if ours is None:
-            return f"{name}: unknown key; `flatout init` writes all known keys"
-        if ours.setting is None:
-            return f"{name}: {ours.why}"
-        meant = ours.setting if ours.setting == "data" else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
-        return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
-    if item["type"] == "missing":
-        return f"{name}: missing; every run needs it"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "model_type":
-        message = f"expected a section with settings{', such as model.name' if name == 'model' else ''}"
-    elif item["type"] == "path_type":
-        message = "expected a path"
-    elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in message:
-        message = "use letters, digits, dots, dashes and underscores, at most 64"
-    where = f"{name}: " if name else ""
-    shown = repr(item["input"])
-    got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
-    meant = ""
-    if (fix := _fix(item, given)) is not None and fix.setting is not None:
-        meant = f"; set {fix.setting}: {fix.value}" + (f" ({fix.why})" if fix.why else "")
-    return f"{where}{message[:1].lower()}{message[1:]}{got}{meant}"
-
-
-def _fix(item: Any, given: Mapping[str, str]) -> OurName | None:
-    """Return what to set instead of a setting that is refused, if that is known."""
-    name, value = ".".join(str(part) for part in item["loc"]), _written(item, given)
-    if item["type"] == "extra_forbidden":
-        return our_name(name, value)
-    if item["type"] == "model_type" and name in OF_OTHERS:
-        return our_name(name, value)
-    if knows_value(name, value):
-        return our_value(name, value)
-    if item["type"] == "literal_error" and not name[-1].isdigit():
-        allowed = re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected")))
-        near = difflib.get_close_matches(value, allowed, n=1)
-        return OurName(name, near[0]) if near else None
-    if item["type"] == "list_type" and isinstance(item["input"], str):
-        return OurName("data", value) if name == "data.sources" else our_value(name, f"[{value}]")
-    if item["type"] == "string_pattern_mismatch" and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")):
-        return OurName(name, text[:64])
-    return None
-
-
-def _written(item: Any, given: Mapping[str, str]) -> str:
-    """Return a refused value as it is written in YAML."""
-    name, value = ".".join(str(part) for part in item["loc"]), item["input"]
-    return given.get(name) or (as_yaml(value) if isinstance(value, _PLAIN) else "...")
-
-
-def _fixes(items: Sequence[Any], given: Mapping[str, str] | None, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the step that replaces all refused settings; none if they stand in a file, or one has no replacement.
-
-    `given` are the overrides, None if all settings are a call's; `settings` are all, by dotted name.
-    """
-    names = [".".join(str(part) for part in item["loc"]) for item in items]
-    fixes = [_fix(item, given or {}) for item in items]
-    if given is not None and not given.keys() >= set(names):
-        return []
-    changes = [f"{fix.setting}={fix.value}" for fix in fixes if fix is not None and fix.setting is not None]
-    changes = [*changes, *needed_with(changes, settings)] if len(changes) == len(items) else []
-    return [(shlex.join([*changes, "instead", "of", *names]), "")] if changes else []

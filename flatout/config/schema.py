@@ -284,7 +284,8 @@ class Config(Section):
                 "set base.compute: model"
             )
         if self.method == "lora" and self.full != FullConfig():
-            raise ValueError("full is only for method: full")
+            name = min(self.full.model_fields_set, default="weights")
+            raise ValueError(f"full is only for method: full; set method: full, or leave full.{name} out")
         if self.method == "lora" and self.experts.bias_update:
             raise ValueError(
                 "experts.bias_update is only for method: full, as an adapter's file has no place for a router's bias"

@@ -35,6 +35,7 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
     if name.endswith(_FILE_ENDINGS) or name.startswith((".", "/", "~")):
         raise UsageError(
             f"there is no folder {name}; a model is a folder with config.json, or a hub id such as org/model"
+            f"{'; GGUF is not trained, so name the model that it was made of' if name.endswith('.gguf') else ''}"
             f"{did_you_mean(name, is_folder=True)}"
         )
     from huggingface_hub import constants, snapshot_download
