@@ -466,7 +466,7 @@ def test_refusals_come_first_and_the_command_that_leaves_them_out_works(
 
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot tell which trainer it is for" in problems(tmp_path, "colour: blue\n", capsys)
-    assert "cannot tell which trainer it is for" in problems(tmp_path, "model: {name: m}\n", capsys)
+    assert "is already in flatout's form; nothing to convert" in problems(tmp_path, "model: {name: m}\n", capsys)
     assert "expected sections" in problems(tmp_path, "- 1\n", capsys)
     (tmp_path / "out.yaml").write_text("")
     assert "already exists" in problems(tmp_path, AXOLOTL, capsys, "--to", str(tmp_path / "out.yaml"))
