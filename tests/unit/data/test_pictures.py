@@ -214,7 +214,7 @@ def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, fa
         if max(height, width) / min(height, width) > 15:
             continue
         image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
-        made = processor._processor(text=[processor.mark], images=[image], return_tensors="np")
+        made = processor.processor(text=[processor.mark], images=[image], return_tensors="np")
         expected = processor.standing(height, width)
         assert list(made["input_ids"][0]) == tokenizer(expected.text)["input_ids"]
         assert np.asarray(made["pixel_values"]).size == expected.num_values

@@ -58,7 +58,7 @@ def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
     file = written(tiny, tmp_path, ROWS)
     assert main(["plan", str(file)]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    assert "prompts with the answers to other ones, about a half" in shown
+    assert "prompts with the answers to other prompts, about a half" in shown
     assert re.search(r"estimates \d+ tokens more, \d+\.\d%, in forward passes before gradients", shown)
     options = {
         "one": [],

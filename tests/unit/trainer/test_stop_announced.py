@@ -34,6 +34,8 @@ def wait(module, inputs):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT, signal.SIGTERM}})
 
 nn.modules.module.register_module_forward_pre_hook(wait)
+# a shell's background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 config = load_config(Path("base.yaml"))
 """
 
