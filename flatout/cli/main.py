@@ -271,7 +271,7 @@ def _settings_of(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse_unknown_options(argv: Sequence[str], parser: _Parser, subparser: argparse.ArgumentParser) -> None:
-    """Raise UsageError for an option that the verb has not, also where something else is missing."""
+    """Raise UsageError for an option that the verb does not have, even if a required argument is missing."""
     known = [*_options(subparser, argv)]
     before = argv[0]
     actions = [*_arguments(subparser, argv)]

@@ -65,7 +65,7 @@ def sbatch_script(
     `time` is in Slurm's format; the job runs in `folder`. With `on_cpu`, the tasks ask for no GPUs. The job requeues
     itself whenever the run was saved, and `max_restarts` times after crashes and lost ranks, which it counts in a file
     beside its log: SLURM_RESTART_COUNT counts both. Raises UsageError for a name or time that is not valid in an
-    #SBATCH line, and for less than 4 minutes.
+    #SBATCH line, and for a limit under 4 minutes; 0 is no limit.
     """
     for option, text in (("--name", job.name), ("--partition", partition), ("--account", account)):
         if text is not None and not PLAIN.fullmatch(text):
