@@ -48,6 +48,8 @@ class ColdProcess(subprocess.Popen[bytes]):
     def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.log = log
         files = [int(env["FLATOUT_STORE_SOCKET"])] if "FLATOUT_STORE_SOCKET" in env else []
+        # modules beside the tests, as a forked process has them
+        env = {**env, "PYTHONPATH": os.pathsep.join(sys.path)}
         with log.open("wb") as file:
             super().__init__([sys.executable, *words], env=env, stdout=file, stderr=subprocess.STDOUT, pass_fds=files)
 

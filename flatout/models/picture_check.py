@@ -142,8 +142,10 @@ def _layout(loaded: LoadedModel) -> str:
     return "padded" if loaded.is_padded else "packed"
 
 
-def read_with_own_attention(model: PreTrainedModel) -> bool:
+def read_with_own_attention(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Let a tower's patches see all of their picture, by `TOWER` where it can; what is neither it nor text, by sdpa.
+
+    `dtype` is that of the passes, in which queries come: weights may be fp32 masters under autocast.
 
     A decoder that attends in both directions inside a picture uses transformers' attention; return whether it does.
     """
@@ -151,7 +153,7 @@ def read_with_own_attention(model: PreTrainedModel) -> bool:
     own, with_text = attention_of_parts(model), picture_kinds(text) is not None
     for name in own.keys() - {""}:
         if with_text or getattr(config, name) is not text:
-            own[name] = TOWER if _takes_boundaries(model, getattr(config, name)) else "sdpa"
+            own[name] = TOWER if _takes_boundaries(model, getattr(config, name), dtype) else "sdpa"
     register_tower()
     try:
         model.set_attn_implementation(own)
@@ -160,7 +162,7 @@ def read_with_own_attention(model: PreTrainedModel) -> bool:
     return with_text
 
 
-def _takes_boundaries(model: PreTrainedModel, config: Any) -> bool:
+def _takes_boundaries(model: PreTrainedModel, config: Any, dtype: torch.dtype) -> bool:
     """Whether the layers of a part get all pictures of a batch at once, and a GPU has a kernel for them."""
     layers = [
         module for module in model.modules()
@@ -168,5 +170,5 @@ def _takes_boundaries(model: PreTrainedModel, config: Any) -> bool:
     ]  # fmt: skip
     if not layers:
         return False
-    weight = next(layers[0].parameters())
-    return varlen_problem(weight.device, weight.dtype, getattr(layers[0], "head_dim", None)) is None
+    device = next(layers[0].parameters()).device
+    return varlen_problem(device, dtype, getattr(layers[0], "head_dim", None)) is None

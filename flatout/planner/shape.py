@@ -164,14 +164,17 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def picture_bytes(self, num_tokens: int, compute: int, hidden: int, pass_bytes: int) -> int:
-        """Return a micro-batch's bytes for pictures; the tower's pass first fills those of the decoder's pass."""
+    def picture_bytes(self, num_tokens: int, compute: int, hidden: int, pass_bytes: int) -> tuple[int, int]:
+        """Return a micro-batch's bytes for pictures: activations, and what a pass holds beside them.
+
+        The tower's pass first fills the `pass_bytes` of the decoder's.
+        """
         values, tower = num_tokens * self.picture_values, self.tower
         if tower is None:
-            return int(values * (_VALUE_BYTES + _UNKNOWN_BYTES))
+            return 0, int(values * (_VALUE_BYTES + _UNKNOWN_BYTES))
         patches, tokens = values / tower.patch_values, num_tokens * self.picture_tokens
         kept, held = tower.pass_bytes(patches, tokens, compute, hidden)
-        return int(values * _VALUE_BYTES + kept + max(0, held - pass_bytes))
+        return int(kept), int(values * _VALUE_BYTES + max(0, held - pass_bytes))
 
     @property
     def num_head_rows(self) -> int:

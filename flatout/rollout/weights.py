@@ -87,7 +87,7 @@ def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
         if config._attn_implementation != name:
             raise ValueError("its attention does not go through transformers' attention interface")
         if config is not model.config:
-            read_with_own_attention(model)
+            read_with_own_attention(model, model.dtype)
         yield
     finally:
         model.set_attn_implementation(own)

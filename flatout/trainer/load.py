@@ -91,6 +91,8 @@ def _prepare_device(config: Config, device: torch.device) -> None:
         ask_for_deterministic_cublas()
     torch.use_deterministic_algorithms(is_deterministic)
     if device.type == "cuda":
+        # torch's cuDNN backward over 64 patches that see each other gives NaN where all scores are below -88
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # the thread of the backward pass gets its CUDA context from its first kernel; torch warns if that is a product
         torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
 

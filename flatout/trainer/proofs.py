@@ -110,7 +110,7 @@ class Proofs:
 
     def _attending(self, loaded: LoadedModel) -> LoadedModel:
         """Return the model with the attention that the run's pictures need. Raises UsageError if another is wanted."""
-        if self._pictures is None or not read_with_own_attention(loaded.model):
+        if self._pictures is None or not read_with_own_attention(loaded.model, loaded.dtype):
             return loaded
         if (wanted := self._config.model.attention) != "auto":
             raise UsageError(

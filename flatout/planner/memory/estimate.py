@@ -174,14 +174,14 @@ class MemoryModel:
         optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
-        working += shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
+        kept, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
         whole = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
             gradients_bytes=num_gradients * width.trained,
             optimizer_bytes=int(optimizer),
-            activations_bytes=activations,
-            working_bytes=working,
+            activations_bytes=activations + kept,
+            working_bytes=working + held,
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
         return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole

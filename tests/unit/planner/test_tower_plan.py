@@ -121,7 +121,7 @@ def test_memory_is_what_tensors_take(tmp_path: Path, family: str, method: str) -
     if method != "full":
         add_lora(model, LoraConfig(rank=4), seed=0, parts=config.trained_parts)
     freeze_unreached(model, config.trained_parts)
-    read_with_own_attention(model)
+    read_with_own_attention(model, model.dtype)
     apply_recompute(model, "none")
     features, num_values, num_tokens = features_of(tmp_path, model, (64, 64), 8)
     tower = make_shape(json.loads((tmp_path / "config.json").read_text()), trained=config.trained_parts).tower

@@ -231,7 +231,7 @@ def test_the_check_at_start_up_finds_planted_bugs(world: Path, tmp_path: Path, b
     model_dir = str(world / "model")
     config = ModelConfig(name=model_dir, precision="fp64")
     loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
-    read_with_own_attention(loaded.model)
+    read_with_own_attention(loaded.model, loaded.dtype)
     maker = PictureMaker(PictureProcessor(model_dir, load_tokenizer(model_dir)), loaded.model)
 
     def planted(batch: Any, images: Any, counts: Any, token_ids: Any) -> Any:
