@@ -12,6 +12,7 @@ Parts, each a list of commands of the other benchmarks (`--list` prints them):
     context     one document of 524,288 tokens, shared by 4 ranks
     70b         all 80 layers in NF4, by fsdp
     preference  DPO of Qwen3-8B, 32 pairs a step, on 1 and 4 GPUs
+    pictures    LoRA of Qwen3-VL-8B, 32 samples with none to four pictures a step, on 1 and 4 GPUs
     kills       20 SIGKILLs of a rank of four, in five runs at once
 
 Rows that need fewer GPUs than there are run side by side, each with GPUs of its own, so one call compares them on one
@@ -104,6 +105,14 @@ def _preference() -> list[Row]:
     ]
 
 
+def _pictures() -> list[Row]:
+    words = ["--shape=qwen3-vl-8b", "--rows=bf16", "--steps=5"]
+    return [
+        Row(f"pictures-8b@{gpus}", gpus, [*words, f"--gpus={gpus}"], "pictures.py", "pictures-8b@1" if gpus > 1 else "")
+        for gpus in (1, 4)
+    ]
+
+
 def _kills() -> list[Row]:
     words = ["--kills=4", "--ranks=4", "--steps-per-kill=30", "--save-every=5"]
     # five at once on the same GPUs, which a tiny model does not fill
@@ -115,6 +124,9 @@ def _tiny() -> list[Row]:
         _steps("tiny@1", 1, "--shape=tiny", "--steps=5"),
         _steps("tiny@2", 2, "--shape=tiny", "--steps=5", beside="tiny@1"),
         Row("dpo-tiny@2", 2, ["--shape=tiny", "--pairs=4", "--steps=2", "--rows=bf16", "--gpus=2"], "preference.py"),
+        Row(
+            "pictures-tiny@2", 2, ["--shape=tiny", "--samples=4", "--steps=1", "--rows=bf16", "--gpus=2"], "pictures.py"
+        ),
         Row("kills-tiny", 0, ["--kills=1", "--ranks=2", "--steps-per-kill=10", "--save-every=5"], "kills.py"),
     ]
 
@@ -132,6 +144,7 @@ PARTS = {
         _steps("70b-nf4@4", 4, "--shape=llama-70b", "--steps=5", "base.storage=nf4", "strategy=fsdp")
     ],
     "preference": _preference(),
+    "pictures": _pictures(),
     "kills": _kills(),
     "tiny": _tiny(),
 }  # fmt: skip
@@ -171,6 +184,9 @@ def figures(job: Job) -> dict[str, Any]:
     if job.row.script == "throughput.py" and (path := job.out / "figures.json").exists():
         found |= json.loads(path.read_text())
     elif job.row.script == "preference.py" and (path := job.out / "preference.json").exists():
+        found |= json.loads(path.read_text())
+        found["told"] = [line for line in text.splitlines() if line.startswith("| flatout")]
+    elif job.row.script == "pictures.py" and (path := job.out / "pictures.json").exists():
         found |= json.loads(path.read_text())
         found["told"] = [line for line in text.splitlines() if line.startswith("| flatout")]
     elif job.row.script == "kills.py":

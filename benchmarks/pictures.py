@@ -2,6 +2,7 @@
 
     python benchmarks/pictures.py --shape qwen3-vl-8b --peer-path /tmp/trl --peer-path /tmp/fa_shim
     python benchmarks/pictures.py --shape qwen3-vl-8b --rows unsloth,bf16 --peer-path /tmp/unsloth
+    python benchmarks/pictures.py --shape qwen3-vl-8b --rows bf16,fp8 --gpus 4                 # the same step on four
     python benchmarks/pictures.py --shape tiny --steps 1 --samples 8 --peer-path ... device=cpu compile=off   # on a CPU
 
 Every trainer gets the same shape with random weights, LoRA of rank 16 on all linears of the decoder, and the same rows:
@@ -42,6 +43,7 @@ from bench.steps import take_steps
 from peers.peer_trainer import RANK, TARGETS
 
 from flatout.config.read import make_config
+from flatout.parallel.rank import Rank
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.profile.profiler import Profiler
 from flatout.track.callback import Callback, MemoryCallback, Reporter
@@ -435,7 +437,10 @@ def table(results: dict[str, Any], args: argparse.Namespace) -> str:
 
 
 def part(args: argparse.Namespace) -> None:
-    """One row, in this process."""
+    """One row, in this process; the first rank tells its figures."""
+    if not Rank.from_env().is_first:
+        ours(args, args.part)
+        return
     with telling(args.part, args.out, hidden=["stages"]) as tell:
         if args.part in PEERS:
             peer(args, tell)
@@ -451,7 +456,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         now_s, is_peer = time.time(), row in PEERS
         words = [f"--trials-end-s={now_s + args.trials_s}", f"--timed-pictures={args.timed_pictures}"]
         paths = args.peer_path if is_peer else ()
-        if figures := run_part(row, words, args.out, left_s=ends_s - now_s, paths=paths):
+        ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}")
+        launcher = ranks if args.gpus > 1 and not is_peer else ()
+        if figures := run_part(row, words, args.out, left_s=ends_s - now_s, launcher=launcher, paths=paths):
             results[row] = figures if is_peer else figures[0]
     return results
 
@@ -462,6 +469,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     names = [*OURS, *PEERS]
     parser.add_argument("--rows", type=lambda text: text.split(","), default=names[:-1], help=f"of {', '.join(names)}")
     parser.add_argument("--trials", type=lambda text: text.split(";"), default=[], help="of peers, as 'A;B' (all)")
+    parser.add_argument("--gpus", type=int, default=1, help="for flatout's rows; peers' run on one (1)")
     parser.add_argument("--samples", type=int, default=32, help="samples a step (32)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (5)")
     parser.add_argument("--time-limit", type=float, default=560.0, help="seconds for all rows (560)")
