@@ -43,15 +43,19 @@ _CHUNKS_AHEAD = 4  # chunks in flight per process, to bound memory
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source; `copies[i]` is how often row i goes into the store.
+    """Consecutive rows of one source, as read or parsed; `copies[i]` is how often row i goes into the store.
 
     `problems` are the errors of rows that could not be read, before or between these.
     """
 
     parser: RowParser
-    rows: tuple[RawRow, ...]
+    rows: tuple[RawRow | ParsedRow, ...]
     copies: NDArray[np.int32]
     problems: tuple[str, ...] = ()
+
+    def parse(self, row: RawRow | ParsedRow) -> ParsedRow:
+        """Return the common form of one of its rows. Raises DataError."""
+        return self.parser.parse(row) if isinstance(row, RawRow) else row
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,9 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     keys = np.zeros((len(chunk.rows), KEY_WORDS[policy]), np.uint64)
     # in turns of one kind of work: what parsing, rendering and encoding look up stays in the processor's cache
     samples: list[tuple[int, ParsedRow, Sequence[MaskedText]]] = []
-    for index, raw in enumerate(chunk.rows):
+    for index, row in enumerate(chunk.rows):
         try:
-            sample = chunk.parser.parse(raw)
+            sample = chunk.parse(row)
         except DataError as error:
             problems[index] = str(error)
             continue

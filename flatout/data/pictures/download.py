@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class Downloads:
         self._num_new = self._num_kept = self._num_failed = self._num_bytes = 0
 
     def ahead(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Yield chunks, each once the pictures of its rows are downloaded, or have failed. Raises ResourceError."""
+        """Yield chunks with parsed rows, once their pictures are downloaded or have failed. Raises ResourceError."""
         if not self._domains:
             yield from chunks
             return
@@ -49,7 +50,7 @@ class Downloads:
         pool = ThreadPoolExecutor(AT_ONCE)
         self._logged_s = self._began_s = time.monotonic()
         try:
-            for chunk in chunks:
+            for chunk in map(_parsed, chunks):
                 urls = set(_urls(chunk)) - self._seen
                 self._seen |= urls
                 waiting = {pool.submit(self._keep, web, url) for url in sorted(urls)}
@@ -107,10 +108,17 @@ class Downloads:
         return size, True
 
 
-def _urls(chunk: Chunk) -> Iterator[str]:
-    """Yield the URLs of the pictures of a chunk's rows; bad rows are named where they are tokenized."""
-    for raw in chunk.rows:
+def _parsed(chunk: Chunk) -> Chunk:
+    """Return a chunk with its rows parsed; a bad row stays as it is, and is named where it is tokenized."""
+    rows = list(chunk.rows)
+    for index, row in enumerate(rows):
         with suppress(DataError):
-            row = chunk.parser.parse(raw)
-            values = [picture.value for picture in row.pictures] if isinstance(row, Conversation) else []
-            yield from (value for value in values if isinstance(value, str) and URL.match(value))
+            rows[index] = chunk.parse(row)
+    return replace(chunk, rows=tuple(rows))
+
+
+def _urls(chunk: Chunk) -> Iterator[str]:
+    """Yield the URLs of the pictures of a chunk's parsed rows."""
+    for row in chunk.rows:
+        values = [picture.value for picture in row.pictures] if isinstance(row, Conversation) else []
+        yield from (value for value in values if isinstance(value, str) and URL.match(value))

@@ -21,6 +21,7 @@ from flatout.config.schema import DataConfig
 from flatout.data import registry
 from flatout.data.build import open_or_build
 from flatout.data.pictures import download, fetch
+from flatout.data.rows.formats.parser import RowParser
 from flatout.data.token_store import TokenStore
 from flatout.io.redact import redacted
 
@@ -144,15 +145,17 @@ def forms(url: Callable[[str], str]) -> list[dict[str, Any]]:
 
 
 def test_every_form_is_the_same_sample_and_each_url_is_asked_for_once(
-    build: Any, site: str, calls: Counter[str], tmp_path: Path
+    build: Any, site: str, calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    parsed, parse = Counter[str](), RowParser.parse
+    monkeypatch.setattr(RowParser, "parse", lambda self, raw: parsed.update([str(raw.origin)]) or parse(self, raw))
     rows = forms(lambda name: f"{site}/good/{name}.png") * 2 + [asked(f"{site}/good/a b\u00e9.png?x=1#part")]
     # what leads elsewhere and back is followed; a busy server is asked again
     rows += [asked(f"{site}/to?/good/there.png"), asked(f"{site}/busy")]
     code, said = build(rows, "--allowed-media-domain", "127.0.0.1")
     assert (code, "downloaded 15 pictures, 0." in said) == (0, True), said
     built = store(tmp_path)
-    assert built.num_samples == len(rows)
+    assert (built.num_samples, len(parsed), set(parsed.values())) == (len(rows), len(rows), {1})
     assert {content for index in range(len(rows)) for content in built.pictures(index)} == {CONTENT}
     assert calls.pop("/busy") == 3
     assert calls.pop("/good/a%20b%C3%A9.png?x=1") == 1
