@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
 from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
-from flatout.data.rows.formats.parser import make_parser
+from flatout.data.rows.formats.parser import RowParser, make_parser
+from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import RowSource, local_source, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
 from flatout.data.store_writer import StoreWriter, append_chunk, new_store
@@ -119,19 +120,21 @@ def refuse_early(config: DataConfig, tokenizer_name: str) -> None:
     It reads the first rows of local files, unless the data set exists, and looks at a tokenizer in a folder.
     """
     name = config.tokenizer or tokenizer_name
+    has_template = config.template is not None or not has_no_template(name)
     is_built = registry.built_dir(config.root, config.name).exists()
     for source in () if is_built else config.sources:
-        if (rows := local_source(source)) is None:
+        if (opened := local_source(source)) is None:
             continue
-        ((_, parser),) = _choose_parsers([rows], [source])
-        if config.template is None and has_no_template(name):
-            for row in islice(rows.rows(_quiet), _ROWS_TO_DETECT):
-                with suppress(DataError):  # a bad row is for `on_bad_row`
-                    if isinstance(parser.parse(row), Conversation):
-                        break
-            else:
-                continue
+        rows = islice(opened.rows(_quiet), _ROWS_TO_DETECT)
+        parser, first = _choose_parser(opened.name, source, rows)
+        if not has_template and any(_is_chat(parser, row) for row in chain([first], rows)):
             template_text(TokenizerFacts("", 0, None), None, name)
+
+
+def _is_chat(parser: RowParser, row: RawRow) -> bool:
+    with suppress(DataError):  # a bad row is for `on_bad_row`
+        return isinstance(parser.parse(row), Conversation)
+    return False
 
 
 def _kept_store(meta: StoreMeta, folder: Path, trained_on: Container[str], log: Log) -> tuple[TokenStore | None, str]:
@@ -356,18 +359,21 @@ class _Done:
 
 def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig]) -> Readers:
     """Pair each source with a parser of the format that its first rows show."""
-    readers = []
-    for source, config in zip(sources, configs, strict=True):
-        problem: DataError | None = None
-        for row in islice(source.rows(_quiet), _ROWS_TO_DETECT):
-            try:
-                readers.append((source, make_parser(config, row)))
-                break
-            except DataError as error:  # a null in one row does not rule out the others
-                problem = problem or error
-        else:
-            raise problem or DataError(f"{source.name}: no rows")
-    return readers
+    return [
+        (source, _choose_parser(source.name, config, islice(source.rows(_quiet), _ROWS_TO_DETECT))[0])
+        for source, config in zip(sources, configs, strict=True)
+    ]
+
+
+def _choose_parser(name: str, config: SourceConfig, rows: Iterator[RawRow]) -> tuple[RowParser, RawRow]:
+    """Return a parser, and the row that it is made by. Raises DataError if it can be made by none of the rows."""
+    problem = DataError(f"{name}: no rows")
+    for number, row in enumerate(rows):
+        try:
+            return make_parser(config, row), row
+        except DataError as error:  # a null in one row does not rule out the others
+            problem = problem if number else error
+    raise problem
 
 
 def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport, log: Log) -> Iterator[Chunk]:

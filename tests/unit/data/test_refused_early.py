@@ -6,12 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flatout.cli.main import main
+from flatout.config.schema import DataConfig
+from flatout.data.build import refuse_early
+from flatout.data.rows import read
+from flatout.errors import DataError
 
 CODE = """
 import json, sys
@@ -58,3 +63,19 @@ def test_what_files_tell_is_refused_before_torch_is_imported(folder: Path, tiny:
 @pytest.mark.parametrize("change", ["data.template=chatml", "data.sources=[{path: text.jsonl}]"])
 def test_a_template_or_rows_that_need_none_are_taken(folder: Path, change: str) -> None:
     assert main(["plan", "model=bare", "data=chats.jsonl", "device=cpu", change]) == 0
+
+
+def test_a_list_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
+    parsed, parse = list[str](), read.parse_json
+    monkeypatch.setattr(read, "parse_json", lambda text: parsed.append(text) or parse(text))
+    for row in chats[0], {"text": "One line."}:
+        Path("rows.json").write_text(json.dumps([row] * 3))
+        parsed.clear()
+        refuse_early(DataConfig(name="set", root=folder, sources=[{"path": "rows.json"}], template="chatml"), "bare")
+        assert len(parsed) == 1
+        parsed.clear()
+        without = DataConfig(name="set", root=folder, sources=[{"path": "rows.json"}])
+        with pytest.raises(DataError, match="no chat template") if "text" not in row else nullcontext():
+            refuse_early(without, "bare")
+        assert len(parsed) == 1
