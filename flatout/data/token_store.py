@@ -19,15 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, with_config
 
-from flatout.data.columns import (
-    CHECKED,
-    COLUMNS,
-    Column,
-    Layout,
-    LossMask,
-    Shard,
-    fingerprint,
-)
+from flatout.data.columns import CHECKED, COLUMNS, Column, Layout, LossMask, Shard, fingerprint
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.loss_mask.by_parts import PartRuns, require_stop, span_by_parts, without_foreign
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
-from flatout.data.loss_mask.probes import ANSWER, ASK, NEXT, TOOLS, Stops, describe, empty_reasoning, find_stops
+from flatout.data.loss_mask.probes import ANSWER, ASK, NEXT, Stops, describe, empty_reasoning, find_stops
 from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
 from flatout.data.templates.description import TemplateDescription
 from flatout.data.templates.forms import RawMessage
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
+from flatout.data.templates.template import RENDER_ERRORS, TOOLS, ChatTemplate
 from flatout.errors import DataError
 
 Span = tuple[int, int]

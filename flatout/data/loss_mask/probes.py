@@ -10,7 +10,7 @@ from typing import Any
 from flatout.data.conversation import Message, ToolCall
 from flatout.data.loss_mask.turns import PROBES, shared_length
 from flatout.data.templates.description import Mismatch, Problem, StopsFrom, TemplateDescription, Treatment
-from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, ChatTemplate
+from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
 
@@ -18,12 +18,8 @@ Span = tuple[int, int]
 Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
 """Renders messages with tools; returns the text and the ranges of its answers. Raises DataError."""
 
-# letters only, as in turns
-THOUGHT, QUESTION = "WhyprobethreeQkd", "AskprobefourMnb"
+QUESTION = "AskprobefourMnb"
 ASK, ANSWER, NEXT = Message("user", QUESTION), Message("assistant", PROBES[0]), Message("user", "b")
-TOOL_NAME = "Lookupsix"
-TOOLS = ({"type": "function", "function": {"name": TOOL_NAME, "description": "d", "parameters": {
-    "type": "object", "properties": {"x": {"type": "string", "description": "c"}}}}},)  # fmt: skip
 CALL = Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": PROBES[1]}, "call00000"),))
 CALLS = replace(CALL, tool_calls=CALL.tool_calls * 2)
 RESULT = Message("tool", PROBES[0], name=TOOL_NAME, tool_call_id="call00000")

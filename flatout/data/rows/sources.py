@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.archives import holds_rows, read_file
-from flatout.data.rows.read import (
-    ROW_TYPES,
-    BadRow,
-    RawRow,
-    most_rows,
-    raise_error,
-    row_type,
-    table_rows,
-    total_rows,
-)
+from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, most_rows, raise_error, row_type, table_rows, total_rows
 from flatout.errors import DataError
 from flatout.io.durable_io import digest
 from flatout.io.near_path import did_you_mean, expand_home

@@ -29,10 +29,12 @@ RENDER_ERRORS = (
 _USUAL = Form()
 # variables by which public templates switch reasoning
 REASONING_SWITCHES = ("enable_thinking", "thinking", "think", "reasoning", "enable_reasoning", "preserve_thinking")
-# what the spelling of a row is probed with
-_ASK, _THOUGHT = Message("user", "a"), "WhyprobethreeQkd"
-_TOOLS = ({"type": "function", "function": {"name": "Lookupsix", "description": "d", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer", "description": "b"}}}}},)  # fmt: skip
+THOUGHT, TOOL_NAME = "WhyprobethreeQkd", "Lookupsix"
+"""What templates are probed with: letters only, which none of them changes, and which occur in no real text."""
+TOOLS = ({"type": "function", "function": {"name": TOOL_NAME, "description": "d", "parameters": {
+    "type": "object", "properties": {"x": {"type": "string", "description": "c"}}}}},)  # fmt: skip
+_ASK, _CALL = Message("user", "a"), Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": 1}, "call00000"),))
+_ANSWER = Message("assistant", "b", reasoning=THOUGHT)
 
 
 @dataclass(frozen=True)
@@ -83,26 +85,24 @@ class ChatTemplate:
 
     def _find_form(self) -> Form:
         """Return the spelling of calls, tools and reasoning that this template shows; where none, the usual one."""
-        call = Message("assistant", "", tool_calls=(ToolCall("Lookupsix", {"a": 1}, "call00000"),))
         form = self.form
         for as_text in (False, True):  # some paste arguments as text
             asked = replace(form, arguments_as_text=as_text)
-            if "Lookupsix" in (self._probe(asked, [_ASK, call]) or ""):
+            if TOOL_NAME in (self._probe(asked, [_ASK, _CALL]) or ""):
                 form = asked
                 break
         for variable in dict.fromkeys(["tools", *re.findall(r"\b\w*(?:tools|functions)\b", self.source)]):
             asked = replace(form, tools_as=variable)
-            if "Lookupsix" in (self._probe(asked, [_ASK], _TOOLS) or ""):
+            if TOOL_NAME in (self._probe(asked, [_ASK], TOOLS) or ""):
                 form = asked
                 break
-        thought = Message("assistant", "b", reasoning=_THOUGHT)
-        if "think>" not in self.source or _THOUGHT in (self._probe(form, [_ASK, thought]) or ""):
+        if "think>" not in self.source or THOUGHT in (self._probe(form, [_ASK, _ANSWER]) or ""):
             return form
         prompt = self._probe(form, [_ASK], prompt=True) or ""
         kinds: tuple[Literal["inline", "last", "prefix"], ...] = ("inline", "last", "prefix")
         for kind in kinds:
             asked = replace(form, reasoning=kind)
-            if shows_reasoning(self._probe(asked, [_ASK, thought]) or "", _THOUGHT, prompt):
+            if shows_reasoning(self._probe(asked, [_ASK, _ANSWER]) or "", THOUGHT, prompt):
                 return asked
         return form
 
@@ -112,13 +112,9 @@ class ChatTemplate:
             for name in REASONING_SWITCHES:
                 if self.args.get(name) is not True and re.search(rf"\b{name}\b", self.source):
                     switched = replace(self, args={**self.args, name: True})
-                    asked = switched._find_form()
-                    if _THOUGHT in (
-                        switched._probe(asked, [_ASK, Message("assistant", "b", reasoning=_THOUGHT)]) or ""
-                    ):
+                    if THOUGHT in (switched._probe(switched._find_form(), [_ASK, _ANSWER]) or ""):
                         return f"set data.template_args: {{{name}: true}}"
-        call = Message("assistant", "", tool_calls=(ToolCall("Lookupsix", {"a": 1}, "call00000"),))
-        if part == "tools" and "Lookupsix" in (self._probe(self.form, [_ASK, call]) or ""):
+        if part == "tools" and TOOL_NAME in (self._probe(self.form, [_ASK, _CALL]) or ""):
             return (
                 "it writes calls, but no list of tools: describe them in the system message as the model's card says, "
                 "and remove the tools from the row; or choose another template (data.template)"

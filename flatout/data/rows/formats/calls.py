@@ -6,15 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flatout.data.conversation import Message, ToolCall
-from flatout.data.rows.formats.fields import (
-    FieldError,
-    Reading,
-    list_at,
-    object_at,
-    optional_text,
-    text_at,
-    unpacked,
-)
+from flatout.data.rows.formats.fields import FieldError, Reading, list_at, object_at, optional_text, text_at, unpacked
 
 
 def tools_of(row: Mapping[str, Any], reading: Reading) -> tuple[Mapping[str, Any], ...]:

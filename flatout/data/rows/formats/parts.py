@@ -90,14 +90,9 @@ def _name_of(part: object, place: str) -> str:
     if not isinstance(part, dict):
         raise FieldError(f"{place} is {kind(part)}, not an object with type and text")
     part_type = part.get("type")
-    if (
-        isinstance(part_type, str)
-        and part_type not in PICTURE_PARTS
-        and (media := media_kind(part_type.removeprefix("input_")))
-    ):
-        raise FieldError(media_error(f"{place} ({part_type})", media))
-    name = _NAMES.get(part_type) if isinstance(part_type, str) else None
-    if name is None:
+    if (name := _NAMES.get(str(part_type))) is None:
+        if media := media_kind(str(part_type).removeprefix("input_")):
+            raise FieldError(media_error(f"{place} ({part_type})", media))
         raise FieldError(
             f"{place}.type {part_type!r} cannot be trained on; only text, image, reasoning and tool_call parts can"
         )

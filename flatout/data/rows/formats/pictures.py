@@ -44,26 +44,19 @@ def picture_at(value: object, place: str) -> PictureSource:
     Raises FieldError for another value.
     """
     if isinstance(value, Mapping):
-        given = [
-            (name, content)
-            for name, content in value.items()
-            if name in PICTURE_KEYS and content not in (None, "", b"")
-        ]
+        said = ((name, content) for name, content in value.items() if content not in (None, "", b""))
+        given = [one for one in said if one[0] in PICTURE_KEYS - {"media_type"}]
         # the bytes of a file come first: the path beside them says where they once were
         order = ("bytes", "base64", "data")
         given.sort(key=lambda item: order.index(item[0]) if item[0] in order else len(order))
         for name, content in given:
-            if name == "media_type":
-                continue
             if name in ("base64", "data") and isinstance(content, str) and not content.startswith("data:"):
                 content = f"data:;base64,{content}"
             return picture_at(content, f"{place}.{name}")
         if value.get("file_id"):
             raise FieldError(f"{place}.file_id names a file at a service, which is not read; give its bytes or path")
         raise FieldError(f"{place} says not where its picture is; give one of image, path, url, base64, bytes")
-    if isinstance(value, bytes):
-        return PictureSource(value, place)
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, bytes) or (isinstance(value, str) and value.strip()):
         return PictureSource(value, place)
     raise FieldError(f"{place} is {kind(value)}, not a picture; give a path, a data URI, bytes, or an object of these")
 
@@ -77,11 +70,9 @@ def with_pictures(messages: Sequence[Message], row: Mapping[str, Any], reading: 
     column, given = pictures_of(row, reading)
     num_waiting = sum(picture is WAITING for message in messages for picture in message.pictures)
     names = {reading.name(one) for one in PICTURE_COLUMNS} - set(reading.keys)
-    if not given and not num_waiting and names.isdisjoint(row):
-        return messages  # without the column, a mark is text
     num_marks = sum(message.content.count(MARK) for message in messages) if not num_waiting else 0
-    if not given and not num_waiting and not num_marks:
-        return messages
+    if not (given or num_waiting) and (not num_marks or names.isdisjoint(row)):
+        return messages  # without the column, a mark is text
     if num_waiting and any(MARK in message.content for message in messages):
         raise FieldError(f"messages have both picture parts and {MARK} in their texts; keep one form")
     num_places = num_waiting or num_marks

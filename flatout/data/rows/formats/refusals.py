@@ -41,14 +41,8 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
         media, bad, meaning = _kind_of_mark(name)
         if _is_in(value, bad) and format_name != "tokens" and not {name} & {*reading.keys, *reading.columns.values()}:
             return _bad_example(name, value, meaning)
-        if (
-            media == "image"
-            and name in PICTURE_COLUMNS
-            and name not in reading.keys
-            and format_name in PICTURED_FORMATS
-        ):
-            continue
-        if media is not None and name not in reading.columns.values():
+        is_read = name in PICTURE_COLUMNS and format_name in PICTURED_FORMATS and name not in reading.keys
+        if media is not None and not is_read and name not in reading.columns.values():
             is_media = True
             if name not in reading.keys and holds_something(value):
                 return f"{media_error(f'{name!r}', media)}, or set keys: {{{name}: ignored}} if its text stands alone"
