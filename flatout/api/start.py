@@ -35,7 +35,7 @@ from flatout.launch.supervise import Supervisor
 from flatout.track.callback import Callback, deliver
 from flatout.track.console import RankOutput
 from flatout.track.notebook import open_console
-from flatout.track.run_log import LineFollower, read_side_files, record_of
+from flatout.track.run_log import LineFollower, RecordedPictures, read_side_files, record_of
 from flatout.track.trackers import require_installed
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
@@ -218,6 +218,7 @@ class _Following(Thread):
         self._started_at = time.time()
         paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
         self._files = [LineFollower(path, path.stat().st_size if path.exists() else 0) for path in paths]
+        self._pictures = RecordedPictures(folder)
 
     def __enter__(self) -> Self:
         if self._callbacks:
@@ -250,7 +251,7 @@ class _Following(Thread):
             self._call(lambda callback: callback.on_start(start))
         for line in (line for file in self._files for line in file.new_lines()):
             if (record := record_of(line)) is not None:
-                self._call(partial(deliver, record=record))
+                self._call(partial(deliver, record=self._pictures.put_into(record)))
             elif "time" in line:
                 self._deliver_event(str(line["kind"]), {key: line[key] for key in line.keys() - {"time", "kind"}})
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from flatout.errors import DataError, FlatoutError, ResourceError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO, remove_unfinished
@@ -24,7 +26,7 @@ from flatout.track.record import (
     describe_event,
     describe_record,
 )
-from flatout.track.run_log import read_end
+from flatout.track.run_log import PICTURES_FILE, RecordedPictures, read_end
 
 
 class RunFolderWriter(Callback):
@@ -43,9 +45,10 @@ class RunFolderWriter(Callback):
         self._folder, self._log, self._keep_folder = folder, log, keep_folder
         DurableIO().make_dir(folder)
         remove_unfinished(folder)
-        names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log")
+        names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log", PICTURES_FILE)
         self._files = [AppendFile(folder / name) for name in names]
-        self._metrics, self._answers, self._events, self._train_log = self._files
+        self._metrics, self._answers, self._events, self._train_log, self._pictures = self._files
+        self._written = RecordedPictures(folder).ids()
         self._num_lost, self._is_ours = 0, True
         self._has_started, self._has_ended, self._end_lock = False, False, Lock()
 
@@ -101,9 +104,20 @@ class RunFolderWriter(Callback):
         except FlatoutError:
             self._is_ours = False  # stops all further writes
             raise
-        kind, text = describe_record(record)
-        self._write(file, json.dumps({"kind": kind, **asdict(record)}, allow_nan=False))
+        (kind, text), content = describe_record(record), asdict(record)
+        for one in (*content.get("worst", ()), *content.get("answers", ())):
+            one["pictures"] = [self._named(copy) for copy in one["pictures"]]
+        self._write(file, json.dumps({"kind": kind, **content}, allow_nan=False))
         self.on_stage(kind, text)
+
+    def _named(self, copy: str) -> str:
+        """Return what records name a small copy by, which is written if the run has not recorded it yet."""
+        name = xxh3_128_hexdigest(copy.encode())
+        if name not in self._written:
+            self._write(self._pictures, json.dumps({"id": name, "copy": copy}))
+            if self._pictures.trouble is None:
+                self._written.add(name)
+        return name
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         try:

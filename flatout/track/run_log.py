@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -16,7 +17,7 @@ from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.io.redact import cleaned
 from flatout.track.notes import NOTES_FILE, RunNotes
-from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
+from flatout.track.record import Answer, AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord, WorstSample
 
 _RECORDS: Mapping[str, TypeAdapter[Any]] = {
     "step": TypeAdapter(StepRecord),
@@ -27,6 +28,8 @@ _START, _END, _NOTES = TypeAdapter(RunStart), TypeAdapter(RunEnd), TypeAdapter(R
 
 RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
 """Any of them makes a folder a run's."""
+PICTURES_FILE = "pictures.jsonl"
+Shown = TypeVar("Shown", Answer, WorstSample)
 _REPAIR = "repair the file, or move it away"
 # no figure of a run is so great: a line with a greater one is damaged
 MAX_NUMBER = 1e24
@@ -67,6 +70,35 @@ class LineFollower:
                         yield content
                     else:
                         self.num_bad += 1
+
+
+class RecordedPictures:
+    """The small copies of pictures in a run folder: PICTURES_FILE has each once, and records there name it by `id`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines, self._copies = LineFollower(folder / PICTURES_FILE), dict[str, str]()
+
+    def ids(self) -> set[str]:
+        """Return the names of all copies that are there by now."""
+        self._copies |= {str(line.get("id")): str(line.get("copy")) for line in self._lines.new_lines()}
+        return set(self._copies)
+
+    def put_into(self, record: Record) -> Record:
+        """Return a record with the copies that it names; one that is lost is left out.
+
+        A record of an earlier version holds its copies itself, as data URIs, and stays as it is.
+        """
+        if isinstance(record, EvalRecord):
+            return replace(record, worst=tuple(map(self._filled, record.worst)))
+        if isinstance(record, AnswersRecord):
+            return replace(record, answers=tuple(map(self._filled, record.answers)))
+        return record
+
+    def _filled(self, one: Shown) -> Shown:
+        if not self._copies.keys() >= set(one.pictures):
+            self.ids()
+        copies = (self._copies.get(name, name) for name in one.pictures)
+        return replace(one, pictures=tuple(copy for copy in copies if copy.startswith("data:")))
 
 
 @dataclass
@@ -114,7 +146,7 @@ class RunFollower:
             raise DataError(f"{folder} is not a run folder: it has no metrics.jsonl; name the folder of a run")
         self.log = RunLog(folder)
         self._files = {name: LineFollower(folder / f"{name}.jsonl") for name in ("metrics", "answers", "events")}
-        self._num_unknown = 0
+        self._pictures, self._num_unknown = RecordedPictures(folder), 0
 
     def poll(self) -> bool:
         """Read what is new."""
@@ -122,9 +154,7 @@ class RunFollower:
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         side = read_side_files(log.folder)
-        for line in self._files["metrics"].new_lines():
-            has_news = self._add(line) or has_news
-        for line in self._files["answers"].new_lines():
+        for line in chain(self._files["metrics"].new_lines(), self._files["answers"].new_lines()):
             has_news = self._add(line) or has_news
         for line in self._files["events"].new_lines():
             log.events.append(line)
@@ -139,7 +169,7 @@ class RunFollower:
         if record is None:
             self._num_unknown += 1
             return False
-        log = self.log
+        record, log = self._pictures.put_into(record), self.log
         records: list[Any] = log.answers
         if isinstance(record, StepRecord):
             records = log.steps

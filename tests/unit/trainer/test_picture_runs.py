@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from flatout.cli.main import main
 from flatout.errors import PackingError, UsageError
+from flatout.track.run_log import read_run
 from flatout.trainer.pictures import PictureMaker
 
 
@@ -68,17 +70,43 @@ def test_the_report_shows_pictures(world: Path, tmp_path: Path, metrics_of: Any)
         image = [] if number is None else [{"type": "image", "path": str(world / "pictures" / f"{number}.png")}]
         asked.append({"messages": [{"role": "user", "content": [*image, part]}]})
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    assert main(["train", str(config), f"eval.prompts={tmp_path / 'questions.jsonl'}", "batch.max_steps=1"]) == 0
-    worst = metrics_of(tmp_path / "one", "eval")[-1]["worst"]
-    assert {len(one["pictures"]) for one in worst} > {0}
-    answers = json.loads((tmp_path / "one" / "answers.jsonl").read_text().splitlines()[-1])["answers"]
-    assert [len(one["pictures"]) for one in answers] == [1, 1, 0]
-    page = tmp_path / "report.html"
-    assert main(["report", str(tmp_path / "one"), "--out", str(page)]) == 0
-    written = page.read_text()
-    for one in (*worst, *answers):
-        assert all(uri.startswith("data:image/jpeg;base64,") and uri in written for uri in one["pictures"])
-    assert written.count('<div class="answer">') == 3
+    words = [str(config), f"eval.prompts={tmp_path / 'questions.jsonl'}", "eval.every_steps=1"]
+    assert main(["train", *words, "batch.max_steps=2", "checkpoint.every_steps=1"]) == 0
+    run, old = tmp_path / "one", tmp_path / "old"
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "step-2")
+    assert main(["train", *words, "batch.max_steps=2", "checkpoint.every_steps=1"]) == 0
+    copies = {line["id"]: line["copy"] for line in lines_of(run / "pictures.jsonl")}
+    assert len(copies) == len(lines_of(run / "pictures.jsonl"))  # each once, over four evaluations of two starts
+    assert all(copy.startswith("data:image/jpeg;base64,") for copy in copies.values())
+    worst, answers = metrics_of(run, "eval"), lines_of(run / "answers.jsonl")
+    assert [[len(one["pictures"]) for one in line["answers"]] for line in answers] == [[1, 1, 0]] * 4
+    recorded = [one for line in worst for one in line["worst"]] + [one for line in answers for one in line["answers"]]
+    assert {name for one in recorded for name in one["pictures"]} == copies.keys()
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(
+        copy in page
+        for one in (*worst[-1]["worst"], *answers[-1]["answers"])
+        for copy in map(copies.get, one["pictures"])
+    )
+    assert page.count('<div class="answer">') == 3
+    # records of earlier versions hold the copies themselves
+    shutil.copytree(run, old)
+    (old / "pictures.jsonl").unlink()
+    for name in ("metrics.jsonl", "answers.jsonl"):
+        text = (run / name).read_text()
+        (old / name).write_text(re.sub("|".join(copies), lambda name: copies[name[0]], text))
+    ours, theirs = read_run(run), read_run(old)
+    assert (ours.evals, ours.answers, ours.num_bad_lines) == (theirs.evals, theirs.answers, 0)
+    assert ours.answers[-1].answers[0].pictures[0] == copies[answers[-1]["answers"][0]["pictures"][0]]
+    # one that is lost is left out
+    (run / "pictures.jsonl").write_text("")
+    assert [one.pictures for one in read_run(run).answers[-1].answers] == [(), (), ()]
+
+
+def lines_of(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_full_fine_tuning_trains_the_decoder_of_texts_alone(world: Path, tmp_path: Path) -> None:
