@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.data.build_report import BuildReport, timed
+from flatout.data.build_report import BuildReport, Done, timed
 from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
@@ -43,10 +43,13 @@ Progress = Callable[[int, int | None], None]
 """Called with the number of rows done and of all rows (None if not known)."""
 Log = Callable[[str], None]
 """Called with one sentence for the console."""
+Content = dict[str, Any]
+"""What a store is made of, as JSON."""
 
 _NOT_OF_TOKENS = {"name", "root", "sources", "tokenizer", "template", "num_procs"}
 """Settings of `data` that do not decide which tokens are stored; those of rows, tokenizer and template count by their
 content."""
+_DEFAULTS = DataConfig().model_dump(mode="json")
 _ONLY_REFUSING = ("on_bad_row",)
 """Those that decide only whether a set is built, so that a build which they stopped goes on with another value."""
 _FINGERPRINT_VERSION = 2
@@ -92,12 +95,12 @@ def open_or_build(
         line = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(line + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     sources = [open_source(source, log) for source in config.sources]
-    meta, identity = _describe(config, name, facts, sources)
+    meta, content = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
         if folder.exists():
-            store, change = _kept_store(meta, folder, trained_on, log)
+            store, change = _kept_store(meta, content, folder, trained_on, log)
             if store and reads_again and store.num_pictures:
                 store, change = None, "its pictures are read again"
             if store is None and not replaces:
@@ -108,7 +111,7 @@ def open_or_build(
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
             log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
-            _build(config, sources, tokenizer_name, (meta, identity), folder, progress, log)
+            _build(config, sources, tokenizer_name, (meta, content), folder, progress, log)
             store = TokenStore.open(folder, verify=False)
         registry.upsert(config.root, registry.entry_of(config, store))
         return store
@@ -137,13 +140,20 @@ def _is_chat(parser: RowParser, row: RawRow) -> bool:
     return False
 
 
-def _kept_store(meta: StoreMeta, folder: Path, trained_on: Container[str], log: Log) -> tuple[TokenStore | None, str]:
-    """Return the store in `folder` if it is as `meta` says; else None, and how it differs."""
+def _kept_store(
+    meta: StoreMeta, content: Content, folder: Path, trained_on: Container[str], log: Log
+) -> tuple[TokenStore | None, str]:
+    """Return the store in `folder` if it is as `meta` says; else None, and how it differs.
+
+    A setting that it does not record is younger than the store, which has what the setting's default gives.
+    """
     try:
         store = TokenStore.open(folder)
     except DataError as error:
         return None, str(error)
-    if not store.meta.has_content(meta.fingerprint):
+    asked = meta.settings.items()
+    known = {name: value for name, value in asked if name in store.meta.settings or value != _DEFAULTS[name]}
+    if not store.meta.has_content(_fingerprint(content | {"settings": known})):
         return None, _change(store.meta, meta) or "its rows or the way they are read changed"
     if store.meta.processor not in ("", meta.processor):
         return None, f"{meta.tokenizer!r} has another image processor now"
@@ -157,11 +167,8 @@ def _kept_store(meta: StoreMeta, folder: Path, trained_on: Container[str], log: 
 
 def _describe(
     config: DataConfig, name: str, tokenizer: TokenizerFacts, sources: Sequence[RowSource]
-) -> tuple[StoreMeta, dict[str, Any]]:
-    """Return what the store will be made from, and what a begun build must have been made from to go on with it.
-
-    The fingerprint is xxh3 over what decides the store's content, without names and the rules of the loss mask.
-    """
+) -> tuple[StoreMeta, Content]:
+    """Return what the store will be made from, and what decides its content, without the rules of the loss mask."""
     template = text = ""
     if config.template is not None or tokenizer.chat_template is not None:
         template, text = template_text(tokenizer, config.template, name)
@@ -175,25 +182,31 @@ def _describe(
         "template": text,
         "settings": settings,
     }
-    # rows that are too long are left out by error as by drop, until the first of them ends the build
-    too_long = "drop" if config.too_long == "error" else config.too_long
-    tokens = {name: value for name, value in settings.items() if name not in _ONLY_REFUSING}
-    processor = processor_digest(name)
-    made_by = {"processor": processor, "code": code_identity()["flatout"]}
-    identity = content | {"settings": tokens | {"too_long": too_long}, **made_by}
     meta = StoreMeta(
         name=config.name,
-        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode()),
+        fingerprint=_fingerprint(content),
         tokenizer=name,
         tokenizer_digest=tokenizer.digest,
         template=template,
         template_text=text,
         settings=settings,
         vocabulary_size=tokenizer.num_tokens,
-        processor=processor,
+        processor=processor_digest(name),
         sources=tuple(one.address or redacted(each.path) for one, each in zip(sources, config.sources, strict=True)),
     )
-    return meta, identity
+    return meta, content
+
+
+def _fingerprint(content: Content) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _identity(meta: StoreMeta, content: Content) -> Content:
+    """Return what a begun build must have been made from to go on with it."""
+    tokens = {name: value for name, value in meta.settings.items() if name not in _ONLY_REFUSING}
+    # rows that are too long are left out by error as by drop, until the first of them ends the build
+    tokens["too_long"] = "drop" if tokens["too_long"] == "error" else tokens["too_long"]
+    return content | {"settings": tokens, "processor": meta.processor, "code": code_identity()["flatout"]}
 
 
 def _open_built(config: DataConfig, name: str, log: Log) -> TokenStore:
@@ -230,7 +243,7 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
     if built.sources != wanted.sources:
         changes.append(f"rows of {', '.join(built.sources)}, but {', '.join(wanted.sources)} is configured")
     for name, asked in wanted.settings.items():
-        if (had := built.settings.get(name, "not recorded")) != asked:
+        if (had := built.settings.get(name, _DEFAULTS[name])) != asked:
             changes.append(f"{name}={had}, but {asked} is configured")
     return "; ".join(changes)
 
@@ -239,12 +252,12 @@ def _build(
     config: DataConfig,
     sources: Sequence[RowSource],
     tokenizer_name: str,
-    described: tuple[StoreMeta, dict[str, Any]],
+    described: tuple[StoreMeta, Content],
     folder: Path,
     progress: Progress,
     log: Log,
 ) -> None:
-    meta, identity = described
+    meta, content = described
     downloads = Downloads(folder.with_name(f".{folder.name}.pictures"), config.allowed_media_domains, log)
     to_tokens = _sample_tokenizer(config, meta, tokenizer_name, downloads.folder)
     notes: list[str] = []
@@ -262,9 +275,9 @@ def _build(
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
-    done = _Done(report, SeenRows(config.dedupe))
+    done = Done(report, SeenRows(config.dedupe))
     with (
-        new_store(folder, to_tokens.num_ids, identity, done.restore, columns) as writer,
+        new_store(folder, to_tokens.num_ids, _identity(meta, content), done.restore, columns) as writer,
         _kept(writer, done, log),
     ):
         if done.num_chunks:
@@ -319,7 +332,7 @@ def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, 
 
 
 @contextmanager
-def _kept(writer: StoreWriter, done: _Done, log: Log) -> Iterator[None]:
+def _kept(writer: StoreWriter, done: Done, log: Log) -> Iterator[None]:
     """Keep what is tokenized when the set is refused, for a build that differs only in what refused it."""
     try:
         yield
@@ -329,32 +342,6 @@ def _kept(writer: StoreWriter, done: _Done, log: Log) -> Iterator[None]:
         if writer.shards:
             log(f"{done.report.counts['rows']:,} rows are tokenized; a build that allows it continues from there")
         raise
-
-
-@dataclass
-class _Done:
-    """What a build has done: its report, rows to compare with, the chunks it has read, and each file's number."""
-
-    report: BuildReport
-    seen: SeenRows
-    num_chunks: int = 0
-    files: dict[str, int] = field(default_factory=dict)
-    _num_reported: int = 0
-
-    def state(self) -> dict[str, Any]:
-        """Return what is new since the last call, for `restore`."""
-        new = list(islice(self.files, self._num_reported, None))
-        self._num_reported = len(self.files)
-        return {"chunks": self.num_chunks, "files": new, "report": self.report.state(), "seen": self.seen.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier build did; call it for each of its states, in order."""
-        self.seen.restore(state["seen"])
-        self.report.restore(state["report"])
-        self.num_chunks = state["chunks"]
-        for name in state["files"]:
-            self.files.setdefault(name, len(self.files))
-        self._num_reported = len(self.files)
 
 
 def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig]) -> Readers:

@@ -6,13 +6,14 @@ import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from flatout.config.schema import DataConfig
+from flatout.data.dedupe import SeenRows
 from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
 from flatout.data.tokenize import LOSING
@@ -288,6 +289,32 @@ class BuildReport:
             f"data set {self._config.name!r}: bad rows, so nothing was built (set data.on_bad_row: skip to drop them)"
             f"{lines}"
         )
+
+
+@dataclass
+class Done:
+    """What a build has done: its report, rows to compare with, the chunks it has read, and each file's number."""
+
+    report: BuildReport
+    seen: SeenRows
+    num_chunks: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+    _num_reported: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return what is new since the last call, for `restore`."""
+        new = list(islice(self.files, self._num_reported, None))
+        self._num_reported = len(self.files)
+        return {"chunks": self.num_chunks, "files": new, "report": self.report.state(), "seen": self.seen.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what an earlier build did; call it for each of its states, in order."""
+        self.seen.restore(state["seen"])
+        self.report.restore(state["report"])
+        self.num_chunks = state["chunks"]
+        for name in state["files"]:
+            self.files.setdefault(name, len(self.files))
+        self._num_reported = len(self.files)
 
 
 def timed(

@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from flatout.config.schema import DataConfig, SourceConfig
-from flatout.data import registry
+from flatout.data import build, registry
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
 from flatout.data.rows.formats.parser import make_parser
@@ -298,6 +298,28 @@ def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(
     open_or_build(by_name, maker.tokenizer, log=said.append)
     assert len([text for text in said if text.startswith("Reusing")]) == 2
     assert not any("rules" in text for text in said)
+
+
+def test_a_setting_that_is_younger_than_a_set_has_its_default_there(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = maker.config(maker.write([chat("q", "a")]))
+    with monkeypatch.context() as earlier:
+        earlier.setattr("flatout.data.build._NOT_OF_TOKENS", {*build._NOT_OF_TOKENS, "media_root", "dedupe"})
+        old = open_or_build(config, maker.tokenizer).meta
+    assert not {"media_root", "dedupe"} & old.settings.keys()
+    assert open_or_build(config, maker.tokenizer, replaces=False).meta == old
+    by_name = DataConfig(name="d", root=config.root, dedupe="off", media_root=None)
+    assert open_or_build(by_name, maker.tokenizer).meta == old
+    for setting, value, had in (("media_root", Path("/pictures"), None), ("dedupe", "exact", "off")):
+        said = f"{setting}={had}, but {value} is configured"
+        with pytest.raises(UsageError, match=said):
+            open_or_build(config.model_copy(update={setting: value}), maker.tokenizer, replaces=False)
+        with pytest.raises(DataError, match=said):
+            open_or_build(by_name.model_copy(update={setting: value}), maker.tokenizer)
+    assert (
+        open_or_build(config.model_copy(update={"dedupe": "exact"}), maker.tokenizer).meta.settings["dedupe"] == "exact"
+    )
 
 
 @pytest.mark.parametrize(
