@@ -62,8 +62,8 @@ def export(
     quantizer = None if kind is None or kind in FILE_TYPES else _find_tool("llama-quantize", llama_cpp)
     if quantizer is None and kind is not None and kind not in FILE_TYPES:
         raise UsageError(
-            f"{kind} needs llama.cpp's llama-quantize, which is neither in PATH nor in a given folder of llama.cpp; "
-            f"install llama.cpp, or write one of {', '.join(FILE_TYPES)}, which need no other program"
+            f"--quantize {kind}: needs llama.cpp's llama-quantize, which is neither in PATH nor in the folder of "
+            f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need no other program"
         )
     require_empty(out)
     trained, name = resolve_model_paths(target, base=base, results=results), Path(target).resolve().name

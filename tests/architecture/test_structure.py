@@ -55,11 +55,11 @@ MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 MAX_PACKAGE_LINES = {
     "__init__": 60,
     "__main__": 10,
-    "api": 906,
+    "api": 935,
     "bench": 105,
     "checkpoint": 1472,
     "cli": 2837,
-    "compat": 3075,
+    "compat": 3076,
     "config": 2633,
     "data": 10815,
     "demo": 594,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from flatout.api.run import Run
+from flatout.api.run import Run, options_as_keywords
 from flatout.compat.unsloth.distributed_utils import this_rank
 from flatout.compat.unsloth.settings import ARGUMENTS, settings_of
 from flatout.data.pictures.processor import PictureProcessor
@@ -119,7 +119,8 @@ class Model:
         """Write the merged model as GGUF, for each method into a folder of its name in `save_directory`; on rank 0."""
         methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
         for name in methods if this_rank().is_first else ():
-            export(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
+            with options_as_keywords(quantize="quantization_method"):
+                export(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
         """Push the trained adapter or model with its tokenizer and a card to a new repository, on rank 0."""

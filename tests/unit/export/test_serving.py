@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flatout.api.run import Run
 from flatout.cli.main import main
 from flatout.data.templates.template import OURS
+from flatout.errors import UsageError
 
 TEMPLATES = Path(__file__).parents[3] / "flatout" / "data" / "templates"
 # a turn of neither has a place for a system prompt of its own
@@ -185,6 +187,24 @@ def test_what_cannot_be_written_is_said(
     assert export(run, tmp_path / "out", *options) == code
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "said"),
+    [
+        ("tensorrt", {}, "to is 'tensorrt'; expected one of gguf"),
+        ("gguf", {"adapter": True}, 'adapter=True: gguf takes merged weights; leave it out, or use to="vllm"'),
+        ("vllm", {"kind": "q8_0"}, 'kind and llama_cpp have no effect on to="vllm"; leave them out'),
+        ("gguf", {"kind": "../q8"}, "kind is '../q8'"),
+        ("gguf", {"llama_cpp": Path("nowhere")}, "llama_cpp: there is no folder nowhere"),
+    ],
+)
+def test_python_is_told_its_own_keywords(
+    run_dir: Path, tmp_path: Path, to: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        Run(run_dir).export(to, tmp_path / "out", **options)
+    assert str(refused.value).startswith(said)
 
 
 def test_a_folder_with_content_is_left_alone(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
