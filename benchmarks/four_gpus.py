@@ -183,10 +183,9 @@ def figures(job: Job) -> dict[str, Any]:
         found["error"] = f"exit code {job.process.returncode}: " + " / ".join(text.strip().splitlines()[-6:])[-1500:]
     if job.row.script == "throughput.py" and (path := job.out / "figures.json").exists():
         found |= json.loads(path.read_text())
-    elif job.row.script == "preference.py" and (path := job.out / "preference.json").exists():
-        found |= json.loads(path.read_text())
-        found["told"] = [line for line in text.splitlines() if line.startswith("| flatout")]
-    elif job.row.script == "pictures.py" and (path := job.out / "pictures.json").exists():
+    elif (script := job.row.script) in ("preference.py", "pictures.py") and (
+        path := (job.out / script).with_suffix(".json")
+    ).exists():
         found |= json.loads(path.read_text())
         found["told"] = [line for line in text.splitlines() if line.startswith("| flatout")]
     elif job.row.script == "kills.py":
