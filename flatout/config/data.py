@@ -75,8 +75,8 @@ class SourceConfig(Section):
     system: Text | None = None
     """System prompt for conversations that have none."""
     pairs: Literal["best_worst", "adjacent", "all"] = "best_worst"
-    """Pairs made of several answers with scores or ranks: of the best and the worst, of neighbours, or of all. Equal
-    ones make none."""
+    """How several answers with scores or ranks become pairs: best and worst, neighbors in rank, or every combination.
+    Answers with equal values form no pair."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Weight in the mix: 2.0 uses every row twice, 0.5 uses half of them (drawn with `data.seed`)."""
 

@@ -88,13 +88,13 @@ class EvalConfig(Section):
     """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]. Metrics
     are recorded for each; the mean over all label tokens determines the best state."""
     every_steps: Every | None = None
-    """Steps between evaluations, or a share of the run below 1; null: only at the end."""
+    """Steps between evaluations, or a share of the run below 1; null: only before the first step and at the end."""
     patience: int | None = Field(default=None, ge=1)
     """Stop early after this many evaluations without a new best."""
     best: str = "loss"
     """The metric that determines the best state: loss, or another metric of the objective, such as token_accuracy."""
     min_delta: float = Field(default=0.0, ge=0)
-    """Minimum improvement of it that counts as a new best."""
+    """Smallest improvement of the metric `best` that counts as a new best."""
     prompts: list[str] | PathText | None = None
     """Prompts that the model answers at each evaluation: a list, or a file (.txt with one prompt per line, or JSON or
     JSONL rows with `prompt` or `messages`); null: three rows of the evaluation set; []: none. All prompts are answered
