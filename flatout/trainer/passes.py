@@ -66,11 +66,22 @@ def autocast(run: TrainingRun) -> AbstractContextManager[object]:
     return torch.autocast(run.device.type, dtype=run.dtype) if run.autocast else nullcontext()
 
 
-def micro_batches_of(run: TrainingRun, plan: PlannedSamples, step: StepPlan) -> Sequence[MicroBatch]:
+During = Literal["training", "estimates", "reference", "evaluation"]
+T = TypeVar("T")
+
+
+def updates_in_pass(run: TrainingRun, during: During) -> bool:
+    """Whether a step is one pass that updates weights (`full.update: backward`), so that no part of it is repeated."""
+    return during == "training" and run.config.full.update == "backward"
+
+
+def micro_batches_of(
+    run: TrainingRun, plan: PlannedSamples, step: StepPlan, during: During = "training"
+) -> Sequence[MicroBatch]:
     """Return this rank's passes of a plan's step: those planned, or smaller ones after an out-of-memory error."""
     planned = step.ranks[run.data_rank]
     # in lockstep, all ranks take the planned passes together
-    cap_tokens = None if run.shares_passes else run.state.micro_batch_cap
+    cap_tokens = None if run.shares_passes or updates_in_pass(run, during) else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
     return plan.resplit(step, run.data_rank, max(cap_tokens, plan.largest_unit(planned)))
@@ -103,10 +114,6 @@ def sum_unless_stopped(run: TrainingRun, values: Tensor) -> Tensor:
     return sums[:-1].reshape(values.shape)
 
 
-During = Literal["training", "estimates", "reference", "evaluation"]
-T = TypeVar("T")
-
-
 def take_passes(
     run: TrainingRun,
     plan: PlannedSamples,
@@ -119,14 +126,14 @@ def take_passes(
 
     Out of memory, what it computed is dropped, and it is called again with the same samples: first without recorded
     graphs, if there are any, then in smaller micro-batches. So a normalizer of the whole step stays what it was. Raises
-    ResourceError if they cannot get smaller, and where other ranks take part in each pass, as they could not take this
-    one's extra passes.
+    ResourceError if they cannot get smaller, if a pass updates weights, and where other ranks take part in each pass,
+    as they could not take this one's extra passes.
     """
     while True:
-        passes = micro_batches_of(run, plan, step)
+        passes = micro_batches_of(run, plan, step, during)
         left = iter(passes)
         try:
-            with oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
+            with run.rank_meter.attempt(), oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
                 return take(passes, (batch for _, batch in zip(left, loader.batches(passes), strict=True)))
         except torch.OutOfMemoryError:
             failed = passes[max(0, len(passes) - length_hint(left) - 1)]
@@ -164,14 +171,18 @@ def lower_cap(
     """
     run.optimizer.zero_grad(set_to_none=True)
     release_memory(run)
-    cap_tokens = max(failed.num_padded_tokens * 2 // 3, plan.largest_unit(taken))
+    updates = updates_in_pass(run, during)
+    smallest = failed.num_padded_tokens if updates else plan.largest_unit(taken)
+    cap_tokens = max(failed.num_padded_tokens * 2 // 3, smallest)
     in_step = during in ("training", "estimates")
     number = step.index + 1 if in_step else run.progress.step
     if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
+        why = "full.update: backward takes each step in one pass" if updates else "samples stay whole"
         less = "set recompute: offload, lower" if in_step else "lower"
+        less += " batch.samples_per_step or" if updates else ""
         raise ResourceError(
             f"step {number}{'' if during == 'training' else f', {during}'}: out of GPU memory with a micro-batch of "
-            f"{failed.num_padded_tokens:,} tokens, which cannot be split further because samples stay whole; {less} "
+            f"{failed.num_padded_tokens:,} tokens, which cannot be split further because {why}; {less} "
             "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
         )
     run.state.micro_batch_cap = cap_tokens

@@ -105,6 +105,17 @@ class RankMeter:
         self._spans.append((name, started, now(self._device)))
         self._num_tokens += num_tokens
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Count the passes within only if none fails: those that run out of memory are taken again."""
+        num_spans, num_tokens = len(self._spans), self._num_tokens
+        try:
+            yield
+        except BaseException:
+            del self._spans[num_spans:]
+            self._num_tokens = num_tokens
+            raise
+
     def figures(self, wait_s: float) -> RankFigures:
         """Return this step's tokens, memory and wait for data, and the phases of the latest step that has ended.
 

@@ -83,10 +83,7 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
         run.strategy.sum_gradients(run.parameters)
-    # filled on the device, so that the host does not wait
-    stop = torch.full_like(sums[:1], float(run.stop.requested))
-    own = scatter_figures(figures, run.rank, sums.device)
-    totals = run.strategy.sum_values(torch.cat([sums, stop, own, run.term.sums]))
+    totals = run.strategy.sum_values(torch.cat([sums, stop_and_figures(run, figures), run.term.sums]))
     return apply_update(run, step, totals, figures)
 
 
@@ -94,9 +91,30 @@ def skip_step(run: TrainingRun) -> Pending:
     """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
     run.rank_meter.start_step(run.loader.wait_s)
     figures = run.rank_meter.figures(run.loader.wait_s)
-    gathered = run.strategy.sum_values(scatter_figures(figures, run.rank, run.device))
-    nothing, why = dict.fromkeys(run.planned.objective.metrics, 0.0), "no label tokens"
-    return lambda: StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered.tolist()) or (figures,))
+    totals = run.strategy.sum_values(stop_and_figures(run, figures))
+
+    def wait() -> StepOutcome | None:
+        num_stopping, *gathered = totals.tolist()
+        if num_stopping:
+            leave_to_repeat(run)
+            return None
+        nothing, why = dict.fromkeys(run.planned.objective.metrics, 0.0), "no label tokens"
+        return StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered) or (figures,))
+
+    return wait
+
+
+def stop_and_figures(run: TrainingRun, figures: RankFigures) -> Tensor:
+    """Return what the ranks sum in every step, fp64: whether this one was asked to stop, then `scatter_figures`."""
+    # filled on the device, so that the host does not wait
+    stop = torch.full((1,), float(run.stop.requested), dtype=torch.float64, device=run.device)
+    return torch.cat([stop, scatter_figures(figures, run.rank, run.device)])
+
+
+def leave_to_repeat(run: TrainingRun) -> None:
+    """Drop what a step of which some rank left out passes has computed: it is repeated after resuming."""
+    run.optimizer.zero_grad(set_to_none=True)
+    clear_found_inf(run.optimizer)
 
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
@@ -117,16 +135,23 @@ def _backward_each(
         # in lockstep every rank must run every pass, or the others would hang
         if run.stop.requested and not run.shares_passes:
             break
-        seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
-            with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-                pass_sums = run.loss(batch)
+            with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
+                pass_sums = forward_pass(run, step, index, batch)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_sums[0] / normalizer)
                 loss.backward()
         for total, value in zip(each, pass_sums, strict=True):
             total += value.detach()
+    return sums
+
+
+def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch) -> tuple[Tensor, ...]:
+    """Return the objective's sums of a step's micro-batch `index`, with the dropout that belongs to it."""
+    seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
+    with autocast(run):
+        sums: tuple[Tensor, ...] = run.loss(batch)
     return sums
 
 
@@ -138,9 +163,8 @@ def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBa
         for index, batch in enumerate(run.loader.batches(micro_batches) if needed else ()):
             if run.stop.requested and not run.shares_passes:
                 break
-            seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
-            with torch.no_grad(), autocast(run):
-                run.loss(batch)
+            with torch.no_grad():
+                forward_pass(run, step, index, batch)
 
 
 def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
@@ -221,9 +245,7 @@ def _read_totals(
     num_figures = len(gathered) - run.term.num_sums
     gathered, term_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:
-        # some ranks left out micro-batches: the whole step is repeated after resuming
-        run.optimizer.zero_grad(set_to_none=True)
-        clear_found_inf(run.optimizer)
+        leave_to_repeat(run)
         return None
     loss = sums[0] / run.planned.normalizers.of_loss(step)
     skipped = None
@@ -257,32 +279,41 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
     backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
     found after the updates: NumericError then says to resume from the newest checkpoint.
     """
-    normalizer = run.planned.normalizers.of_loss(step)
-    if normalizer == 0:
+    if run.planned.normalizers.of_loss(step) == 0:
         return skip_step(run)
-    if run.stop.requested:
-        return lambda: None
     run.rank_meter.start_step(run.loader.wait_s)
-    (batch,) = run.loader.batches(step.ranks[run.data_rank])
     start_estimates(run, step)
-    start_term(run, step, step.ranks[run.data_rank])
-    seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=0)
-    with run.rank_meter.phase("forward", num_tokens=batch.num_tokens), autocast(run):
-        sums = run.loss(batch)
-    loss_sum, *others = torch.stack([value.detach().double() for value in sums]).tolist()
-    require_finite(run, step, loss_sum, 0.0)
-    lr, named = next_lr(run), run.planned.normalizers.metrics([loss_sum, *others], step)
-    if skipped := guard_spike(run, step, loss_sum / normalizer):
-        figures = (run.rank_meter.figures(run.loader.wait_s),)
-        left_out = StepOutcome(loss_sum / normalizer, named, 0.0, lr, skipped, figures)
-        return lambda: left_out
+    take = partial(_update_in_backward, update, run, step)
+    outcome = take_passes(run, run.plan, step, run.loader, "training", take)
+    return lambda: outcome
+
+
+def _update_in_backward(
+    update: BackwardUpdate,
+    run: TrainingRun,
+    step: StepPlan,
+    micro_batches: Sequence[MicroBatch],
+    batches: Iterator[PackedBatch],
+) -> StepOutcome | None:
+    (batch,) = batches
+    start_term(run, step, micro_batches)
+    with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
+        pass_sums = forward_pass(run, step, 0, batch)
+    sums = torch.stack([value.detach().double() for value in pass_sums]).tolist()
+    if run.stop.requested:
+        # passes of the estimates or the term may have been left out
+        return None
+    normalizer = run.planned.normalizers.of_loss(step)
+    loss, named, lr = sums[0] / normalizer, run.planned.normalizers.metrics(sums, step), next_lr(run)
+    require_finite(run, step, loss, None)
+    if skipped := guard_spike(run, step, loss):
+        return StepOutcome(loss, named, 0.0, lr, skipped, (run.rank_meter.figures(run.loader.wait_s),))
     update.start(lr)
     # weights change inside the backward pass
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        loss = sums[0] / normalizer
-        loss.backward()
+        (pass_sums[0] / normalizer).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
@@ -291,6 +322,5 @@ def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepP
         )
     term_sums = run.term.sums
     run.term.after_update(term_sums)
-    loss, figures = loss_sum / normalizer, (run.rank_meter.figures(run.loader.wait_s),)
-    outcome = StepOutcome(loss, named, grad_norm, lr, ranks=figures, term_sums=tuple(term_sums.tolist()))
-    return lambda: outcome
+    figures = (run.rank_meter.figures(run.loader.wait_s),)
+    return StepOutcome(loss, named, grad_norm, lr, ranks=figures, term_sums=tuple(term_sums.tolist()))

@@ -19,13 +19,15 @@ LEAST_DEVIATION = 0.01
 SKIPPED_SPIKE = "loss spike"
 
 
-def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: float) -> None:
+def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: float | None) -> None:
     """Raise NumericError unless the loss and the gradient's global norm are finite; call it before the update.
+
+    `grad_norm` is None before the backward pass.
 
     The message names the step (counted from 1), the samples with their file and row, and this rank's first parameter
     with a non-finite gradient; all of it is also written to non_finite.json in the run folder.
     """
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    if math.isfinite(loss) and math.isfinite(grad_norm or 0.0):
         return
     grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
     bad = next((name for name, grad in grads if grad is not None and not local_part(grad).isfinite().all()), None)
@@ -35,7 +37,7 @@ def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: flo
     facts = {
         "step": step.index + 1,
         "loss": str(loss),  # JSON has no NaN
-        "grad_norm": str(grad_norm),
+        "grad_norm": None if grad_norm is None else str(grad_norm),
         "first_non_finite_gradient": bad,
         "samples": origins,
     }
@@ -46,7 +48,7 @@ def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: flo
     except ResourceError as error:
         written = f"they could not be written: {error}"
     raise NumericError(
-        f"step {step.index + 1}: loss {loss}, gradient norm {grad_norm}"
+        f"step {step.index + 1}: loss {loss}{'' if grad_norm is None else f', gradient norm {grad_norm}'}"
         f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
         f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; check these rows, lower optim.lr or set "
         "model.precision: fp32"

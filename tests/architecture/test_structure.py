@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1398,
     "track": 2670,
-    "trainer": 6143,
+    "trainer": 6197,
     "verifier": 1151,
     "view": 1494,
 }

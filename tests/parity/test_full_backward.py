@@ -1,5 +1,6 @@
 """Updates in the backward pass: the weights, states and figures of ordinary updates, to the bit."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from flatout.checkpoint.write import Checkpoints
-from flatout.errors import NumericError, UsageError
+from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
@@ -68,10 +69,18 @@ def test_gradients_never_exist_together(tiny: Any, tmp_path: Path, monkeypatch: 
     assert all(parameter.grad is None for parameter in run.parameters)
 
 
-def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before the step", "in its forward pass"])
+def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, when: str) -> None:
     run = make_run(full_config(tiny, tmp_path, "backward"))
     before = [parameter.detach().clone() for parameter in run.parameters]
-    monkeypatch.setattr(type(run.stop), "requested", True)
+
+    def stop(*_: object) -> None:
+        run.stop.number = signal.SIGTERM
+
+    if when == "before the step":
+        stop()
+    else:
+        run.loss.register_forward_pre_hook(stop)
     assert step_launcher(run)(run, run.plan.step(0))() is None
     assert all(torch.equal(parameter, old) for parameter, old in zip(run.parameters, before, strict=True))
 
@@ -80,7 +89,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: 
     run = make_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[0].data[:] = float("nan")
     before = [parameter.detach().clone() for parameter in run.parameters]
-    with pytest.raises(NumericError, match="the weights were not updated"):
+    with pytest.raises(NumericError, match=r"step 1: loss nan; the weights were not updated"):
         step_launcher(run)(run, run.plan.step(0))
     assert all(torch.equal(p, old) for p, old in zip(run.parameters[1:], before[1:], strict=True))
 
@@ -90,6 +99,33 @@ def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: P
     run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after the update.*newest checkp"):
         step_launcher(run)(run, run.plan.step(0))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_running_out_of_memory_ends_with_what_to_do(tiny: Any, tmp_path: Path, where: str) -> None:
+    """A part of the step cannot be repeated: its weights may have changed."""
+    run = make_run(full_config(tiny, tmp_path, "backward"))
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    handle = run.parameters[3].register_hook(fail) if where == "backward" else run.loss.register_forward_pre_hook(fail)
+    with pytest.raises(
+        ResourceError, match=r"step 1: out .* full\.update: backward takes .* batch\.samples_per_step or"
+    ):
+        step_launcher(run)(run, run.plan.step(0))
+    handle.remove()
+
+
+def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny: Any, tmp_path: Path) -> None:
+    losses = []
+    for cap in (None, 50):
+        run = make_run(full_config(tiny, tmp_path, "backward"))
+        run.state.micro_batch_cap = cap
+        outcome = step_launcher(run)(run, run.plan.step(0))()
+        assert outcome is not None
+        losses.append((outcome.loss, outcome.grad_norm))
+    assert losses[0] == losses[1]
 
 
 def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:

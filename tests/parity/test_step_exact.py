@@ -1,5 +1,6 @@
 """One optimizer step in fp64: any way of cutting it up gives the loss and gradients of one padded batch."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from flatout.trainer.build import build_run
 from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.evaluate import evaluate
 from flatout.trainer.state import Setup, TrainingRun
-from flatout.trainer.step import accumulate_gradients, launch_step
+from flatout.trainer.step import accumulate_gradients, launch_step, step_launcher
 
 
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[TrainingRun, PlannedRun]:
@@ -211,6 +212,22 @@ def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> Non
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
     run.progress.advance(empty, updated=outcome.skipped is None, num_naive_tokens=0)
     assert (run.progress.step, run.progress.num_updates) == (1, 0)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_stop_is_heard_in_a_step_without_labels(tiny: Any, tmp_path: Path, update: str) -> None:
+    config = tiny.config(
+        tmp_path, method="full", full={"update": update}, optim={"max_grad_norm": None},
+        batch={"samples_per_step": 4, "micro_batch_tokens": 4000},
+    )  # fmt: skip
+    run, planned = make_run(config, tmp_path)
+    empty = replace(planned.plan.step(0), num_label_tokens=0)
+    launch = step_launcher(run)
+    outcome = launch(run, empty)()
+    assert outcome is not None
+    assert outcome.skipped == "no label tokens"
+    run.stop.number = signal.SIGTERM
+    assert launch(run, empty)() is None
 
 
 def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path) -> None:
