@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy.reference import product_loss, scaled_logits
 from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.load.auto_class import is_scoring
@@ -48,34 +47,16 @@ class TokenHead:
         """Return the summed cross-entropy of hidden states `rows` (L, D) for the tokens `ids` (L,), in tiles."""
         if (fused := self._fused(rows, ids, by_row=False)) is not None:
             return LossSums(*fused)
-
-        # any other head (with LoRA, a bias, ...) is called as a module
-        def tile_loss(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            product = self._head(tile)[..., : self._num_logits]
-            return product_loss(product, ids, scale=self._scale, softcap=self._softcap)
-
-        tiles = self._in_tiles(tile_loss, rows, ids)
-        return LossSums(
-            torch.stack([loss for loss, _ in tiles]).sum(), torch.stack([right for _, right in tiles]).sum()
-        )
+        return self.summed(self._module_losses(rows, ids))
 
     def token_losses(self, rows: torch.Tensor, ids: torch.Tensor) -> TokenLosses:
         """Return the cross-entropy of each row of `rows` (L, D) for the token in `ids` (L,), in tiles.
 
         With a frozen head, it takes as long as `cross_entropy`.
         """
-        if not len(rows):
-            # every weight that the loss reaches stays in its graph
-            return TokenLosses(self.cross_entropy(rows, ids).loss_sum.expand(0), ids.bool())
         if (fused := self._fused(rows, ids, by_row=True)) is not None:
             return TokenLosses(*fused)
-
-        def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = self.logits(tile)
-            return F.cross_entropy(logits, ids, reduction="none"), logits.argmax(-1) == ids
-
-        tiles = self._in_tiles(tile_losses, rows, ids)
-        return TokenLosses(torch.cat([losses for losses, _ in tiles]), torch.cat([right for _, right in tiles]))
+        return self._module_losses(rows, ids)
 
     def summed(self, losses: TokenLosses) -> LossSums:
         """Return the sums of `token_losses`, added tile by tile as `cross_entropy` of a frozen head adds them."""
@@ -97,10 +78,31 @@ class TokenHead:
                 tile_rows=self._tile_rows, compute_dtype=compute_dtype(rows), by_row=by_row,
             )  # fmt: skip
 
-    def _in_tiles(self, tile_loss: Any, rows: torch.Tensor, ids: torch.Tensor) -> list[Any]:
-        """Call `tile_loss` on each tile, which is recomputed in the backward pass: its logits are not kept."""
+    def _module_losses(self, rows: torch.Tensor, ids: torch.Tensor) -> TokenLosses:
+        """Return `token_losses` of a head that is called as a module (LoRA, a bias, ...).
+
+        Each tile is recomputed in the backward pass, so its logits are not kept.
+        """
+
+        def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self.logits(tile)
+            return F.cross_entropy(logits, ids, reduction="none"), logits.argmax(-1) == ids
+
         tiles = zip(rows.split(self._tile_rows), ids.split(self._tile_rows), strict=True)
-        return [checkpoint(tile_loss, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles]
+        losses, is_correct = zip(
+            *(checkpoint(tile_losses, tile, own, use_reentrant=False) for tile, own in tiles), strict=True
+        )
+        return TokenLosses(torch.cat(losses), torch.cat(is_correct))
+
+
+def scaled_logits(product: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Return logits (L, V) of a head's output: u = scale * product, or softcap * tanh(u / softcap) with a cap.
+
+    In fp32, or fp64 for fp64 inputs. The cap is Gemma 2's (arXiv:2408.00118, section 2).
+    """
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    logits = logits if scale == 1 else logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None:

@@ -44,10 +44,10 @@ class Normalizers:
             return step.num_label_tokens
         return float(self.values[name][list(step.sample_ids)].sum())
 
-    def metrics(self, sums: Sequence[float], step: StepPlan) -> dict[str, float]:
-        """Return the step's metrics by name, without the loss and without those that have nothing to divide by."""
-        means = self.objective.means(sums, self.of(step))
-        return {name: one for name, one in means.items() if name != "loss"}
+    def means(self, sums: Sequence[float], step: StepPlan) -> tuple[float, dict[str, float]]:
+        """Return the step's loss, and its metrics by name without those that have nothing to divide by."""
+        metrics = self.objective.means(sums, self.of(step))
+        return metrics.pop("loss"), metrics
 
 
 def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:

@@ -247,7 +247,7 @@ def _read_totals(
     if num_stopping:
         leave_to_repeat(run)
         return None
-    loss = sums[0] / run.planned.normalizers.of_loss(step)
+    loss, metrics = run.planned.normalizers.means(sums, step)
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
@@ -260,9 +260,8 @@ def _read_totals(
         require_finite(run, step, loss, grad_norm)
     else:
         skipped = guard_spike(run, step, loss)
-    named = run.planned.normalizers.metrics(sums, step)
     return StepOutcome(
-        loss, named, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
+        loss, metrics, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
     )
 
 
@@ -303,17 +302,16 @@ def _update_in_backward(
     if run.stop.requested:
         # passes of the estimates or the term may have been left out
         return None
-    normalizer = run.planned.normalizers.of_loss(step)
-    loss, named, lr = sums[0] / normalizer, run.planned.normalizers.metrics(sums, step), next_lr(run)
+    (loss, metrics), lr = run.planned.normalizers.means(sums, step), next_lr(run)
     require_finite(run, step, loss, None)
     if skipped := guard_spike(run, step, loss):
-        return StepOutcome(loss, named, 0.0, lr, skipped, (run.rank_meter.figures(run.loader.wait_s),))
+        return StepOutcome(loss, metrics, 0.0, lr, skipped, (run.rank_meter.figures(run.loader.wait_s),))
     update.start(lr)
     # weights change inside the backward pass
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (pass_sums[0] / normalizer).backward()
+        (pass_sums[0] / run.planned.normalizers.of_loss(step)).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(
@@ -323,4 +321,4 @@ def _update_in_backward(
     term_sums = run.term.sums
     run.term.after_update(term_sums)
     figures = (run.rank_meter.figures(run.loader.wait_s),)
-    return StepOutcome(loss, named, grad_norm, lr, ranks=figures, term_sums=tuple(term_sums.tolist()))
+    return StepOutcome(loss, metrics, grad_norm, lr, ranks=figures, term_sums=tuple(term_sums.tolist()))

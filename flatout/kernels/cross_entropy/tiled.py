@@ -199,8 +199,9 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of an output head and the number of rows whose argmax is the target.
 
-    hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are as in `reference.product_loss`, computed
-    `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in fp32 (fp64 when the compute is fp64).
+    hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are u = scale * hidden @ weight.T, with a cap
+    softcap * tanh(u / softcap), computed `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in
+    fp32 (fp64 when the compute is fp64).
     Returns the loss sum (0-d, with its graph) and the count (0-d int64); with `by_row`, each row's loss (L,), with its
     graph, and whether its argmax is the target (L,). With no rows, the result is 0 with a graph. With a frozen head,
     forward and backward take two GEMMs in total, also by row. The weight's gradient is only computed if it is trained,
