@@ -172,7 +172,7 @@ def ours(args: argparse.Namespace, row: str) -> dict[str, Any]:
     def after(run: TrainingRun) -> None:
         found.update(gpu_memory())
         if run.memory.model is not None:
-            batches = [batch for step in run.plan.steps() for batch in step.ranks[0]]
+            batches = [batch for step in run.plan.steps() for batch in step.by_rank[0]]
             largest = max(batches, key=lambda batch: batch.num_tokens)
             size = MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids))
             planned = run.memory.model.estimate(size, run.memory.recompute, accumulates=run.memory.accumulates)

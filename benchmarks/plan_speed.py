@@ -39,7 +39,7 @@ def main() -> None:
     num_samples, num_micro_batches, balances = 0, 0, []
     for step in plan.steps():
         num_samples += len(step.sample_ids)
-        num_micro_batches += sum(len(rank) for rank in step.ranks)
+        num_micro_batches += sum(len(rank) for rank in step.by_rank)
         balances.append(step.balance)
     seconds, peak_bytes = time.perf_counter() - started, _peak_bytes()
     assert num_samples == args.samples, "samples were lost"

@@ -258,7 +258,7 @@ def planned_memory(run: TrainingRun) -> dict[str, Any]:
     """What the plan counts for the largest micro-batch of these steps, and its parts; nothing without a GPU."""
     if run.memory.model is None:
         return {}
-    batches = [batch for step in run.plan.steps() for batch in step.ranks[run.rank.index]]
+    batches = [batch for step in run.plan.steps() for batch in step.by_rank[run.rank.index]]
     largest = max(batches, key=lambda batch: batch.num_tokens)
     size = MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids))
     planned = run.memory.model.estimate(size, run.memory.recompute, accumulates=run.memory.accumulates)

@@ -143,7 +143,7 @@ def step_lines(step: StepPlan) -> Iterator[str]:
     """Yield the lines of one step: each rank's micro-batches, with the ids of their samples."""
     yield f"step {step.index}, epoch {step.epoch}: {len(step.sample_ids)} samples, balance {step.balance:.3f}"
     yield f"{step.num_tokens:,} tokens, {step.num_label_tokens:,} label tokens"
-    for index, rank in enumerate(step.ranks):
+    for index, rank in enumerate(step.by_rank):
         tokens = sum(micro_batch.num_tokens for micro_batch in rank)
         yield f"  rank {index}: {tokens:,} tokens in {len(rank):,} micro-batch{'' if len(rank) == 1 else 'es'}"
         for micro_batch in rank:

@@ -26,6 +26,6 @@ def reachable_flops_per_s(config: Config, device_name: str) -> float:
 def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
     """Whether the host needs longer to launch a micro-batch's kernels than a GPU of that speed to run them."""
     steps = list(plan.sampled_steps(32))
-    num_micro_batches = sum(len(rank) for step in steps for rank in step.ranks)
+    num_micro_batches = sum(len(rank) for step in steps for rank in step.by_rank)
     gpu_s = sum(plan.flops(step) for step in steps) / num_micro_batches / flops_per_s
     return gpu_s < shape.num_layers * HOST_S_PER_LAYER

@@ -86,7 +86,7 @@ def add_up(
         flops += plan.flops(step)
         epochs = plan.epoch_after(step)
         balances.append(step.balance)
-        for batch in (batch for rank in step.ranks for batch in rank):
+        for batch in step.micro_batches:
             num_micro_batches += 1
             largest = MicroBatchSize(
                 max(largest.num_tokens, batch.num_padded_tokens),

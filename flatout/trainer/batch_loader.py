@@ -88,7 +88,7 @@ class BatchLoader:
         for step in chain(steps, [None] * NUM_PREFETCHED):
             window.append(step)
             if len(window) > NUM_PREFETCHED and (now := window.popleft()) is not None:
-                later = chain.from_iterable(other.ranks[rank] for other in window if other is not None)
+                later = chain.from_iterable(other.by_rank[rank] for other in window if other is not None)
                 self._following = list(islice(later, _NUM_PICTURED))
                 yield now
 

@@ -34,7 +34,7 @@ class EvalSet:
     @property
     def max_documents(self) -> int:
         """The most samples of a micro-batch."""
-        return max(len(batch.sample_ids) for rank in self.plan.ranks for batch in rank)
+        return max(len(batch.sample_ids) for batch in self.plan.micro_batches)
 
 
 def eval_set(name: str, store: TokenStore, planned: PlannedSamples, normalizers: Normalizers) -> EvalSet:

@@ -334,7 +334,7 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
     if int(most) <= plan.layout.micro_batch_tokens:
         return
     for step in plan.steps():
-        if (num_batches := len(step.ranks[0])) > 1:
+        if (num_batches := len(step.by_rank[0])) > 1:
             raise UsageError(
                 f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
                 f"{step.num_padded_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "

@@ -82,7 +82,7 @@ def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -
     """Count how often each size occurs in one rank's micro-batches, over steps sampled across the run."""
     counts: Counter[PackedSize] = Counter()
     for step in plan.sampled_steps(NUM_STEPS_SEEN):
-        for batch in step.ranks[rank]:
+        for batch in step.by_rank[rank]:
             lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)]
             size = packed_size(
                 segment_lengths(lengths.tolist(), batch.shared),

@@ -209,7 +209,7 @@ def reason_not_to_measure(config: Config, planned: PlannedRun) -> str | None:
     if (largest_of_plan := planned.plan.largest_pass) is None:
         return "no step has labels"
     step, rank, largest = largest_of_plan
-    longest, num_tokens = planned.plan.largest_unit(step.ranks[rank]), largest.num_padded_tokens
+    longest, num_tokens = planned.plan.largest_unit(step.by_rank[rank]), largest.num_padded_tokens
     if longest > MAX_SAMPLE_SHARE * num_tokens:
         return f"samples are not split, and the longest has {longest:,} tokens; the largest micro-batch {num_tokens:,}"
     return None
@@ -232,11 +232,11 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     largest_of_plan = planned.plan.largest_pass
     assert largest_of_plan is not None
     step, rank, batch = largest_of_plan
-    longest, steps = planned.plan.largest_unit(step.ranks[rank]), []
+    longest, steps = planned.plan.largest_unit(step.by_rank[rank]), []
     for token_share in SHARES:
         cut = planned.plan.resplit(step, rank, max(longest, int(token_share * batch.num_padded_tokens)))
         largest = max(cut, key=lambda batch: batch.num_padded_tokens)
-        steps.append(replace(step, ranks=((largest,),) * len(step.ranks)))
+        steps.append(replace(step, by_rank=((largest,),) * len(step.by_rank)))
     return steps
 
 
@@ -247,7 +247,7 @@ def correction_of(
     memory, model, ratios = planned.memory, planned.memory.model, []
     assert model is not None
     for step, peak_bytes in passes[-2:]:
-        batch = step.ranks[0][0]
+        batch = step.by_rank[0][0]
         fitted = model.fitted_estimate(batch.size, memory.recompute, memory.accumulates)
         sizes = (fitted.total_bytes, fitted.activations_bytes + fitted.working_bytes)
         ratios.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))

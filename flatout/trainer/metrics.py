@@ -37,7 +37,7 @@ class Meter:
         self._clock = StepClock(run.device)
         self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter(run)
         self._steps: list[StepPlan] = []
-        self._ranks: list[tuple[RankFigures, ...]] = []
+        self._rank_figures: list[tuple[RankFigures, ...]] = []
         self._elapsed_s = 0.0
 
     def start_step(self) -> None:
@@ -49,13 +49,13 @@ class Meter:
         run, completed = self._run, step.index + 1
         step_s = self._clock.end_step(outcome.ended)
         self._steps.append(step)
-        self._ranks.append(outcome.ranks)
+        self._rank_figures.append(outcome.rank_figures)
         self._elapsed_s += step_s
         run.progress.elapsed_s += step_s
-        self._stragglers.check(completed, [rank.busy_s for rank in outcome.ranks])
+        self._stragglers.check(completed, [rank.busy_s for rank in outcome.rank_figures])
         if is_due(completed, run.config.log_every_steps, run.plan.num_steps) or completed == run.plan.num_steps:
             run.reporter.record(self._record(step, outcome))
-            self._steps, self._ranks, self._elapsed_s = [], [], 0.0
+            self._steps, self._rank_figures, self._elapsed_s = [], [], 0.0
         self._memory.end_step(step)
 
     def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
@@ -63,10 +63,10 @@ class Meter:
         flops_per_s = sum(useful_flops(run, one) for one in self._steps) / elapsed_s
         # a step without label tokens is skipped
         num_tokens = sum(one.num_tokens for one in self._steps if one.num_label_tokens)
-        measured = [rank for ranks in self._ranks for rank in ranks]
+        measured = [rank for ranks in self._rank_figures for rank in ranks]
         mean = mean_figures([rank for rank in measured if rank.busy_s])
-        latest = outcome.ranks or (RankFigures(),)
-        busy_s = tuple(rank.busy_s for rank in outcome.ranks) if len(outcome.ranks) > 1 else ()
+        latest = outcome.rank_figures or (RankFigures(),)
+        busy_s = tuple(rank.busy_s for rank in outcome.rank_figures) if len(outcome.rank_figures) > 1 else ()
         num_left = run.plan.num_steps - step.index - 1
         return StepRecord(
             step=step.index + 1,
@@ -80,7 +80,7 @@ class Meter:
             num_samples=len(step.sample_ids),
             num_tokens=step.num_tokens,
             num_label_tokens=step.num_label_tokens,
-            num_micro_batches=sum(len(rank) for rank in step.ranks),
+            num_micro_batches=sum(len(rank) for rank in step.by_rank),
             tokens_per_s=num_tokens / elapsed_s,
             label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / elapsed_s,
             step_s=elapsed_s / num_recorded,

@@ -79,7 +79,7 @@ def micro_batches_of(
     run: TrainingRun, plan: PlannedSamples, step: StepPlan, during: During = "training"
 ) -> Sequence[MicroBatch]:
     """Return this rank's passes of a plan's step: those planned, or smaller ones after an out-of-memory error."""
-    planned = step.ranks[run.data_rank]
+    planned = step.by_rank[run.data_rank]
     # in lockstep, all ranks take the planned passes together
     cap_tokens = None if run.shares_passes or updates_in_pass(run, during) else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):

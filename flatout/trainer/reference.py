@@ -107,8 +107,8 @@ def _first_steps(plan: RunPlan, count: int) -> Iterator[StepPlan]:
 
 
 def _parts(evaluation: StepPlan) -> Iterator[StepPlan]:
-    for first in range(0, max(map(len, evaluation.ranks)), EVAL_CHUNK):
-        part = replace(evaluation, ranks=tuple(rank[first : first + EVAL_CHUNK] for rank in evaluation.ranks))
+    for first in range(0, max(map(len, evaluation.by_rank)), EVAL_CHUNK):
+        part = replace(evaluation, by_rank=tuple(rank[first : first + EVAL_CHUNK] for rank in evaluation.by_rank))
         yield replace(part, sample_ids=tuple(sorted(_ids(part))))
 
 
@@ -163,7 +163,7 @@ def _fill_column(
 
 
 def _ids(chunk: StepPlan) -> list[int]:
-    return [i for rank in chunk.ranks for batch in rank if not batch.is_filler for i in batch.sample_ids]
+    return [i for batch in chunk.micro_batches if not batch.is_filler for i in batch.sample_ids]
 
 
 def _unknown(values: NDArray[np.float64], chunk: StepPlan) -> list[int]:

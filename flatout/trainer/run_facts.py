@@ -90,7 +90,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     plan, memory = planned.plan, planned.memory
     sampled = list(plan.sampled_steps(NUM_SAMPLED_STEPS))
     largest = max(
-        (batch for step in sampled for rank in step.ranks for batch in rank),
+        (batch for step in sampled for batch in step.micro_batches),
         key=lambda batch: batch.num_padded_tokens,
     )
     estimate = memory.estimate(largest.size)
@@ -115,7 +115,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         length_edges=tuple(edges.tolist()),
         length_counts=tuple(np.histogram(lengths, edges)[0].tolist()),
         packing=tuple(
-            tuple(tuple(_lengths(plan, batch) for batch in rank) for rank in plan.step(index).ranks)
+            tuple(tuple(_lengths(plan, batch) for batch in rank) for rank in plan.step(index).by_rank)
             for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
         ),
         padded=tuple(

@@ -41,8 +41,8 @@ class StepOutcome:
 
     `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `ranks` has what each rank measured, in their order, `term_sums` those of `Term.sums` over them. `ended` marks the
-    step's end on the device, for a step that the host did not wait for.
+    `rank_figures` has what each rank measured, in their order, `term_sums` those of `Term.sums` over ranks. `ended`
+    marks the step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
@@ -50,7 +50,7 @@ class StepOutcome:
     grad_norm: float
     lr: float
     skipped: str | None = None
-    ranks: tuple[RankFigures, ...] = field(default=(), compare=False)
+    rank_figures: tuple[RankFigures, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
     term_sums: tuple[float, ...] = ()
 
@@ -321,4 +321,4 @@ def _update_in_backward(
     term_sums = run.term.sums
     run.term.after_update(term_sums)
     figures = (run.rank_meter.figures(run.loader.wait_s),)
-    return StepOutcome(loss, metrics, grad_norm, lr, ranks=figures, term_sums=tuple(term_sums.tolist()))
+    return StepOutcome(loss, metrics, grad_norm, lr, rank_figures=figures, term_sums=tuple(term_sums.tolist()))

@@ -75,7 +75,7 @@ def _row(run: TrainingRun, step: StepPlan, layers: dict[str, LoraLinear], case: 
     run.fused_lora.refresh()
     try:
         with torch.compiler.set_stance("force_eager"), evaluating(run.model):
-            hidden_states(run.model, next(iter(run.loader.batches(step.ranks[0][:1]))))
+            hidden_states(run.model, next(iter(run.loader.batches(step.by_rank[0][:1]))))
     finally:
         for hook in hooks:
             hook.remove()

@@ -196,4 +196,4 @@ def measure(run: TrainingRun, step: StepPlan, reference: Reference, case: str) -
         # gathering a sharded gradient is collective
         deque(gradients, maxlen=0)
         row = Comparison(case)
-    return replace(row, num_ranks=run.rank.world, num_micro_batches=max(map(len, step.ranks)))
+    return replace(row, num_ranks=run.rank.world, num_micro_batches=max(map(len, step.by_rank)))

@@ -217,7 +217,7 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
     for num, batches in sorted(cuts.items()):
         several = f"{layout.name}, {num} micro-batches"
         case = layout.name if num == 1 else f"each {each} alone" if num == len(alone) else several
-        yield measure(run, replace(step, ranks=(batches,)), reference, case)
+        yield measure(run, replace(step, by_rank=(batches,)), reference, case)
 
 
 def _largest_unit(planned: PlannedRun) -> int:

@@ -89,7 +89,7 @@ def statistics(store: TokenStore) -> str:
     plan = make_plan(select_samples(store.lengths, store.num_labels, None, layout, units), layout, batch, SEED)
     steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
     samples = [
-        [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.ranks] for step in steps
+        [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.by_rank] for step in steps
     ]
     packing = draw_packing(samples, [plan.naive_batches(step) for step in steps])
     return render("statistics.html", lengths=lengths, packing=packing, budget=budget, outcomes=fates)

@@ -114,7 +114,7 @@ def take_masked(run: TrainingRun) -> dict[str, Any]:
     labelled = MicroBatch((kept,), kept_length, num_labels, fill_tokens=fill)
     silent = MicroBatch((other,), other_length, 0, is_filler=True, fill_tokens=fill)
     ranks = ((labelled,), *((silent,),) * (run.rank.world - 1))
-    outcome = launch_step(run, replace(first, num_label_tokens=7, ranks=ranks))()
+    outcome = launch_step(run, replace(first, num_label_tokens=7, by_rank=ranks))()
     assert outcome is not None
     named = run.named_parameters.items()
     return {
@@ -214,8 +214,8 @@ def main(spec_path: str) -> None:
                 # it keeps the gradients to itself; the norm and the updates show them
                 expected["grads"] = {}
             differences = {key: difference(got[key], expected[key], rms=key == "weights") for key in expected}
-            num_fillers = sum(b.is_filler for step in run.plan.steps() for micro in step.ranks for b in micro)
-            num_accumulated = max(len(micro) for step in run.plan.steps() for micro in step.ranks)
+            num_fillers = sum(b.is_filler for step in run.plan.steps() for b in step.micro_batches)
+            num_accumulated = max(len(micro) for step in run.plan.steps() for micro in step.by_rank)
             facts = {"num_fillers": num_fillers, "num_accumulated": num_accumulated, "held": held_share(run)}
             report.append({"name": case["name"], **facts, **differences})
     if rank.is_first:

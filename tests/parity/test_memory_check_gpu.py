@@ -253,7 +253,7 @@ def test_preference_training_is_within_5_percent(tiny: Any, tmp_path: Path, kind
     peak_bytes, told = step_peak_bytes(config)
     assert told.starts("measured")
     planned = assert_planned_within(config, peak_bytes)
-    assert len(planned.plan.step(0).ranks[0]) > 1
+    assert len(planned.plan.step(0).by_rank[0]) > 1
 
 
 @pytest.mark.parametrize("kind", ["dpo", "simpo"])

@@ -101,7 +101,7 @@ def test_every_pass_is_within_what_memory_is_planned_for(tiny: Any, tmp_path: Pa
     batch = {"samples_per_step": 12, "max_steps": 3}
     config = config_of(tiny, tmp_path, kind, "cpu", batch=batch)
     whole = plan_run(config, Reporter(), Rank(), lambda: Device("a GPU", 60 * GIB))
-    (largest,) = whole.plan.step(0).ranks[0]
+    (largest,) = whole.plan.step(0).by_rank[0]
     need = whole.memory.estimate(MicroBatchSize(largest.num_tokens, largest.num_label_tokens, 12))
     assert need is not None
     room = need.state_bytes + need.working_bytes + 0.6 * need.activations_bytes
@@ -109,7 +109,7 @@ def test_every_pass_is_within_what_memory_is_planned_for(tiny: Any, tmp_path: Pa
     planned = plan_run(config, Reporter(), Rank(), lambda: Device("a GPU", 60 * GIB))
     assert (planned.mismatched is not None) == (kind == "kto")
     for plan in (planned.plan, *([] if planned.mismatched is None else [planned.mismatched.plan])):
-        passes = [batch for step in plan.steps() for batch in step.ranks[0]]
+        passes = [batch for step in plan.steps() for batch in step.by_rank[0]]
         assert max(batch.num_padded_tokens for batch in passes) <= planned.memory.micro_batch_tokens
         assert len(passes) > plan.num_steps
 

@@ -70,7 +70,7 @@ def test_steady_steps_compile_nothing_and_never_wait(tiny: Any, tmp_path: Path, 
     with report_compilations(compiled.append):
         for index, step in enumerate(run.loader.prefetching(run.plan.steps(), 0)):
             run.optimizer.zero_grad(set_to_none=True)
-            sizes |= {(len(batch.sample_ids), batch.row_length) for batch in step.ranks[0]}
+            sizes |= {(len(batch.sample_ids), batch.row_length) for batch in step.by_rank[0]}
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("default" if index < WARM_UP_STEPS else "error")
             try:

@@ -77,7 +77,7 @@ def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: 
     cuts = []
     for budget in (600, 1200, 100_000):
         cut = resplit(config, planned, budget, num_ranks=1).step(0)
-        cuts.append(len(cut.ranks[0]))
+        cuts.append(len(cut.by_rank[0]))
         run.optimizer.zero_grad(set_to_none=True)
         loss_sum, _ = accumulate_gradients(run, cut)
         assert loss_sum.item() / cut.num_label_tokens == pytest.approx(loss, rel=1e-12)
@@ -203,12 +203,12 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
 def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> None:
     run, planned = make_run(tiny.config(tmp_path, method="full"), tmp_path)
     step = planned.plan.step(0)
-    empty = StepPlan(0, 0, step.sample_ids, step.num_tokens, 0, step.ranks, step.balance)
+    empty = StepPlan(0, 0, step.sample_ids, step.num_tokens, 0, step.by_rank, step.balance)
     before = [parameter.detach().clone() for parameter in run.parameters]
     outcome = launch_step(run, empty)()
     assert outcome is not None
     assert outcome.skipped == "no label tokens"
-    assert [rank.peak_memory_bytes > 0 for rank in outcome.ranks] == [True]
+    assert [rank.peak_memory_bytes > 0 for rank in outcome.rank_figures] == [True]
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
     run.progress.advance(empty, updated=outcome.skipped is None, num_naive_tokens=0)
     assert (run.progress.step, run.progress.num_updates) == (1, 0)
@@ -249,7 +249,7 @@ def test_dropout_differs_by_position_and_repeats_with_it(tiny: Any, tmp_path: Pa
     step = planned.plan.step(0)
 
     def loss_of(index: int, rank: int) -> float:
-        moved = StepPlan(index, 0, step.sample_ids, step.num_tokens, step.num_label_tokens, step.ranks * 2, 1.0)
+        moved = StepPlan(index, 0, step.sample_ids, step.num_tokens, step.num_label_tokens, step.by_rank * 2, 1.0)
         return accumulate_gradients(replace(run, rank=Rank(rank, 2)), moved)[0].item()
 
     losses = [loss_of(index, rank) for index, rank in ((0, 0), (0, 0), (1, 0), (0, 1))]

@@ -56,7 +56,7 @@ def test_ranks_divide_the_same_global_steps(data, batch, seed):
         for alone, together in zip(one, plan_of(data, batch, seed, num_ranks).steps(), strict=True):
             assert alone.sample_ids == together.sample_ids
             assert (alone.num_tokens, alone.num_label_tokens) == (together.num_tokens, together.num_label_tokens)
-            placed = [i for rank in together.ranks for micro_batch in rank for i in micro_batch.sample_ids]
+            placed = [i for micro_batch in together.micro_batches for i in micro_batch.sample_ids]
             assert Counter(placed) == Counter(together.sample_ids)
 
 
@@ -65,7 +65,7 @@ def test_ranks_divide_the_same_global_steps(data, batch, seed):
 def test_budgets_and_counts(data, batch, seed, num_ranks):
     lengths, labels = data
     for step in plan_of(data, batch, seed, num_ranks).steps():
-        micro_batches = [micro_batch for rank in step.ranks for micro_batch in rank]
+        micro_batches = step.micro_batches
         assert sum(m.num_tokens for m in micro_batches) == step.num_tokens
         assert sum(m.num_label_tokens for m in micro_batches) == step.num_label_tokens > 0
         for micro_batch in micro_batches:
@@ -96,7 +96,7 @@ def test_a_plan_is_a_pure_function_and_resumes_anywhere(data, batch, seed, num_r
 def test_ranks_are_within_one_sample_of_each_other(data, batch, seed, num_ranks):
     costs = COST.flops(*data)
     for step in plan_of(data, batch, seed, num_ranks).steps():
-        loads = [sum(costs[i] for m in rank for i in m.sample_ids) for rank in step.ranks]
+        loads = [sum(costs[i] for m in rank for i in m.sample_ids) for rank in step.by_rank]
         largest = max(costs[list(step.sample_ids)])
         assert max(loads) - min(loads) <= largest * (1 + 1e-12)
         assert 1 / num_ranks - 1e-12 <= step.balance <= 1 + 1e-12
@@ -152,9 +152,9 @@ def test_splits_are_disjoint_and_complete(num_samples, fraction, seed):
 @settings(max_examples=40, deadline=None)
 def test_evaluation_reads_every_sample_once(data, num_ranks):
     plan = make_eval_plan(*data, layout=BatchLayout(num_ranks, BUDGET, COST))
-    placed = [i for rank in plan.ranks for micro_batch in rank for i in micro_batch.sample_ids]
+    placed = [i for micro_batch in plan.micro_batches for i in micro_batch.sample_ids]
     assert Counter(placed) == Counter(range(len(data[0])))
-    assert sum(m.num_label_tokens for rank in plan.ranks for m in rank) == data[1].sum() == plan.num_label_tokens
+    assert sum(m.num_label_tokens for m in plan.micro_batches) == data[1].sum() == plan.num_label_tokens
 
 
 @given(samples, batches, seeds, st.integers(1, 6))
@@ -164,11 +164,11 @@ def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, se
     plan = free.with_layout(BUDGET, COST, lockstep=True)
     assert plan.fingerprint == free.fingerprint
     for step, without in zip(plan.steps(), free.steps(), strict=True):
-        counts = {len(rank) for rank in step.ranks}
+        counts = {len(rank) for rank in step.by_rank}
         # never more passes than the busiest rank needs
-        assert counts == {max(len(rank) for rank in without.ranks)}
-        real = [b for rank in step.ranks for b in rank if not b.is_filler]
-        fillers = [b for rank in step.ranks for b in rank if b.is_filler]
+        assert counts == {max(len(rank) for rank in without.by_rank)}
+        real = [b for b in step.micro_batches if not b.is_filler]
+        fillers = [b for b in step.micro_batches if b.is_filler]
         assert Counter(i for b in real for i in b.sample_ids) == Counter(without.sample_ids)
         assert sum(b.num_label_tokens for b in real) == step.num_label_tokens == without.num_label_tokens
         assert step.balance == without.balance
@@ -178,8 +178,8 @@ def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, se
             assert filler.num_label_tokens == 0
             assert filler.num_tokens == data[0][sample] == min(data[0][list(step.sample_ids)])
     evaluated = make_eval_plan(*data, layout=BatchLayout(num_ranks, BUDGET, COST, lockstep=True))
-    assert len({len(rank) for rank in evaluated.ranks}) == 1
-    assert sum(b.num_label_tokens for rank in evaluated.ranks for b in rank) == evaluated.num_label_tokens
+    assert len({len(rank) for rank in evaluated.by_rank}) == 1
+    assert sum(b.num_label_tokens for b in evaluated.micro_batches) == evaluated.num_label_tokens
 
 
 @given(samples, batches, seeds, st.sampled_from([1, 2, 4, 7]), st.booleans())
@@ -192,16 +192,16 @@ def test_rows_hold_the_same_steps_within_the_budget(data, batch, seed, num_ranks
         assert (one.sample_ids, one.num_tokens, one.num_label_tokens) == (
             other.sample_ids, other.num_tokens, other.num_label_tokens,
         )  # fmt: skip
-        placed = Counter(i for rank in other.ranks for m in rank for i in m.sample_ids if not m.is_filler)
+        placed = Counter(i for m in other.micro_batches for i in m.sample_ids if not m.is_filler)
         assert placed == Counter(other.sample_ids)
         assert 0 < other.balance <= 1 + 1e-9
-        assert not lockstep or len({len(rank) for rank in other.ranks}) == 1
-        for micro_batch in (m for rank in other.ranks for m in rank):
+        assert not lockstep or len({len(rank) for rank in other.by_rank}) == 1
+        for micro_batch in other.micro_batches:
             longest = data[0][list(micro_batch.sample_ids)].max()
             assert longest <= micro_batch.row_length < longest + ROW_MULTIPLE
             assert micro_batch.num_padded_tokens <= BUDGET or len(micro_batch.sample_ids) == 1
         for rank in range(num_ranks):
-            again = rows.resplit(other, rank, BUDGET) if other.ranks[rank] and not lockstep else ()
+            again = rows.resplit(other, rank, BUDGET) if other.by_rank[rank] and not lockstep else ()
             assert Counter(i for m in again for i in m.sample_ids) <= Counter(other.sample_ids)
 
 

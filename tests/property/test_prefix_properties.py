@@ -106,10 +106,10 @@ def test_sharing_changes_no_step_and_keeps_the_budget(
     for without, step in zip(apart.steps(), together.steps(), strict=True):
         assert (step.sample_ids, step.num_tokens) == (without.sample_ids, without.num_tokens)
         assert step.num_label_tokens == without.num_label_tokens
-        batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
+        batches = [batch for batch in step.micro_batches if not batch.is_filler]
         placed = [sample_id for batch in batches for sample_id in batch.sample_ids]
         assert sorted(placed) == sorted(step.sample_ids)
-        assert not lockstep or len({len(rank) for rank in step.ranks}) == 1
+        assert not lockstep or len({len(rank) for rank in step.by_rank}) == 1
         assert together.flops(step) <= apart.flops(without) * (1 + 1e-12)
         computed = 0
         for batch in batches:
@@ -170,5 +170,5 @@ def test_answers_to_one_prompt_stay_on_one_rank_and_a_system_prompt_does_not_unb
     step = plan.step(0)
     assert step.num_real_tokens == 8 * (300 + 4 * 40)
     assert step.balance == pytest.approx(1.0)
-    for rank in step.ranks:
+    for rank in step.by_rank:
         assert len({sample_id // 4 for each in rank for sample_id in each.sample_ids}) == 2

@@ -107,8 +107,8 @@ def assert_whole(data: Data, batches: Sequence[MicroBatch]) -> None:
 
 
 def assert_step(data: Data, step: StepPlan) -> None:
-    real = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
-    assert_whole(data, [batch for rank in step.ranks for batch in rank])
+    real = [batch for batch in step.micro_batches if not batch.is_filler]
+    assert_whole(data, step.micro_batches)
     assert sorted(i for batch in real for i in batch.sample_ids) == sorted(step.sample_ids)
     assert (
         step.num_label_tokens == sum(batch.num_label_tokens for batch in real) == data.labels[[*step.sample_ids]].sum()
@@ -125,12 +125,12 @@ def test_steps_count_units_and_no_pass_parts_one(data: Data, layout: dict[str, A
         assert_step(data, step)
         assert len(set(data.units[list(step.sample_ids)])) == min(layout["per_step"], len(data.sizes) - len(seen))
         assert len(step.sample_ids) <= plan.most_samples_per_step
-        for batch in (batch for rank in step.ranks for batch in rank):
+        for batch in step.micro_batches:
             assert len(batch.sample_ids) <= plan.batch_bounds["max_documents"]
             packed = flatten_samples([data.samples[i] for i in batch.sample_ids], shared=batch.shared)
             assert packed.num_tokens == batch.num_tokens - batch.num_shared_tokens
         seen += dict.fromkeys(data.units[list(step.sample_ids)].tolist())
-        for rank, own in enumerate(step.ranks):
+        for rank, own in enumerate(step.by_rank):
             if not any(not batch.is_filler for batch in own):
                 continue
             for budget in {plan.largest_unit(own), data.budget}:

@@ -59,7 +59,7 @@ class TokenStatistics:
         ranks = [
             [batch.num_padded_tokens for batch in rank]
             for step in plan.sampled_steps(NUM_STEPS_SEEN)
-            for rank in step.ranks
+            for rank in step.by_rank
         ]
         largest, row_pass = max(map(sum, ranks)), None
         if plan.layout.pass_tokens is not None:
@@ -217,7 +217,7 @@ def spend_spare_memory(
         return decision
 
     def num_micro_batches(plan: RunPlan) -> int:
-        return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.ranks)
+        return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.by_rank)
 
     other_layout, fits, enough = _decide(other, decision.recompute, tokens, device)
     cut = plan.with_layout(

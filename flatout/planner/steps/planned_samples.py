@@ -36,7 +36,7 @@ class PlannedSamples:
         indices = self.samples.indices_of(step.sample_ids)
         cost, lengths = self.layout.cost, self.samples.lengths[indices]
         if self.layout.pass_tokens is not None:
-            batches = [batch for rank in step.ranks for batch in rank if not batch.is_filler]
+            batches = [batch for batch in step.micro_batches if not batch.is_filler]
             lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
         every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
         return every + self.samples.tower_flops_of(indices) - step.shared_flops(cost)
@@ -53,7 +53,7 @@ class PlannedSamples:
         a unit over the budget.
         """
         position = {sample_id: index for index, sample_id in enumerate(step.sample_ids)}
-        real = [batch for batch in step.ranks[rank] if not batch.is_filler]
+        real = [batch for batch in step.by_rank[rank] if not batch.is_filler]
         ids = sorted((i for batch in real for i in batch.sample_ids), key=position.__getitem__)
         samples = self.samples.take(self.samples.indices_of(ids))
         return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))

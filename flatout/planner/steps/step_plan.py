@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -63,9 +63,9 @@ class StepPlan:
     """One optimizer step over all ranks.
 
     `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` are those of
-    all ranks, which normalize cross-entropy. `ranks[r]` are rank r's micro-batches (may be empty if there are fewer
-    samples than ranks; in lockstep all ranks have the same number, including fillers). `balance` is mean / max of the
-    ranks' FLOPs without fillers (1.0 is perfect).
+    all ranks, which normalize cross-entropy. `by_rank[r]` are rank r's micro-batches (may be empty if there are
+    fewer samples than ranks; in lockstep all ranks have the same number, including fillers). `balance` is mean / max of
+    the ranks' FLOPs without fillers (1.0 is perfect).
     """
 
     index: int
@@ -73,18 +73,23 @@ class StepPlan:
     sample_ids: tuple[int, ...]
     num_tokens: int
     num_label_tokens: int
-    ranks: tuple[tuple[MicroBatch, ...], ...]
+    by_rank: tuple[tuple[MicroBatch, ...], ...]
     balance: float
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """Those of all ranks, rank by rank."""
+        return tuple(chain.from_iterable(self.by_rank))
 
     @property
     def num_padded_tokens(self) -> int:
         """The tokens that all passes compute, with padding and without fillers."""
-        return sum(batch.num_padded_tokens for rank in self.ranks for batch in rank if not batch.is_filler)
+        return sum(batch.num_padded_tokens for batch in self.micro_batches if not batch.is_filler)
 
     @property
     def num_shared_tokens(self) -> int:
         """The tokens that no pass computes, as samples share them."""
-        return sum(batch.num_shared_tokens for rank in self.ranks for batch in rank)
+        return sum(batch.num_shared_tokens for batch in self.micro_batches)
 
     @property
     def num_real_tokens(self) -> int:
@@ -93,7 +98,7 @@ class StepPlan:
 
     def shared_flops(self, cost: CostModel) -> float:
         """Return the FLOPs, by `cost`, that no pass computes, as samples share tokens."""
-        return sum(shared_flops(batch, cost) for rank in self.ranks for batch in rank)
+        return sum(shared_flops(batch, cost) for batch in self.micro_batches)
 
 
 def padding_share(steps: Sequence[StepPlan]) -> float:
@@ -228,17 +233,17 @@ def assemble(
         group = items[start:stop]
         if layout.pass_tokens is None:
             of_ranks = layout.deal(group)
-            ranks = [layout.micro_batches(of_rank) for of_rank in of_ranks]
-            saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in ranks]
+            by_rank = [layout.micro_batches(of_rank) for of_rank in of_ranks]
+            saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in by_rank]
             loads = [sum([item.cost for item in of_rank]) - less for of_rank, less in zip(of_ranks, saved, strict=True)]
         else:
-            ranks, loads = _deal_rows(group, layout, tower)
+            by_rank, loads = _deal_rows(group, layout, tower)
         if layout.lockstep:
             # equalize the ranks' counts by smaller micro-batches, which cost less than fillers
-            most, by_id = max(map(len, ranks)), {item.sample_id: item for item in group}
-            of_ranks = [[by_id[sample_id] for batch in rank for sample_id in batch.sample_ids] for rank in ranks]
-            ranks = [layout.micro_batches(of_rank, at_least=most) for of_rank in of_ranks]
-        yield _step(first_index + offset, epoch, group, ranks, loads, layout)
+            most, by_id = max(map(len, by_rank)), {item.sample_id: item for item in group}
+            of_ranks = [[by_id[sample_id] for batch in rank for sample_id in batch.sample_ids] for rank in by_rank]
+            by_rank = [layout.micro_batches(of_rank, at_least=most) for of_rank in of_ranks]
+        yield _step(first_index + offset, epoch, group, by_rank, loads, layout)
 
 
 def _deal_rows(
@@ -271,8 +276,8 @@ def _deal(
 ) -> tuple[list[list[MicroBatch]], list[float]]:
     """Deal micro-batches of these loads to ranks; also return the ranks' loads."""
     dealt = partition(loads, num_ranks)
-    ranks = [[batches[index] for index in of_rank] for of_rank in dealt]
-    return ranks, [sum([loads[index] for index in of_rank]) for of_rank in dealt]
+    by_rank = [[batches[index] for index in of_rank] for of_rank in dealt]
+    return by_rank, [sum([loads[index] for index in of_rank]) for of_rank in dealt]
 
 
 def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
@@ -296,11 +301,11 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
     return _step(0, 0, items, *_deal([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
 
 
-def _equal_sizes(ranks: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
+def _equal_sizes(by_rank: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
     """Return the ranks' micro-batches, as many on each, padded to the longest of those that run together."""
-    together = [max(batch.num_padded_tokens for batch in batches) for batches in zip(*ranks, strict=True)]
+    together = [max(batch.num_padded_tokens for batch in batches) for batches in zip(*by_rank, strict=True)]
     return [
-        [replace(batch, fill_tokens=most) for batch, most in zip(batches, together, strict=True)] for batches in ranks
+        [replace(batch, fill_tokens=most) for batch, most in zip(batches, together, strict=True)] for batches in by_rank
     ]
 
 
@@ -352,7 +357,7 @@ def _step(
     index: int,
     epoch: int,
     items: Sequence[Item],
-    ranks: Sequence[Sequence[MicroBatch]],
+    by_rank: Sequence[Sequence[MicroBatch]],
     loads: Sequence[float],
     layout: BatchLayout,
 ) -> StepPlan:
@@ -364,11 +369,15 @@ def _step(
         shortest = min(make_bundles(items), key=lambda bundle: bundle.num_tokens)
         repeated = layout.micro_batch([items[index] for index in shortest.members])
         filler = replace(repeated, num_label_tokens=0, is_filler=True)
-        most = max(map(len, ranks))
-        ranks = [[*batches, *[filler] * (most - len(batches))] for batches in ranks]
+        most = max(map(len, by_rank))
+        by_rank = [[*batches, *[filler] * (most - len(batches))] for batches in by_rank]
     if layout.expert_ranks > 1:
-        groups = range(0, len(ranks), layout.expert_ranks)
-        ranks = [batches for start in groups for batches in _equal_sizes(ranks[start : start + layout.expert_ranks])]
-    whole, by_rank = layout.micro_batch(items), tuple(map(tuple, ranks))
+        groups = range(0, len(by_rank), layout.expert_ranks)
+        by_rank = [
+            batches for start in groups for batches in _equal_sizes(by_rank[start : start + layout.expert_ranks])
+        ]
+    whole = layout.micro_batch(items)
     balance = sum(loads) / (len(loads) * max(loads))
-    return StepPlan(index, epoch, whole.sample_ids, whole.num_tokens, whole.num_label_tokens, by_rank, balance)
+    return StepPlan(
+        index, epoch, whole.sample_ids, whole.num_tokens, whole.num_label_tokens, tuple(map(tuple, by_rank)), balance
+    )

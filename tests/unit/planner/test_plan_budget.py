@@ -187,10 +187,10 @@ def test_turned_weights_cost_no_level_and_few_micro_batches(gib):
     assert ("fp8 weights are transposed in every pass" in after.reason) != after.transposed_weights
     if not after.transposed_weights:
         assert (after.micro_batch_tokens, after.model) == (before.micro_batch_tokens, before.model)
-    passes, passes_after = (sum(len(step.ranks[0]) for step in one.steps()) for one in (plan, plan_after))
+    passes, passes_after = (sum(len(step.by_rank[0]) for step in one.steps()) for one in (plan, plan_after))
     assert passes_after <= 1.125 * passes
     for step in plan_after.steps():
-        for batch in step.ranks[0]:
+        for batch in step.by_rank[0]:
             size = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
             # documents count little: a typical micro-batch of the budget stands for all
             assert after.estimate(size).total_bytes <= after.budget_bytes * 1.005
@@ -229,7 +229,7 @@ def test_gathered_weights_stay_where_memory_is_left():
         kept[gib] = not after.model.parallel_layout.reshard_after_forward
         assert ("gathered weights are kept within a step" in after.reason) == kept[gib]
         assert kept[gib] or after is before
-        num_micro_batches = [[len(step.ranks[0]) for step in one.steps()] for one in (plan, plan_after)]
+        num_micro_batches = [[len(step.by_rank[0]) for step in one.steps()] for one in (plan, plan_after)]
         assert num_micro_batches[0] == num_micro_batches[1]
         size = TOKENS.micro_batch(after.micro_batch_tokens)
         more_bytes = after.estimate(size).weights_bytes - before.estimate(size).weights_bytes
@@ -268,7 +268,7 @@ def test_statistics_are_those_of_the_steps():
     config = config_of(batch={"samples_per_step": 2, "epochs": 3.0})
     plan = make_plan(lengths, labels, config.batch, micro_batch_tokens=64, seed=1, num_ranks=2)
     tokens = TokenStatistics.of(plan)
-    most = max(sum(batch.num_tokens for batch in rank) for step in plan.steps() for rank in step.ranks)
+    most = max(sum(batch.num_tokens for batch in rank) for step in plan.steps() for rank in step.by_rank)
     assert tokens == TokenStatistics(30, most, 30 / 62, 62 / 6)
     assert tokens.micro_batch(620).num_documents == 62
     assert MARGIN < 0.1

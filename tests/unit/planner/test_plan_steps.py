@@ -56,13 +56,13 @@ def test_counts_of_a_step_add_up():
     for step in plan_of(num_ranks=3).steps():
         assert step.num_tokens == lengths[list(step.sample_ids)].sum()
         assert step.num_label_tokens == labels[list(step.sample_ids)].sum()
-        micro_batches = [micro_batch for rank in step.ranks for micro_batch in rank]
+        micro_batches = step.micro_batches
         assert sorted(i for m in micro_batches for i in m.sample_ids) == sorted(step.sample_ids)
         for micro_batch in micro_batches:
             assert micro_batch.num_tokens == lengths[list(micro_batch.sample_ids)].sum() <= 100
             assert micro_batch.num_label_tokens == labels[list(micro_batch.sample_ids)].sum()
         costs = [sum(COST.flops(lengths[list(m.sample_ids)], labels[list(m.sample_ids)]).sum() for m in rank)
-                 for rank in step.ranks]  # fmt: skip
+                 for rank in step.by_rank]  # fmt: skip
         assert step.balance == pytest.approx(np.mean(costs) / max(costs))
 
 
@@ -71,7 +71,7 @@ def test_any_number_of_ranks_runs_the_same_steps(num_ranks):
     for one, many in zip(plan_of(num_ranks=1).steps(), plan_of(num_ranks=num_ranks).steps(), strict=True):
         assert one.sample_ids == many.sample_ids
         assert (one.num_tokens, one.num_label_tokens) == (many.num_tokens, many.num_label_tokens)
-        assert len(many.ranks) == num_ranks
+        assert len(many.by_rank) == num_ranks
     assert plan_of(num_ranks=1).fingerprint == plan_of(num_ranks=num_ranks).fingerprint
 
 
@@ -180,7 +180,7 @@ def test_a_step_cut_again_is_the_step_of_a_plan_with_that_budget(num_ranks):
     for ids in (None, range(5, 50, 2)):
         plan, tight = (plan_of(num_ranks=num_ranks, sample_ids=ids, micro_batch_tokens=n) for n in (1000, 70))
         for step, expected in zip(plan.steps(), tight.steps(), strict=True):
-            assert tuple(plan.resplit(step, rank, 70) for rank in range(num_ranks)) == expected.ranks
+            assert tuple(plan.resplit(step, rank, 70) for rank in range(num_ranks)) == expected.by_rank
         assert list(plan.with_layout(70, COST).steps()) == list(tight.steps())
         assert plan.with_layout(70, COST).fingerprint == plan.fingerprint
     with pytest.raises(UsageError, match=r"batch\.micro_batch_tokens=40"):
@@ -191,7 +191,7 @@ def test_a_step_split_again_counts_no_filler():
     """In lockstep, a rank without samples repeats another one's, which must not be counted twice."""
     plan = make_plan([30, 20], [15, 10], BatchConfig(samples_per_step=1), micro_batch_tokens=40, seed=0, num_ranks=3)
     for step in plan.with_layout(40, COST, lockstep=True).steps():
-        assert sum(batch.is_filler for rank in step.ranks for batch in rank) == 2
+        assert sum(batch.is_filler for batch in step.micro_batches) == 2
         again = [batch for rank in range(3) for batch in plan.resplit(step, rank, 30)]
         assert [batch.sample_ids for batch in again] == [step.sample_ids]
         assert sum(batch.num_label_tokens for batch in again) == step.num_label_tokens
@@ -292,13 +292,13 @@ def test_eval_plan_reads_in_order_and_does_not_depend_on_ranks():
     for plan in plans:
         assert plan.sample_ids == tuple(ids)
         assert plan.num_label_tokens == labels[ids].sum()
-        micro_batches = sorted((m for rank in plan.ranks for m in rank), key=lambda m: m.sample_ids)
+        micro_batches = sorted(plan.micro_batches, key=lambda m: m.sample_ids)
         assert [i for m in micro_batches for i in m.sample_ids] == ids.tolist()
         assert max(m.num_tokens for m in micro_batches) <= 100
-        assert micro_batches == list(plans[0].ranks[0])
+        assert micro_batches == list(plans[0].by_rank[0])
     assert plans[1].balance > 0.9
     full = make_eval_plan([50, 50, 1], [1, 1, 1], layout=BatchLayout(1, 100, COST_BY_TOKENS))
-    assert [m.sample_ids for m in full.ranks[0]] == [(0, 1), (2,)]
+    assert [m.sample_ids for m in full.by_rank[0]] == [(0, 1), (2,)]
     with pytest.raises(DataError, match="no loss"):
         make_eval_plan([3, 4], [0, 0], layout=BatchLayout(1, 100, COST_BY_TOKENS))
 

@@ -32,7 +32,7 @@ def test_numbers_are_recounted(plan):
     assert report.epochs == 1 + 32 / 60
     assert report.num_tokens == sum(step.num_tokens for step in steps)
     assert report.label_share == sum(step.num_label_tokens for step in steps) / report.num_tokens
-    micro_batches = [m for step in steps for rank in step.ranks for m in rank]
+    micro_batches = [m for step in steps for m in step.micro_batches]
     assert report.num_micro_batches == len(micro_batches)
     assert report.max_micro_batch_tokens == max(m.num_tokens for m in micro_batches) <= 250
     assert report.max_micro_batch_labels == max(m.num_label_tokens for m in micro_batches)
@@ -85,7 +85,7 @@ def test_a_step_is_told_rank_by_rank(plan):
     text = "\n".join(lines)
     assert lines[0].startswith("step 2, epoch 0: 16 samples, balance ")
     assert lines[1] == f"{step.num_tokens:,} tokens, {step.num_label_tokens:,} label tokens"
-    for index, rank in enumerate(step.ranks):
+    for index, rank in enumerate(step.by_rank):
         assert f"rank {index}: {sum(m.num_tokens for m in rank)} tokens" in text
         for micro_batch in rank:
             assert f" labels\n      {' '.join(map(str, micro_batch.sample_ids))}\n" in text + "\n"

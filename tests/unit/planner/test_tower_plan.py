@@ -159,7 +159,7 @@ def test_ranks_are_balanced_by_tower_and_decoder(world: PictureWorld, tmp_path: 
         found = []
         for step in plan.steps():
             costs = dict(zip(range(len(samples)), (item.cost for item in samples.items(plan.layout.cost)), strict=True))
-            sums = [sum(costs[i] for batch in rank for i in batch.sample_ids) for rank in step.ranks]
+            sums = [sum(costs[i] for batch in rank for i in batch.sample_ids) for rank in step.by_rank]
             found.append(max(sums) / (sum(sums) / len(sums)))
         return float(np.mean(found))
 

@@ -89,9 +89,9 @@ def test_steps_and_batches_are_those_of_the_plan(device: torch.device, num_steps
     seen, ours = [], []
     for now in loader.prefetching(STEPS[:num_steps], rank=1):
         seen.append(now)
-        ours += list(loader.batches(now.ranks[1]))
+        ours += list(loader.batches(now.by_rank[1]))
     loader.close()
-    expected = [batch for now in STEPS[:num_steps] for batch in now.ranks[1]]
+    expected = [batch for now in STEPS[:num_steps] for batch in now.by_rank[1]]
     assert seen == STEPS[:num_steps]
     assert_equal(ours, plain(loader, expected))
     assert all(tensor.device == device for batch in ours for tensor in (batch.token_ids, batch.label_rows))
@@ -104,14 +104,14 @@ def test_the_next_micro_batches_are_ready_before_they_are_asked_for() -> None:
     store = Store()
     loader = make_loader(store)
     steps = loader.prefetching(STEPS, rank=1)
-    batches = loader.batches(next(steps).ranks[1])
+    batches = loader.batches(next(steps).by_rank[1])
     next(batches)
     settle(loader)
     assert store.read == [1, 2, 3, 4, 5, 6]
     next(batches)
     settle(loader)
     assert store.read == [1, 2, 3, 4, 5, 6]  # two steps ahead lies one without work for this rank
-    next(loader.batches(next(steps).ranks[1]))
+    next(loader.batches(next(steps).by_rank[1]))
     settle(loader)
     assert store.read == [1, 2, 3, 4, 5, 6, 7]
     loader.close()
@@ -153,7 +153,7 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: 
     steps = loader.prefetching(STEPS, rank=1)
     first = next(steps)
     halves = [micro_batch(1), micro_batch(2), micro_batch(3)]
-    ours = [next(loader.batches(first.ranks[1]))]
+    ours = [next(loader.batches(first.by_rank[1]))]
     stage_ahead = loader._prefetch
     # samples 4 to 6 wait behind sample 3 until they have been dropped
     monkeypatch.setattr(loader, "_prefetch", lambda expected: (stage_ahead(expected), store.opened.set()))
@@ -161,8 +161,8 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: 
     settle(loader)
     assert len(loader._staged) <= NUM_PREFETCHED
     second = next(steps)
-    ours += list(loader.batches(second.ranks[1]))
-    assert_equal(ours, plain(loader, [first.ranks[1][0], *halves, *second.ranks[1]]))
+    ours += list(loader.batches(second.by_rank[1]))
+    assert_equal(ours, plain(loader, [first.by_rank[1][0], *halves, *second.by_rank[1]]))
     assert store.read.count(4) == 1
     loader.close()
 
@@ -170,7 +170,7 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: 
 def test_leaving_early_leaves_nothing_behind() -> None:
     before = set(threading.enumerate())  # others may end meanwhile
     loader = make_loader(Store(slow_s=0.01))
-    for _ in loader.batches(STEPS[0].ranks[1]):
+    for _ in loader.batches(STEPS[0].by_rank[1]):
         break
     (ours,) = set(threading.enumerate()) - before
     loader.close()
@@ -181,7 +181,7 @@ def test_leaving_early_leaves_nothing_behind() -> None:
 
 def test_an_error_surfaces_where_its_micro_batch_is_used() -> None:
     loader = make_loader(Store(bad=3))
-    batches = loader.batches(STEPS[0].ranks[1])
+    batches = loader.batches(STEPS[0].by_rank[1])
     assert_equal([next(batches)], plain(loader, [micro_batch(1, 2)]))
     with pytest.raises(DataError, match="sample 3 is damaged"):
         next(batches)

@@ -127,7 +127,7 @@ def test_a_step_is_that_of_plain_torch_however_it_is_cut(
         assert len(passes) == wanted
         assert any(one.shared for one in passes) == (layout == "packed, shared" and name not in KTO)
         run.optimizer.zero_grad()
-        sums = accumulate_gradients(run, replace(step, ranks=(passes,))).tolist()
+        sums = accumulate_gradients(run, replace(step, by_rank=(passes,))).tolist()
         got = planned.normalizers.means(sums, step)
         assert got[0] == sums[0] / PER_STEP == pytest.approx(loss, rel=1e-7)
         assert got[1] == pytest.approx(metrics, rel=1e-6, abs=1e-6)

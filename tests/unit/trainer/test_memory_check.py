@@ -98,7 +98,7 @@ class Start:
         model, found = run.memory.model, []
         assert model is not None
         for step in steps:
-            fitted = model.fitted_estimate(step.ranks[0][0].size, run.memory.recompute, True)
+            fitted = model.fitted_estimate(step.by_rank[0][0].size, run.memory.recompute, True)
             taken = fitted.activations_bytes + fitted.working_bytes
             state = fitted.state_bytes - fitted.optimizer_bytes
             found.append(int(state + self.factor * taken + self.more_bytes))
@@ -146,11 +146,11 @@ def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Co
     planned = plan_run(config, Reporter(), Rank(), lambda: GPU)
     _, _, largest = planned.plan.largest_pass
     steps = choose_passes(planned)
-    shares = [step.ranks[0][0].num_padded_tokens / largest.num_padded_tokens for step in steps]
+    shares = [step.by_rank[0][0].num_padded_tokens / largest.num_padded_tokens for step in steps]
     assert [share <= bound for share, bound in zip(shares, (0.25, 0.25, 0.5), strict=True)] == [True] * 3
     assert shares[2] > 0.4
     on_two = plan_run(config, Reporter(), Rank(0, 2), lambda: GPU)
-    assert all(len(step.ranks) == 2 and step.ranks[0] == step.ranks[1] for step in choose_passes(on_two))
+    assert all(len(step.by_rank) == 2 and step.by_rank[0] == step.by_rank[1] for step in choose_passes(on_two))
 
 
 def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config: Config) -> None:

@@ -81,8 +81,10 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
     busy = RankFigures(forward_s=2.0, backward_s=4.0, data_wait_s=1.0, peak_memory_bytes=8.0)
     idle = RankFigures(peak_memory_bytes=6.0)
     first, second = steps(run)
-    meter.end_step(first, StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, ranks=(busy, idle)))
-    meter.end_step(second, StepOutcome(0.0, {"token_accuracy": 0.0}, 0.0, 0.0, "no label tokens", ranks=(idle, idle)))
+    meter.end_step(first, StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, rank_figures=(busy, idle)))
+    meter.end_step(
+        second, StepOutcome(0.0, {"token_accuracy": 0.0}, 0.0, 0.0, "no label tokens", rank_figures=(idle, idle))
+    )
     (record,) = records
     assert (record.forward_s, record.backward_s, record.data_wait_s) == (2.0, 4.0, 0.25)
     assert (record.peak_memory_bytes, record.mean_peak_memory_bytes) == (6, 6)
@@ -95,7 +97,7 @@ def test_power_is_of_all_ranks_or_not_known(other_watts: float, expected: tuple[
     records: list[Any] = []
     run = make_run(records, [])
     ranks = (RankFigures(gpu_watts=300.0, gpu_use=0.8), RankFigures(gpu_watts=other_watts, gpu_use=0.2))
-    Meter(run).end_step(steps(run)[0], StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, ranks=ranks))
+    Meter(run).end_step(steps(run)[0], StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, rank_figures=ranks))
     assert (records[0].gpu_watts, records[0].gpu_use) == expected
 
 

@@ -180,7 +180,7 @@ def test_equal_to_the_bit_with_a_run_that_had_the_cap_from_the_start(tiny: Any, 
     """With dropout, whose random numbers belong to (step, rank, micro-batch)."""
     sections = {"lora": {"rank": 4, "dropout": 0.3}}
     disturbed, events = make_run(config_of(tiny, tmp_path / "a", precision, 3000, 20, **sections), tmp_path)
-    (whole,) = disturbed.plan.step(0).ranks[0]
+    (whole,) = disturbed.plan.step(0).by_rank[0]
     limit_memory(disturbed.model, whole.num_tokens - 1, "backward")
     got = finished(disturbed)
     cap = whole.num_tokens * 2 // 3
@@ -216,7 +216,7 @@ def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Pa
     """The second micro-batch fails at the end of its backward pass: the first one's gradients must go as well."""
     run, events = make_run(config_of(tiny, tmp_path / "run", tokens=1200), tmp_path)
     step = run.plan.step(0)
-    assert len(step.ranks[0]) > 1
+    assert len(step.by_rank[0]) > 1
     calls = []
 
     def fail_once(grad: torch.Tensor) -> torch.Tensor:

@@ -129,11 +129,11 @@ def test_any_cut_gives_what_units_give_one_by_one(tiny: Any, tmp_path: Path, sha
             layout = replace(planned.plan.layout, num_ranks=num_ranks, lockstep=num_ranks == 2)
             plan = replace(planned.plan, layout=layout).with_layout(budget, layout.cost, lockstep=layout.lockstep)
             cut = plan.step(0)
-            count = max(map(len, cut.ranks))
+            count = max(map(len, cut.by_rank))
             if (num_ranks, count) in found:
                 continue
             found.add((num_ranks, count))
-            got, gradient = summed(run, store, cut.ranks)
+            got, gradient = summed(run, store, cut.by_rank)
             assert got == pytest.approx(loss, rel=1e-12)
             # norms compute in float32, of rows that shared prompts have once
             assert ((gradient - expected).norm() / expected.norm()).item() < (1e-6 if share == "on" else 1e-11)
@@ -153,9 +153,9 @@ def test_rows_and_resplit_keep_units_and_the_loss(tiny: Any, tmp_path: Path, sha
     run, planned = made(config, tmp_path)
     step = planned.plan.step(1)
     assert planned.plan.layout.name == ("rows" if share == "off" else "packed")
-    whole, expected = summed(run, store, step.ranks)
-    cut = planned.plan.resplit(step, 0, planned.plan.largest_unit(step.ranks[0]))
-    assert len(cut) > len(step.ranks[0])
+    whole, expected = summed(run, store, step.by_rank)
+    cut = planned.plan.resplit(step, 0, planned.plan.largest_unit(step.by_rank[0]))
+    assert len(cut) > len(step.by_rank[0])
     got, gradient = summed(run, store, [cut])
     assert got == pytest.approx(whole, rel=1e-9)
     assert ((gradient - expected).norm() / expected.norm()).item() < 1e-6
