@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,13 @@ from typing import Any
 
 
 @contextmanager
-def local_server(handler: type[BaseHTTPRequestHandler], **attributes: Any) -> Iterator[str]:
-    """Serve within the block, by a handler class with these attributes; gives the address."""
+def local_server(
+    handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None, **attributes: Any
+) -> Iterator[str]:
+    """Serve within the block, by a handler class with these attributes; gives the address, also with `tls` http's."""
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), attributes)) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

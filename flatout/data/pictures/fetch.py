@@ -27,7 +27,7 @@ from urllib.parse import quote, urlsplit
 
 from flatout import __version__
 from flatout.data.pictures.read import MAX_FILE_BYTES, URL
-from flatout.errors import DataError, reason_of
+from flatout.errors import DataError, UsageError, reason_of
 
 ATTEMPTS, MAX_REDIRECTS = 3, 5
 # without a byte for so long, and for a whole picture
@@ -37,6 +37,7 @@ PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 # a host that failed so many pictures in a row is not asked again
 _MOST_FAILURES = 16
 _BLOCK_BYTES = 1 << 16
+_PROXY_LOGIN = "; the proxy needs a login: set HTTPS_PROXY and HTTP_PROXY to http://USER:PASSWORD@HOST:PORT"
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 DIGEST_BYTES = 16
 """A downloaded picture is kept behind the xxh3-128 of its bytes."""
@@ -76,6 +77,14 @@ class Web:
     """Reads pictures from allowed hosts, in any number of threads."""
 
     def __init__(self, domains: Sequence[str]) -> None:
+        """Raises UsageError for a proxy in the environment that is no HTTP proxy."""
+        for scheme, proxy in request.getproxies().items():
+            kind, found, _ = proxy.partition("://")
+            if scheme in ("http", "https") and found and kind.lower() != "http":
+                raise UsageError(
+                    f"{scheme.upper()}_PROXY names a {kind} proxy, but pictures are downloaded through HTTP proxies "
+                    "only; set it to an address that begins with http://, or unset it"
+                )
         self._domains, self._stops = domains, threading.Event()
         self._failures = Counter[str]()  # of each host, in a row
         handlers: list[Any] = [
@@ -147,16 +156,24 @@ def _said(error: HTTPError) -> str:
     if error.code in range(300, 400):
         return f"{error.code}, a redirect that is not followed: only to http(s), and at most {MAX_REDIRECTS} times"
     hint = {404: "; check the URL", 410: "; check the URL", 401: "; it needs a login", 403: "; it needs a login"}
+    hint[407] = _PROXY_LOGIN
     return f"the server answers {error.code} {error.reason}{hint.get(error.code, '')}"
 
 
 def _broken(error: Exception) -> tuple[str, bool]:
     """Return why a download failed, and whether it would fail again."""
     reason = error.reason if isinstance(error, URLError) else error
+    if isinstance(error, URLError) and (proxy := error.filename):
+        why, is_final = _broken(reason if isinstance(reason, Exception) else OSError(reason))
+        is_refused = why.startswith("Tunnel connection failed: 4")
+        return f"proxy {proxy}: {why}{_PROXY_LOGIN * (' 407 ' in why)}", is_final or is_refused
     if isinstance(reason, TimeoutError):
         return f"no answer within {SILENT_S:g} s, or not all of it within {WHOLE_S:g} s", False
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return f"its certificate is not valid: {reason.verify_message}", True
+        own = "; if a network or a server has a CA of its own, set SSL_CERT_FILE to its PEM file"
+        return f"its certificate is not valid: {reason.verify_message}{own}", True
+    if isinstance(reason, ssl.SSLError):
+        return f"no TLS connection could be made ({reason.reason}); check whether the server is meant for https", False
     if isinstance(reason, socket.gaierror):
         return "there is no such host", reason.errno != socket.EAI_AGAIN
     if isinstance(reason, ConnectionRefusedError):
@@ -215,11 +232,19 @@ class _Connects(request.AbstractHTTPHandler):
         self._domains, self._context = domains, ssl.create_default_context()
 
     def http_open(self, req: request.Request) -> Any:
-        return self.do_open(_PublicHttp if self._must_be_public(req) else HTTPConnection, req)
+        return self._open(_PublicHttp if self._must_be_public(req) else HTTPConnection, req)
 
     def https_open(self, req: request.Request) -> Any:
         kind = _PublicHttps if self._must_be_public(req) else HTTPSConnection
-        return self.do_open(partial(kind, context=self._context), req)
+        return self._open(partial(kind, context=self._context), req)
+
+    def _open(self, kind: Any, req: request.Request) -> Any:
+        """Send a request. Raises URLError, with the proxy as its filename if the request goes through one."""
+        try:
+            return self.do_open(kind, req)
+        except URLError as error:
+            is_of_proxy = req.host != urlsplit(req.full_url).netloc and not isinstance(error.reason, ssl.SSLError)
+            raise URLError(error.reason, req.host if is_of_proxy else None) from error
 
     def _must_be_public(self, req: request.Request) -> bool:
         parts = urlsplit(req.full_url)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
+import ssl
+import subprocess
 import threading
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 import pytest
 from local_server import local_server
@@ -262,3 +268,115 @@ def test_a_host_that_fails_again_and_again_is_given_up(
     # two are on their way while the last of 16 fails
     given_up = [problem for problem in problems if "127.0.0.1:1 failed 16 pictures in a row" in problem]
     assert 182 <= len(given_up) <= 184
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """An HTTP proxy with a login; `calls` counts what it is asked for."""
+
+    calls: Counter[str]
+
+    def do_CONNECT(self) -> None:
+        if not self._may(self.path):
+            return
+        host, _, port = self.path.rpartition(":")
+        with socket.create_connection((host, int(port))) as server:
+            self.send_response(200)
+            self.end_headers()
+            back = threading.Thread(target=self._copy, args=(server, self.connection))
+            back.start()
+            self._copy(self.connection, server)
+            back.join()
+
+    def do_GET(self) -> None:
+        if self._may(self.path):
+            with build_opener(ProxyHandler({})).open(self.path) as answer:
+                content = answer.read()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    def _may(self, asked: str) -> bool:
+        self.calls[asked] += 1
+        is_known = self.headers.get("Proxy-Authorization") == f"Basic {b64encode(b'me:word').decode()}"
+        if not is_known:
+            self.send_response(407)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        return is_known
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(1 << 16):
+                target.sendall(content)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def certificates(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """A CA of its own, and what a server at localhost needs of it."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    (folder / "names").write_text("subjectAltName=DNS:localhost\n")
+    for words in (
+        ["req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=our CA"],
+        ["req", *curve, "-keyout", "key", "-out", "request", "-subj", "/CN=localhost"],
+        ["x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-out", "own.pem",
+         "-extfile", "names"],
+    ):  # fmt: skip
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "own.pem", folder / "key")
+    return folder / "ca.pem", context
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_https_and_proxies(
+    build: Any, site: str, calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca, context = certificates(tmp_path)
+    plain, to = site.replace("127.0.0.1", "localhost") + "/good/a.png", Counter[str]()
+    local = ("--replace", "--allowed-media-domain", "localhost")
+    with (
+        local_server(Site, context, calls=calls, released=threading.Event()) as tls,
+        local_server(Proxy, calls=to) as proxy,
+    ):
+        secret = tls.replace("http://127.0.0.1", "https://localhost") + "/good/b.png"
+        rows, place = [asked(plain), asked(secret)], proxy.removeprefix("http://")
+        code, said = build(rows, *local)
+        assert (code, "certificate is not valid: unable to get local issuer" in said, calls["/good/b.png"]) == (
+            3,
+            True,
+            0,
+        )
+        assert "set SSL_CERT_FILE to its PEM file" in said
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca))
+        assert build(rows, *local)[0] == 0
+        assert (calls, to) == (Counter({"/good/a.png": 1, "/good/b.png": 1}), Counter())
+        calls.clear()
+
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, proxy)
+        code, said = build(rows, *local)
+        wants = said.count("the proxy needs a login: set HTTPS_PROXY and HTTP_PROXY to")
+        assert (code, wants, calls) == (3, 2, Counter())
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://me:word@{place}")
+        to.clear()
+        code, said = build(rows, *local)
+        assert (code, to) == (0, {plain: 1, secret.removeprefix("https://").partition("/")[0]: 1}), said
+        assert "me:word" not in said
+        # an address that is not public is not even asked for through a proxy
+        code, said = build(rows, "--replace", "--allowed-media-domain", "*")
+        assert (code, said.count("is at 127.0.0.1, which is not a public address"), to.total()) == (3, 2, 2)
+        monkeypatch.setenv("NO_PROXY", "localhost")
+        assert (build(rows, *local)[0], to.total()) == (0, 2)
+        monkeypatch.delenv("NO_PROXY")
+        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+        code, said = build(rows, *local)
+        assert (code, "proxy 127.0.0.1:1: the server refuses the connection" in said) == (3, True), said
+        monkeypatch.setenv("HTTPS_PROXY", f"socks5://{place}")
+        code, said = build(rows, *local)
+        assert (code, "HTTPS_PROXY names a socks5 proxy, but" in said) == (2, True), said
