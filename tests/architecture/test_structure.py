@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2837,
     "compat": 3076,
     "config": 2633,
-    "data": 10840,
+    "data": 10826,
     "demo": 594,
     "doctor": 395,
     "environment": 191,

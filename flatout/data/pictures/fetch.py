@@ -79,8 +79,8 @@ class Web:
     def __init__(self, domains: Sequence[str]) -> None:
         """Raises UsageError for a proxy in the environment that is no HTTP proxy."""
         for scheme, proxy in request.getproxies().items():
-            kind, found, _ = proxy.partition("://")
-            if scheme in ("http", "https") and found and kind.lower() != "http":
+            kind, mark, _ = proxy.partition("://")
+            if scheme in ("http", "https") and mark and kind.lower() != "http":
                 raise UsageError(
                     f"{scheme.upper()}_PROXY names a {kind} proxy, but pictures are downloaded through HTTP proxies "
                     "only; set it to an address that begins with http://, or unset it"

@@ -6,8 +6,7 @@ blank picture of that size, once a size; pixels are made as training goes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -242,7 +241,9 @@ def _load(name: str, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) 
     import transformers  # lazy: image processors take half a second
     from transformers import AutoImageProcessor
 
-    settings: Mapping[str, Any] = {key: value for file in reversed(files) for key, value in _json(file).items()}
+    settings = dict[str, Any]()
+    for file in reversed(files):
+        settings |= read_json(file, DataError)
     made_of = settings.get("processor_class")
     if made_of is None:
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -276,8 +277,3 @@ class _WithoutVideos:
         self.tokenizer.save_pretrained(save_directory, **options)
         for path in self.files:
             DurableIO().write_bytes(Path(save_directory, path.name), path.read_bytes())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from flatout.data.conversation import ROLES, Conversation, Message, Origin, PlainText, Role, is_empty
 from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, in_call_order, tools_of
@@ -24,7 +24,6 @@ from flatout.data.rows.formats.keys import silent_spans, turn_flags
 from flatout.data.rows.formats.parts import Content, read_parts
 from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, pictures_of, with_pictures
 
-T = TypeVar("T")
 # not a separate role: an assistant turn whose text is a function call in JSON
 _CALL = "function_call"
 # role -> the names that data sets give it
@@ -236,7 +235,7 @@ class TurnReader:
             return
         content = self._read_content(turn, place, role)
         if len(turn) > 2:
-            own = _same_in_all(turn, _REASONING, place, text_at)
+            own = _same_in_all(turn, _REASONING, place)
             if content.reasoning is not None and own is not None:
                 raise FieldError(f"{place} has reasoning both in its parts and next to them; keep one")
             content.reasoning = own if content.reasoning is None else content.reasoning
@@ -249,7 +248,7 @@ class TurnReader:
         train, ranges, name, call_id = None, None, None, None
         if len(turn) > 2 or content.silent:
             name = optional_text(turn.get("name"), f"{place}.name")
-            call_id = _same_in_all(turn, _CALL_ID, place, text_at)
+            call_id = _same_in_all(turn, _CALL_ID, place)
             train, ranges = turn_flags(turn, place, self.reading, self._read, self.remarks)
         if ranges is not None:
             if content.silent or not isinstance(turn.get(self._content), str):
@@ -307,11 +306,9 @@ def _required(turn: Mapping[str, Any], place: str, key: str) -> Any:
     raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
 
 
-def _same_in_all(
-    turn: Mapping[str, Any], keys: Sequence[str], place: str, read: Callable[[object, str], T]
-) -> T | None:
-    """Return the value that a turn has under any of several names, which must agree; None if it has none."""
-    given = {key: read(turn[key], f"{place}.{key}") for key in keys if turn.get(key) is not None}
+def _same_in_all(turn: Mapping[str, Any], keys: Sequence[str], place: str) -> str | None:
+    """Return the text that a turn has under any of several names, which must agree; None if it has none."""
+    given = {key: text_at(turn[key], f"{place}.{key}") for key in keys if turn.get(key) is not None}
     if len(set(given.values())) > 1:
         raise FieldError(f"{place} has {' and '.join(given)} with different values; keep one")
     return next(iter(given.values()), None)

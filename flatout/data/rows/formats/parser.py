@@ -75,10 +75,6 @@ _REMARKS = {
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
 
 
-def _any_row(row: Mapping[str, Any], reading: Reading) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class FormatRule:
     """`required`: one column of each group must be present. `optional` ones are read too; all others are ignored.
@@ -91,7 +87,7 @@ class FormatRule:
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
-    looks: Callable[[Mapping[str, Any], Reading], bool] = _any_row
+    looks: Callable[[Mapping[str, Any], Reading], bool] = lambda row, reading: True
 
     @property
     def columns(self) -> set[str]:
@@ -101,10 +97,6 @@ class FormatRule:
         """Return the user's names of the columns that are read with these settings."""
         named = {reading.columns[name] for name in self.named if name in reading.columns}
         return named | {reading.name(name) for name in (*self.optional, *chain(*self.required))}
-
-
-def _never(row: Mapping[str, Any], reading: Reading) -> bool:
-    return False  # a label may also be that of an answer, or mean nothing: only the settings tell
 
 
 def _holds_tree(row: Mapping[str, Any], reading: Reading) -> bool:
@@ -126,8 +118,9 @@ RULES: dict[str, FormatRule] = {
     "preference": _pairs,
     "reward": _pairs,
     "ranked": FormatRule(parse_ranked, (ANSWERS,), (*_ASKED, *RANKED_COLUMNS), _TURNS, looks=is_ranked),
+    # never detected: a label may also be that of an answer, or mean nothing
     "classify": FormatRule(
-        parse_classified, (("text", *PROMPTS), ("label",)), ("history", *CHAT_OPTIONAL), _TURNS, looks=_never
+        parse_classified, (("text", *PROMPTS), ("label",)), ("history", *CHAT_OPTIONAL), _TURNS, lambda *_: False
     ),
     "kto": FormatRule(parse_kto, (LABELS,), (*_ASKED, *COMPLETIONS), _TURNS, looks=is_labelled),
     "messages": FormatRule(_parse_messages, (CHAT_COLUMNS,), CHAT_OPTIONAL, ("completion", "role", "content")),
