@@ -40,8 +40,8 @@ from flatout.models.experts.lora import expert_parameters
 from flatout.models.load.auto_class import auto_class
 from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.lora.layer import add_lora, freeze_unreached, lora_layers
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import Samples, flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.models.rope import plain_rope
 from flatout.models.selftest import prove_layout
 from flatout.trainer.model_shape import read_shape
@@ -463,7 +463,7 @@ def _trained(folder: str, precision: Any) -> dict[str, Any]:
         else:
             freeze_unreached(model)
         batch = flatten_samples(documents(), row_length=max(LENGTHS) if loaded.is_padded else None)
-        ours = packed_loss(model, batch).loss_sum
+        ours = packed_cross_entropy(model, batch).loss_sum
         ours_grad = gradients(model, ours)
         truth = plain_loss(model)
         truth_grad = gradients(model, truth)

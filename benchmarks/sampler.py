@@ -27,7 +27,7 @@ from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.models.packed_loss import next_logits
+from flatout.models.model_with_loss import next_logits
 from flatout.models.selftest import own_attention
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams

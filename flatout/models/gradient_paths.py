@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flatout.errors import UsageError
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch
-from flatout.models.packed_loss import packed_loss
 from flatout.models.probe import evaluating, random_batch
 
 _LENGTHS = (8, 19, 3, 2)
@@ -76,7 +76,7 @@ def _unreached(loaded: LoadedModel, documents: Sequence[int] | PackedBatch) -> s
         dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
         autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
         with evaluating(model), torch.enable_grad(), dropped, autocast:
-            loss = packed_loss(model, batch).loss_sum
+            loss = packed_cross_entropy(model, batch).loss_sum
     finally:
         for hook in hooks:
             hook.remove()

@@ -23,8 +23,8 @@ from flatout.models.blocks import (
 )
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.model import LoadedModel
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.models.prefix_check import check_shared_prefixes
 from flatout.models.probe import checking, embedded_tokens, has_experts, random_batch, relative_error, widened
 from flatout.models.rope import length_limits, plain_rope
@@ -158,7 +158,7 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
     error = relative_error(ours, whole.to(ours.dtype), has_experts(model), _LENGTHS)
     if not error <= limit:
         raise UsageError(f"model type {kind} has logits that differ from its head's by {error:.1e}; {unknown}")
-    loss = float(packed_loss(model, batch).loss_sum)
+    loss = float(packed_cross_entropy(model, batch).loss_sum)
     truth = float(F.cross_entropy(logits[batch.label_rows], batch.label_ids, reduction="sum"))
     if not abs(loss - truth) <= limit * max(abs(truth), 1.0):
         raise UsageError(
@@ -193,7 +193,7 @@ def _check_backward(loaded: LoadedModel) -> None:
     batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.is_padded else None)
     try:
         with embedded_tokens(loaded.model) as embedded:
-            torch.autograd.grad(packed_loss(loaded.model, batch).loss_sum, embedded)
+            torch.autograd.grad(packed_cross_entropy(loaded.model, batch).loss_sum, embedded)
     except RuntimeError as error:
         raise UsageError(
             f"model type {loaded.model.config.model_type}: its recurrent layers cannot be trained with the packages "

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from flatout.models.attention import choose_attention, register, registered_name
 from flatout.models.blocks import attention_of_parts
+from flatout.models.model_with_loss import next_logits
 from flatout.models.packed import PackedBatch
-from flatout.models.packed_loss import next_logits
 from flatout.models.picture_check import read_with_own_attention
 from flatout.models.pictures import PicturePacker
 

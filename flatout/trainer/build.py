@@ -27,7 +27,7 @@ from flatout.models.frozen.frozen_experts import Fp8Experts
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
-from flatout.models.packed_loss import PackedLoss, prepare_head
+from flatout.models.model_with_loss import ModelWithLoss, prepare_head
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
@@ -160,9 +160,9 @@ def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[in
     return tuple(map(loader_of, planned.sets))
 
 
-def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> PackedLoss:
+def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> ModelWithLoss:
     """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
-    loss = PackedLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
+    loss = ModelWithLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
     routers = Routers(loaded.model, config.experts)
     if routers.layers:
         loss.term = routers
@@ -218,8 +218,8 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
 
 
 def shard_state(
-    setup: Setup, loaded: LoadedModel, loss: PackedLoss
-) -> tuple[Strategy, PackedLoss, torch.optim.Optimizer]:
+    setup: Setup, loaded: LoadedModel, loss: ModelWithLoss
+) -> tuple[Strategy, ModelWithLoss, torch.optim.Optimizer]:
     """Connect to the other ranks, shard the state, and return the strategy, the loss to call, and the optimizer."""
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     if apply_recompute(loaded.model, planned.memory.recompute):
@@ -257,7 +257,7 @@ def shard_state(
     when = ", updates in the backward pass" if config.full.update == "backward" else ""
     reporter.stage("optimizer", line + when)
     # a wrapper is called like the loss
-    return strategy, cast(PackedLoss, wrapped), optimizer
+    return strategy, cast(ModelWithLoss, wrapped), optimizer
 
 
 def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[Saver, list[int]]:
@@ -278,7 +278,7 @@ def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[S
 
 
 def compile_model(
-    setup: Setup, loaded: LoadedModel, losses: tuple[PackedLoss, PackedLoss], loader: BatchLoader, proofs: Proofs
+    setup: Setup, loaded: LoadedModel, losses: tuple[ModelWithLoss, ModelWithLoss], loader: BatchLoader, proofs: Proofs
 ) -> tuple[CompileOutcome, Recompute]:
     """Compile the layers after sharding; without one graph for each, `selective` and `budget` fall back to `full`.
 

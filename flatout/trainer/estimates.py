@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from flatout.models.model_with_loss import sums_of
 from flatout.models.packed import PackedBatch
-from flatout.models.packed_loss import sums_of
 from flatout.models.token_head import TokenHead
 from flatout.objectives.labels import LabelTokens
 from flatout.planner.memory.constants import HEAD_TILE_ROWS

@@ -13,7 +13,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
 from flatout.models.lora.fused import FusedLayers
-from flatout.models.packed_loss import PackedLoss
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.term import Term
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
@@ -127,7 +127,7 @@ class TrainingRun:
     # those of `PlannedRun.sets`, in their order
     loaders: tuple[BatchLoader, ...]
     model: PreTrainedModel
-    loss: PackedLoss
+    loss: ModelWithLoss
     dtype: torch.dtype
     autocast: bool
     named_parameters: Mapping[str, nn.Parameter]

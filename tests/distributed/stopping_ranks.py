@@ -10,14 +10,14 @@ from torch import nn
 
 from flatout.config.read import load_config
 from flatout.errors import FlatoutError
-from flatout.models.packed_loss import PackedLoss
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.trainer.run import train
 
 passes: list[nn.Module] = []
 
 
 def before(module: nn.Module, inputs: object) -> None:
-    if isinstance(module, PackedLoss) and not torch.is_grad_enabled():
+    if isinstance(module, ModelWithLoss) and not torch.is_grad_enabled():
         passes.append(module)
         if len(passes) == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)

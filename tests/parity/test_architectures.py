@@ -15,8 +15,8 @@ from flatout.errors import UsageError
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.models.rope import plain_rope
 from flatout.models.selftest import check_packing
 from flatout.trainer.model_shape import make_shape, read_shape
@@ -127,7 +127,7 @@ def train_a_step(folder: Path, method: Any, precision: Any) -> None:
             if name.endswith("lora_b"):
                 torch.nn.init.normal_(parameter.data, std=0.02)
         fuse_layers(model)
-    ours = packed_loss(model, flatten_samples(documents())).loss_sum
+    ours = packed_cross_entropy(model, flatten_samples(documents())).loss_sum
     ours_grad = gradients(model, ours)
     truth = plain_loss(model)
     # transformers' eager attention takes its softmax in float32, and rotary's cosines are float32 everywhere

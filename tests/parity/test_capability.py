@@ -17,8 +17,8 @@ from flatout.kernels.moe import grouped_linear, grouped_linear_fp8, reference, r
 from flatout.models.attention import choose_attention
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 
 CUDA = torch.device("cuda", 0)
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -169,7 +169,7 @@ class TestOnTheGpu:
             generator = torch.Generator(CUDA).manual_seed(0)
             for parameter in parameters:
                 parameter.data.normal_(0, 0.02, generator=generator)
-            loss = packed_loss(loaded.model, flatten_samples(samples).to(CUDA)).loss_sum
+            loss = packed_cross_entropy(loaded.model, flatten_samples(samples).to(CUDA)).loss_sum
             gradients = [gradient.flatten().double() for gradient in torch.autograd.grad(loss, parameters)]
             return loaded.attention, torch.cat([loss.detach().double()[None], *gradients])
 

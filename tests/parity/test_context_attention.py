@@ -32,8 +32,8 @@ from flatout.models.context.check import check_shard
 from flatout.models.context.shard import ContextShard
 from flatout.models.load.model import Loading, load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import KeyPieces, flatten_samples
-from flatout.models.packed_loss import packed_loss
 
 # queries and keys of each piece: a whole document, the middle and the end of one, a single query
 QUERIES, KEYS = (13, 5, 4, 1, 2), (13, 9, 30, 7, 2)
@@ -254,7 +254,7 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
 
     def gradients(batch: Any) -> tuple[float, torch.Tensor]:
         loaded.model.zero_grad()
-        loss = packed_loss(loaded.model, batch.to(place.device)).loss_sum
+        loss = packed_cross_entropy(loaded.model, batch.to(place.device)).loss_sum
         loss.backward()
         grads = [own.grad.flatten().double() for own in trainable_parameters(loaded.model).values()]
         return loss.item(), torch.cat(grads)
@@ -284,6 +284,6 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            packed_loss(loaded.model, batch).loss_sum.backward()
+            packed_cross_entropy(loaded.model, batch).loss_sum.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -21,8 +21,8 @@ from flatout.models.blocks import hidden_states
 from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
 from flatout.models.load.model import load_model
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.packed_loss import PackedLoss
 from flatout.models.term import StepFacts
 
 SAMPLES = tiny_samples([11, 7, 5, 9])
@@ -47,7 +47,7 @@ def step_gradients(
 
     `replays`: passes are computed as recorded ones are, whose routers' logits and choices are copies at other places.
     """
-    loss: Any = PackedLoss(model)
+    loss: Any = ModelWithLoss(model)
     routers = Routers(model, config)
     loss.term = routers
 
@@ -83,7 +83,7 @@ def test_losses_of_one_micro_batch_are_transformers(family: str, tmp_path: Path)
     logits: list[Tensor] = []
     hooks = [one.register_forward_hook(lambda _, __, out: logits.append(out[0])) for one in find_routers(model)]
     model.zero_grad()
-    cross_entropy = PackedLoss(model)(flatten_samples(SAMPLES))[0] / 19
+    cross_entropy = ModelWithLoss(model)(flatten_samples(SAMPLES))[0] / 19
     for hook in hooks:
         hook.remove()
     k = FAMILIES[family]["num_experts_per_tok"]
@@ -200,7 +200,7 @@ def test_routers_are_read_in_one_graph() -> None:
 def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path: Path) -> None:
     """Passes that are measured before step 0 have its index, but other samples."""
     model = loaded_model("qwen3_moe", tmp_path)
-    loss = PackedLoss(model)
+    loss = ModelWithLoss(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.1))
     loss.term = routers
 
@@ -219,7 +219,7 @@ def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path:
 def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     """A pass that only observes has gradients on, as training's kernels do; one that fails is repeated."""
     model = loaded_model("qwen3_moe", tmp_path)
-    loss = PackedLoss(model)
+    loss = ModelWithLoss(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.0 if how == "without losses" else 0.1))
     loss.term = routers
     routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))

@@ -16,8 +16,8 @@ from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear, fuse_froze
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.planner.layout import ALONE
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
@@ -104,7 +104,7 @@ def stored_model(folder, make, *, fp8):
 
 
 def loss_and_gradient(model):
-    loss = packed_loss(model, flatten_samples(tiny_samples([9, 1, 17, 5]))).loss_sum
+    loss = packed_cross_entropy(model, flatten_samples(tiny_samples([9, 1, 17, 5]))).loss_sum
     gradients = torch.autograd.grad(loss, list(trainable_parameters(model).values()))
     return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
 

@@ -13,8 +13,8 @@ from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_s
 from flatout.config.schema import FullConfig, ModelConfig, OptimConfig
 from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.load.model import load_model
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.models.packed_loss import packed_loss
 from flatout.models.trained_fp8 import convert_to_float8
 from flatout.optim.build import make_optimizer
 from flatout.optim.update import BackwardUpdate, set_lr
@@ -119,7 +119,7 @@ def batches(count: int) -> list[Any]:
 
 def loss_of(loaded: Any, batch: Any) -> torch.Tensor:
     with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
-        sums = packed_loss(loaded.model, batch)
+        sums = packed_cross_entropy(loaded.model, batch)
     mean: torch.Tensor = sums.loss_sum / batch.num_label_tokens
     return mean
 

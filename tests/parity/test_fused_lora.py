@@ -11,8 +11,8 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def adapted(folder, family, *, precision="fp64", **lora):
 
 def loss_and_gradients(model):
     batch = flatten_samples(tiny_samples([9, 1, 17, 5]))
-    loss = packed_loss(model, batch).loss_sum
+    loss = packed_cross_entropy(model, batch).loss_sum
     named = trainable_parameters(model)
     gradients = torch.autograd.grad(loss, list(named.values()))
     return loss.detach(), dict(zip(named, gradients, strict=True))

@@ -15,8 +15,8 @@ from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
-from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.term import StepFacts
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
@@ -51,7 +51,7 @@ def make_trained(folder, family, experts=None):
         layer.lora_b.data.normal_(0, 0.1)
     fuse_layers(loaded.model)
     num_boundaries = padded_num_boundaries(8)
-    loss = PackedLoss(loaded.model)
+    loss = ModelWithLoss(loaded.model)
     if experts is not None:
         loss.term = Routers(loaded.model, experts)
     outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries), loss)
@@ -73,7 +73,7 @@ def trained(tmp_path, request, monkeypatch):
 def gradients_of(model, parameters, batch, decoder=None):
     for parameter in parameters:
         parameter.grad.zero_()
-    sums = packed_loss(model, batch, decoder=decoder)
+    sums = packed_cross_entropy(model, batch, decoder=decoder)
     sums.loss_sum.backward()
     return sums.loss_sum.item(), torch.cat([parameter.grad.flatten() for parameter in parameters])
 
@@ -182,7 +182,7 @@ def test_gradients_add_up_over_replays(trained):
     decoder.record([packed_size(LENGTHS[0], size_buckets=LADDER)], num_boundaries)
     batch = batch_of(LENGTHS[0], num_boundaries)
     _, once = gradients_of(model, parameters, batch, decoder)
-    packed_loss(model, batch, decoder=decoder).loss_sum.backward()
+    packed_cross_entropy(model, batch, decoder=decoder).loss_sum.backward()
     twice = torch.cat([parameter.grad.flatten() for parameter in parameters])
     assert ((twice - 2 * once).norm() / once.norm()).item() < 1e-2
 

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatout.config.schema import LoraConfig
 from flatout.kernels.cross_entropy import tiled
 from flatout.kernels.cross_entropy.tiled import tile_terms
-from flatout.models import packed_loss as packed_losses
-from flatout.models import token_head
+from flatout.models import model_with_loss, token_head
 from flatout.models.lora.layer import add_lora
+from flatout.models.model_with_loss import packed_cross_entropy, prepare_head
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss, prepare_head
 
 
 def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
@@ -248,7 +247,7 @@ def test_logit_scale_and_softcap_of_the_config(family, with_adapter):
         cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
     ).logits[0]  # fmt: skip
     truth = F.cross_entropy(logits[batch.label_rows], batch.label_ids, reduction="sum")
-    torch.testing.assert_close(packed_loss(model, batch).loss_sum, truth, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(packed_cross_entropy(model, batch).loss_sum, truth, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["bias", "hook"])
@@ -264,7 +263,7 @@ def test_unusual_heads_go_through_the_module(kind):
         cu_seq_lens_q=batch.cu_seqlens, max_length_q=batch.max_seqlen,
     ).last_hidden_state[0]  # fmt: skip
     truth = F.cross_entropy(model.lm_head(hidden[batch.label_rows]), batch.label_ids, reduction="sum")
-    sums = packed_loss(model, batch, tile_rows=4)
+    sums = packed_cross_entropy(model, batch, tile_rows=4)
     torch.testing.assert_close(sums.loss_sum, truth, atol=1e-11, rtol=1e-11)
     parameters = list(model.parameters())
     for mine, true in zip(
@@ -278,7 +277,9 @@ def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
     model = tiny_model("llama", attention="flatout_documents")
     if with_bias:
         model.lm_head.bias = nn.Parameter(torch.zeros(300, dtype=torch.float64))
-    sums = packed_loss(model, flatten_samples([(ids, trained & False) for ids, trained in tiny_samples([6, 11])]))
+    sums = packed_cross_entropy(
+        model, flatten_samples([(ids, trained & False) for ids, trained in tiny_samples([6, 11])])
+    )
     sums.loss_sum.backward()
     assert float(sums.loss_sum) == 0.0
     assert int(sums.num_correct) == 0
@@ -359,7 +360,7 @@ def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
     )
     prepare_head(model, 512)
     assert not sizes  # in fp64 on a CPU tiles have the sizes they come in
-    monkeypatch.setattr(packed_losses, "is_fused", lambda device, dtype: True)
+    monkeypatch.setattr(model_with_loss, "is_fused", lambda device, dtype: True)
     prepare_head(model, 512)
     assert sizes == [128, 256, 384, 512]
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -16,8 +16,8 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.compile.recompute import apply_recompute
 from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.lora.layer import freeze
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import check_packing
 
 
@@ -42,7 +42,7 @@ def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]
     samples = [(np.arange(length) % 50, np.ones(length, bool)) for length in (9, 20)]
     batch = flatten_samples(samples, row_length=24 if loaded.is_padded else None)
     with torch.autocast("cpu", dtype=loaded.dtype, enabled=loaded.autocast):
-        loss = packed_loss(loaded.model, batch).loss_sum
+        loss = packed_cross_entropy(loaded.model, batch).loss_sum
     loss.backward()
     grads = [parameter.grad for parameter in loaded.model.parameters() if parameter.grad is not None]
     assert {grad.dtype for grad in grads} == {next(loaded.model.parameters()).dtype}

@@ -19,8 +19,8 @@ from flatout.models.blocks import replace_module
 from flatout.models.compile.regions import Regions
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import LoadedModel, Loading, load_model
+from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.selftest import check_packing
 from flatout.models.term import StepFacts
 
@@ -48,7 +48,7 @@ def test_convolutions_pack_exactly_without_a_kernel(tmp_path: Path, model_type: 
     loaded = load(tmp_path, model_type, CPU, "fp64")
     assert choose_layout(loaded.model.config, "auto").layout == "packed"
     assert "packed = alone within 0.0e+00" in check_packing(loaded)
-    ours = packed_loss(loaded.model, flatten_samples(documents(), num_boundaries=num_boundaries)).loss_sum
+    ours = packed_cross_entropy(loaded.model, flatten_samples(documents(), num_boundaries=num_boundaries)).loss_sum
     ours_grad = gradients(loaded.model, ours)
     truth = plain_loss(loaded.model)
     assert ours.item() == pytest.approx(truth.item(), rel=1e-12)
@@ -73,7 +73,7 @@ def test_routers_of_packed_hybrids_count_tokens_without_padding(
         if recurrences.search(type(module).__name__):
             # its kernel, which only runs on a GPU, has no part in counting
             replace_module(loaded.model, path, PassThrough())
-    loss = PackedLoss(loaded.model)
+    loss = ModelWithLoss(loaded.model)
     routers = Routers(loaded.model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
     loss.term = routers
     chosen: list[torch.Tensor] = []
@@ -164,8 +164,10 @@ def test_packed_equals_rows_equals_one_by_one_on_a_gpu(
         raise
     rows = load(tmp_path, model_type, CUDA, precision, rows=True)
     with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
-        packed = packed_loss(loaded.model, flatten_samples(documents()).to(CUDA)).loss_sum
-        padded = packed_loss(rows.model, flatten_samples(documents(), row_length=max(LENGTHS)).to(CUDA)).loss_sum
+        packed = packed_cross_entropy(loaded.model, flatten_samples(documents()).to(CUDA)).loss_sum
+        padded = packed_cross_entropy(
+            rows.model, flatten_samples(documents(), row_length=max(LENGTHS)).to(CUDA)
+        ).loss_sum
     limit = {"fp32": 1e-4, "bf16": 2e-2}[precision]
     assert packed.item() == pytest.approx(padded.item(), rel=limit)
     packed_grad, padded_grad = gradients(loaded.model, packed), gradients(rows.model, padded)

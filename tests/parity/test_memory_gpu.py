@@ -14,8 +14,8 @@ from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
+from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.models.packed_loss import PackedLoss, packed_loss
 from flatout.models.term import StepFacts
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
@@ -51,7 +51,7 @@ def peak_and_gradient(loaded, batch):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = packed_loss(loaded.model, batch).loss_sum / batch.num_label_tokens
+        loss = packed_cross_entropy(loaded.model, batch).loss_sum / batch.num_label_tokens
         kept = torch.cuda.memory_allocated() - before
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
         del loss
@@ -79,7 +79,7 @@ def test_recomputed_experts_compile_beside_losses_on_their_routers(tmp_path):
     for level in ("none", "full"):
         torch._dynamo.reset()
         loaded = load_model(ModelConfig(name=str(tmp_path)), method="full", device=CUDA, seed=0)
-        loss = PackedLoss(loaded.model)
+        loss = ModelWithLoss(loaded.model)
         routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
         loss.term = routers
         apply_recompute(loaded.model, level)
@@ -103,7 +103,7 @@ def test_a_compiled_step_offloads_without_recompiling(tmp_path):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in ([5, 300, 1, 90], [64], [2000, 300], [3] * 15):
             batch = flatten_samples(tiny_samples(lengths), num_boundaries=BORDERS).to(CUDA)
-            packed_loss(loaded.model, batch).loss_sum.backward()
+            packed_cross_entropy(loaded.model, batch).loss_sum.backward()
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.compile.recompute import apply_recompute
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import check_packing
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_layers_compile_as_one_graph(tmp_path, kernel):
         gradients = []
         for loaded in (eager, compiled):
             loaded.model.zero_grad()
-            sums = packed_loss(loaded.model, batch)
+            sums = packed_cross_entropy(loaded.model, batch)
             sums.loss_sum.backward()
             gradients.append(torch.cat([p.grad.flatten() for p in trainable_parameters(loaded.model).values()]))
         cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
@@ -97,7 +97,7 @@ def test_learns_one_batch(tmp_path, method):
     losses = []
     for _ in range(30):
         with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
-            sums = packed_loss(loaded.model, batch)
+            sums = packed_cross_entropy(loaded.model, batch)
         optimizer.zero_grad()
         (sums.loss_sum / batch.num_label_tokens).backward()
         optimizer.step()
@@ -121,7 +121,7 @@ def test_compiled_layers_never_recompile(tmp_path, family, method, kernel, large
         for lengths in ([5, 300, 1, 90], [64], [17, 33, 250, 900, 4, 5, 6, 7, 8, 9], [2000, 300], [3] * 100, [990] * 9):
             batch = flatten_samples(tiny_samples(lengths), num_boundaries=padded_num_boundaries(100)).to(CUDA)
             with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
-                packed_loss(loaded.model, batch).loss_sum.backward()
+                packed_cross_entropy(loaded.model, batch).loss_sum.backward()
 
 
 @pytest.mark.parametrize("largest_pass_tokens", [0, 16384])
@@ -138,7 +138,7 @@ def test_norms_gradients_of_any_size_are_one_graph(tmp_path, largest_pass_tokens
                 CUDA
             )
             with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
-                packed_loss(loaded.model, batch).loss_sum.backward()
+                packed_cross_entropy(loaded.model, batch).loss_sum.backward()
 
 
 def test_compile_is_off_where_it_cannot_be(tmp_path):

@@ -10,8 +10,8 @@ from tiny_models import FAMILIES, tiny_model, tiny_samples, use_rotary_table
 from flatout.errors import UsageError
 from flatout.models.attention import registered_name
 from flatout.models.blocks import document_arguments
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 
 LENGTHS = [5, 17, 1, 9, 12]
 CASES = [
@@ -59,7 +59,7 @@ def test_packed_equals_alone(family, form, dtype):
     ours, truth = pair(family, form, dtype)
     samples = tiny_samples(LENGTHS)
     batch = flatten_samples(samples)
-    sums = packed_loss(ours, batch, tile_rows=5)
+    sums = packed_cross_entropy(ours, batch, tile_rows=5)
     loss, logits = alone_loss(truth, samples)
     logits_ours = packed_logits(ours, batch)
     assert relative(logits_ours, logits) < TOLERANCE[dtype]
@@ -108,7 +108,7 @@ def test_tied_embeddings_collect_both_gradients():
     ours, truth = pair("qwen3", "sdpa", torch.float64)
     assert ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
     samples = tiny_samples(LENGTHS)
-    packed_loss(ours, flatten_samples(samples)).loss_sum.backward()
+    packed_cross_entropy(ours, flatten_samples(samples)).loss_sum.backward()
     alone_loss(truth, samples)[0].backward()
     gradient = ours.get_input_embeddings().weight.grad
     assert relative(gradient, truth.get_input_embeddings().weight.grad) < 1e-10
@@ -122,7 +122,7 @@ def test_gradient_checkpointing_changes_nothing(form):
     plain, checked = (tiny_model("qwen3", attention=registered_name(form)).train() for _ in range(2))
     checked.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batch = flatten_samples(tiny_samples(LENGTHS))
-    losses = [packed_loss(model, batch).loss_sum for model in (plain, checked)]
+    losses = [packed_cross_entropy(model, batch).loss_sum for model in (plain, checked)]
     for loss in losses:
         loss.backward()
     assert torch.equal(*losses)
@@ -133,9 +133,9 @@ def test_gradient_checkpointing_changes_nothing(form):
 def test_bf16_autocast_mixes_no_dtypes_and_stays_close():
     model = tiny_model("qwen3", torch.float32, "flatout_documents")
     batch = flatten_samples(tiny_samples(LENGTHS))
-    exact = packed_loss(model, batch).loss_sum
+    exact = packed_cross_entropy(model, batch).loss_sum
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        sums = packed_loss(model, batch)
+        sums = packed_cross_entropy(model, batch)
     sums.loss_sum.backward()
     assert sums.loss_sum.dtype == torch.float32
     assert relative(sums.loss_sum.detach(), exact.detach()) < 0.02
@@ -146,9 +146,9 @@ def test_a_window_that_comes_through_the_mask_only_is_refused():
     model = tiny_model(
         "phimoe", attention="flatout_plain", num_local_experts=2, num_experts_per_tok=1, sliding_window=8
     )
-    packed_loss(model, flatten_samples(tiny_samples([4, 3])))
+    packed_cross_entropy(model, flatten_samples(tiny_samples([4, 3])))
     with pytest.raises(UsageError, match="window"):
-        packed_loss(model, flatten_samples(tiny_samples([4, 3, 9])))
+        packed_cross_entropy(model, flatten_samples(tiny_samples([4, 3, 9])))
 
 
 def test_generation_with_packed_attention_is_refused():
@@ -165,7 +165,7 @@ def test_kernel_shapes_change_no_loss(family, form):
     results = []
     for num_boundaries in (None, 64):
         model.zero_grad()
-        loss = packed_loss(model, flatten_samples(samples, num_boundaries=num_boundaries)).loss_sum
+        loss = packed_cross_entropy(model, flatten_samples(samples, num_boundaries=num_boundaries)).loss_sum
         loss.backward()
         results.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     assert float(results[0][0]) == pytest.approx(float(results[1][0]), rel=1e-7)

@@ -10,8 +10,8 @@ from tiny_models import save_tiny_model, tiny_model, tiny_samples
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
 from flatout.models.load.model import LoadedModel, load_model
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.models.rope import plain_rope, scale_by_document
 from flatout.models.selftest import check_packing
 
@@ -78,7 +78,7 @@ def test_packed_equals_each_document_alone(models):
     samples = tiny_samples(LENGTHS)
     loss, logits = alone_on_a_fresh_model(truth, samples)
     batch = flatten_samples(samples)
-    sums = packed_loss(ours, batch)
+    sums = packed_cross_entropy(ours, batch)
     # rotary's cosines are float32, and those of another vector differ in the last bit
     assert relative(packed_logits(ours, batch), logits) < 1e-6
     assert relative(sums.loss_sum, loss) < 1e-7

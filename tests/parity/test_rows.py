@@ -11,8 +11,8 @@ from flatout.config.schema import ModelConfig
 from flatout.errors import PackingError
 from flatout.models.blocks import model_inputs
 from flatout.models.load.model import LoadedModel, Loading, load_model
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.models.selftest import prove_layout
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
@@ -54,7 +54,7 @@ def loss_and_gradients(loaded: LoadedModel, batches: list[PackedBatch]) -> tuple
     loaded.model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
-        loss_sum = packed_loss(loaded.model, batch).loss_sum
+        loss_sum = packed_cross_entropy(loaded.model, batch).loss_sum
         loss_sum.backward()
         total += loss_sum.item()
     return total, {name: p.grad.clone() for name, p in loaded.model.named_parameters() if p.grad is not None}

@@ -30,8 +30,8 @@ from flatout.models.load.auto_class import auto_class
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import PackedLoss
 from flatout.models.token_head import TokenHead
 from flatout.rollout import backends
 from flatout.rollout.in_process import InProcess
@@ -123,7 +123,7 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(
 ) -> None:
     """Unmerged adapters, fused layers and quantized weights: all answers in one packed pass, at temperature 1."""
     loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)
-    loss, told = PackedLoss(loaded.model), list[str]()
+    loss, told = ModelWithLoss(loaded.model), list[str]()
     weights = Weights(
         model=loaded.model, logits=lambda batch: loss(batch, True)[0], device=CPU, tolerance=TOLERANCES[loaded.dtype],
         pass_tokens=32, is_padded=False, packs=nullcontext, tell=told.append,

@@ -20,8 +20,8 @@ from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLayers, FusedLora, fuse_layers
 from flatout.models.lora.layer import LoraLinear, add_lora, lora_layers, trainable_parameters
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 
 CPU = torch.device("cpu")
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER
@@ -90,7 +90,7 @@ def adapted_model(folder, base, family="qwen2", precision="fp64", device=CPU, **
 
 
 def loss_and_gradients(model):
-    loss = packed_loss(model, flatten_samples(tiny_samples([9, 1, 17, 5]))).loss_sum
+    loss = packed_cross_entropy(model, flatten_samples(tiny_samples([9, 1, 17, 5]))).loss_sum
     named = trainable_parameters(model)
     return loss.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 

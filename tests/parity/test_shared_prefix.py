@@ -20,8 +20,8 @@ from flatout.kernels.attention.reference import masked_attention, plain_attentio
 from flatout.kernels.attention.shared_prefix import SharedPrefixes
 from flatout.models.attention import registered_name
 from flatout.models.blocks import replace_module
+from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import PackedBatch, flatten_samples, segment_lengths
-from flatout.models.packed_loss import PackedLoss, packed_loss
 
 # tokens of a prefix, and of what follows in each of its samples; 0: no prefix
 GROUPS = {
@@ -80,7 +80,7 @@ def exact_model(family: str, dtype: torch.dtype, form: Any, **changes: Any) -> A
 
 
 def gradients_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    sums = packed_loss(model, batch, tile_rows=5)
+    sums = packed_cross_entropy(model, batch, tile_rows=5)
     trained = list(model.parameters())
     found = torch.autograd.grad(sums.loss_sum, trained, allow_unused=True)
     return sums.loss_sum.detach(), [torch.zeros(1) if grad is None else grad for grad in found]
@@ -113,7 +113,7 @@ def test_each_shared_token_counts_once_for_every_sample() -> None:
     samples, shared = samples_of(GROUPS["two"])
     outcomes = []
     for batch in (flatten_samples(samples), flatten_samples(samples, shared=shared, fill_tokens=100)):
-        loss = PackedLoss(model)
+        loss = ModelWithLoss(model)
         loss.term = Routers(model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
         num_tokens = sum(len(ids) for ids, _ in samples)
         with loss.term.passes_before(StepFacts(0, num_tokens, 3.0, model.device, lambda values: values), 1):

@@ -12,8 +12,8 @@ from plans import make_plan
 from torch import Tensor, nn
 
 from flatout.checkpoint.write import Checkpoints
+from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import packed_loss
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
@@ -286,9 +286,9 @@ def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: P
         assert ids.tolist() == all_ids[: len(ids)].tolist()
         assert loss_mask.tolist() == all_trained[: len(ids)].tolist()
         if index < 12:
-            kept = packed_loss(whole.model, flatten_samples([(ids, loss_mask)])).loss_sum
+            kept = packed_cross_entropy(whole.model, flatten_samples([(ids, loss_mask)])).loss_sum
             marked = all_trained.copy()
             marked[len(ids) :] = False
-            expected = packed_loss(whole.model, flatten_samples([(all_ids, marked)])).loss_sum
+            expected = packed_cross_entropy(whole.model, flatten_samples([(all_ids, marked)])).loss_sum
             assert kept.item() == pytest.approx(expected.item(), rel=1e-12)
     assert num_cut > 20

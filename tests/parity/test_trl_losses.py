@@ -23,8 +23,8 @@ from flatout.config.objective import class_of_kind
 from flatout.config.schema import ModelConfig
 from flatout.models.blocks import hidden_states
 from flatout.models.load.model import Loading, load_model
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.packed import BatchColumns, PackedBatch, flatten_samples, rows_of_positions
-from flatout.models.packed_loss import PackedLoss
 from flatout.models.scoring import ONE_SCORE, Scoring
 from flatout.models.token_head import TokenHead
 from flatout.objectives.kto import KTO
@@ -218,7 +218,7 @@ def test_kto_trainer(tmp_path: Path, weights: dict[str, float]) -> None:
     whole, *parts = [trainer.compute_loss(model, trainer.data_collator(batch_of(places))) for places in steps]
 
     loaded = load_model(ModelConfig(name=str(folder), precision="fp32"), method="full", device=CPU, seed=0)
-    loss = PackedLoss(loaded.model, objective=KTO.of({"beta": 1.0, **weights}))
+    loss = ModelWithLoss(loaded.model, objective=KTO.of({"beta": 1.0, **weights}))
     mismatched = [(ROWS[own][0], ROWS[own - 1][1]) for own in range(4)]
     own, other = (
         [logprobs(reference, answer, prompt).item() for prompt, answer in rows] for rows in (ROWS, mismatched)
@@ -267,6 +267,6 @@ def test_reward_trainer(tmp_path: Path, margin: bool, centering: float) -> None:
     told = trainer.compute_loss(model, trainer.data_collator(pairs))
     config, scoring = ModelConfig(name=str(folder), precision="fp32"), Scoring(ONE_SCORE, 0)
     loaded = load_model(config, method="full", device=CPU, seed=0, how=Loading(scoring=scoring))
-    loss = PackedLoss(loaded.model, objective=Reward.of({"margin": margin, "centering": centering}))
+    loss = ModelWithLoss(loaded.model, objective=Reward.of({"margin": margin, "centering": centering}))
     mine, *_ = loss(packed(ROWS, 2, margins))
     compare(told, model, mine / 2, loaded)

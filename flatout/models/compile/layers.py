@@ -30,8 +30,8 @@ from flatout.models.context.shard import ContextShard
 from flatout.models.experts.block import computes_experts
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import lora_layers, trainable_parameters
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.packed import PackedBatch
-from flatout.models.packed_loss import PackedLoss
 from flatout.models.probe import has_experts, random_batch
 
 # two sizes, so that the graph is dynamic in tokens and documents before the first step
@@ -192,7 +192,7 @@ def compile_layers(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), _compiler_settings():
         smallest = _SMALLEST_FP8_COSINE if options.fp8 else _SMALLEST_COSINE[loaded.dtype]
-        loss = loss or PackedLoss(loaded.model)
+        loss = loss or ModelWithLoss(loaded.model)
         outcome = _compile(loaded, options, smallest, loss, wrapper or loss, large)
     model.train(was_training)
     return outcome
@@ -246,7 +246,7 @@ def _compile(
                 loss_sum, _ = loss(batch)
             gradients(loss_sum, every, None)
             # passes that a term needs before gradients are another graph
-            if isinstance(loss, PackedLoss) and loss.term.needs_passes(2):
+            if isinstance(loss, ModelWithLoss) and loss.term.needs_passes(2):
                 with torch.no_grad(), autocast_of(loaded, calls[0][-1]):
                     hidden_states(model, batch)
                 loss.term.end_pass()

@@ -43,7 +43,7 @@ CHOOSE_ANOTHER = "; choose a different model"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for `packed_loss`.
+    """A model ready for `ModelWithLoss`.
 
     `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
     and the model must run under torch.autocast(dtype). `report` has lines for the console. `is_padded`: every

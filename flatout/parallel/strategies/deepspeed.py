@@ -97,7 +97,7 @@ class DeepSpeed(Strategy):
 class EngineLoss(nn.Module):
     """The loss from DeepSpeed's engine; its gradient is multiplied by the number of ranks to undo the average."""
 
-    # an attribute of PackedLoss; None: no CUDA graphs
+    # an attribute of ModelWithLoss; None: no CUDA graphs
     decoder = None
 
     def __init__(self, engine: nn.Module, num_ranks: int) -> None:
@@ -105,7 +105,7 @@ class EngineLoss(nn.Module):
         self.engine, self._num_ranks = engine, num_ranks
 
     def forward(self, batch: Any, predict: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (loss_sum, num_correct), or with `predict` the next logits, as PackedLoss does."""
+        """Return (loss_sum, num_correct), or with `predict` the next logits, as ModelWithLoss does."""
         loss_sum, num_correct = self.engine(batch, predict)
         if loss_sum.requires_grad:
             loss_sum.register_hook(lambda grad: grad * self._num_ranks)

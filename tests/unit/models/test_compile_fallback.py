@@ -24,8 +24,8 @@ from flatout.models.compile.layers import CompileOptions
 from flatout.models.compile.regions import ends_of_kinds
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora
+from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.models.packed_loss import PackedLoss, packed_loss
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def batch():
 
 
 def compile_on_the_cpu(loaded, large_lengths=(), **options):
-    loss = PackedLoss(loaded.model)
+    loss = ModelWithLoss(loaded.model)
     return compiling._compile(loaded, CompileOptions(64, **options), 0.99, loss, loss, large_lengths)
 
 
@@ -91,12 +91,12 @@ def test_off_on_the_cpu(loaded):
 
 def test_layers_that_are_no_graph_run_eagerly_and_the_line_says_so(loaded):
     """The per-document loop of the sdpa form reads boundaries on the host, so no layer with it is one graph."""
-    before = packed_loss(loaded.model, batch()).loss_sum
+    before = packed_cross_entropy(loaded.model, batch()).loss_sum
     outcome = compile_on_the_cpu(loaded)
     assert outcome.num_compiled == 0
     assert not outcome.is_complete
     assert outcome.line.startswith("off: Qwen3DecoderLayer is not one graph (")
-    assert torch.equal(packed_loss(loaded.model, batch()).loss_sum, before)
+    assert torch.equal(packed_cross_entropy(loaded.model, batch()).loss_sum, before)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
     assert compiles_elsewhere()
 
@@ -104,13 +104,13 @@ def test_layers_that_are_no_graph_run_eagerly_and_the_line_says_so(loaded):
 def loss_and_runs(loaded, runs):
     """The loss of a batch, and how many of its layers ran compiled."""
     runs.clear()
-    loss = packed_loss(loaded.model, batch()).loss_sum
+    loss = packed_cross_entropy(loaded.model, batch()).loss_sum
     return loss, len(runs)
 
 
 def compile_and_compare(loaded, runs, **options):
     """The outcome of compiling, and how many graphs a batch then runs; its loss must stay the same."""
-    before = packed_loss(loaded.model, batch()).loss_sum
+    before = packed_cross_entropy(loaded.model, batch()).loss_sum
     outcome = compile_on_the_cpu(loaded, **options)
     after, num_graphs = loss_and_runs(loaded, runs)
     assert torch.allclose(after, before)
@@ -118,7 +118,7 @@ def compile_and_compare(loaded, runs, **options):
 
 
 def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
-    before = packed_loss(compilable.model, batch()).loss_sum
+    before = packed_cross_entropy(compilable.model, batch()).loss_sum
     outcome = compile_on_the_cpu(compilable)
     assert outcome.is_complete
     assert outcome.line == "3 layers as one graph; gradients equal eager ones (smallest cosine 1.000000)"
@@ -178,10 +178,10 @@ def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, r
         prefixes = flatten_samples(samples, num_boundaries=64, shared=shared, num_shared_boundaries=9)
         runs.clear()
         with torch._dynamo.config.patch(error_on_recompile=True):
-            after = packed_loss(compilable.model, prefixes).loss_sum
+            after = packed_cross_entropy(compilable.model, prefixes).loss_sum
         assert len(runs) == 3
         with torch.compiler.set_stance("force_eager"):
-            assert torch.allclose(after, packed_loss(compilable.model, prefixes).loss_sum)
+            assert torch.allclose(after, packed_cross_entropy(compilable.model, prefixes).loss_sum)
 
 
 def test_one_type_of_layer_that_does_not_compile_leaves_the_others_of_its_class_compiled(compilable, runs):

@@ -16,7 +16,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers, hidden_states
-from flatout.models.packed_loss import sums_of
+from flatout.models.model_with_loss import sums_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
@@ -310,7 +310,7 @@ def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monke
             raise torch.OutOfMemoryError("planted")
         return sums_of(objective, labels)
 
-    monkeypatch.setattr("flatout.models.packed_loss.sums_of", fail_once)
+    monkeypatch.setattr("flatout.models.model_with_loss.sums_of", fail_once)
     result = train(config)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event["kind"] == "out_of_memory"]
@@ -353,7 +353,7 @@ def train_preferences(tiny: Any, root: Path, kind: str, phase: str, limit: int) 
         return hidden_states(model, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flatout.models.packed_loss.hidden_states", limited)
+        patch.setattr("flatout.models.model_with_loss.hidden_states", limited)
         train(config, callbacks=[seen])
     return seen
 

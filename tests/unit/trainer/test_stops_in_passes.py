@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flatout.errors import PreemptedError
-from flatout.models.packed_loss import PackedLoss
+from flatout.models.model_with_loss import ModelWithLoss
 from flatout.track.callback import Callback
 from flatout.track.run_log import read_run
 from flatout.trainer.run import train
@@ -36,7 +36,7 @@ def each_inference_pass(call: Callable[[int], None]) -> Iterator[None]:
 
     def before(module: nn.Module, inputs: Any) -> None:
         nonlocal passes
-        if isinstance(module, PackedLoss) and not torch.is_grad_enabled():
+        if isinstance(module, ModelWithLoss) and not torch.is_grad_enabled():
             call(passes)
             passes += 1
 

@@ -1,4 +1,4 @@
-"""A packed batch's summed loss, of any objective: only label rows reach the head."""
+"""The module that a run calls and shards: a model with its objective, whose head computes label rows only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flatout.objectives.labels import LabelTokens, LossSums, Readings, SampleSco
 from flatout.objectives.protocol import Objective
 
 
-def packed_loss(
+def packed_cross_entropy(
     model: PreTrainedModel,
     batch: PackedBatch,
     *,
@@ -46,8 +46,12 @@ def packed_loss(
     return LabelTokens(states, batch, TokenHead(model, tile_rows)).cross_entropy()
 
 
-class PackedLoss(nn.Module):
-    """An objective's sums as a module, for strategies to shard: the model's forward does not use its head."""
+class ModelWithLoss(nn.Module):
+    """A model with its objective, called for the sums of a batch: what strategies shard and training calls.
+
+    The model's own forward would compute logits of every token; this one computes hidden states, and its head only
+    what the objective reads.
+    """
 
     def __init__(
         self, model: PreTrainedModel, *, tile_rows: int = DEFAULT_TILE_ROWS, objective: Objective | None = None
@@ -86,7 +90,7 @@ class PackedLoss(nn.Module):
     def _sums(self, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
         if batch.asked is None and self.objective.asked_columns is not None:
             # documents that check or warm up layers; they are no samples
-            return packed_loss(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
+            return packed_cross_entropy(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         states = self._states(batch) if self.decoder is None else self.decoder(batch)
         labels: SampleScores | LabelTokens
         if self.objective.reads == "scores":
@@ -200,4 +204,4 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
         document = (np.zeros(num_rows + 1, np.int64), np.ones(num_rows + 1, bool))
         states = weight.new_zeros(num_rows + 1, weight.shape[1], dtype=dtype).requires_grad_()
         batch = flatten_samples([document]).to(model.device)
-        packed_loss(model, batch, decoder=lambda _, states=states: states, tile_rows=tile_rows)  # type: ignore[misc]
+        packed_cross_entropy(model, batch, decoder=lambda _, states=states: states, tile_rows=tile_rows)  # type: ignore[misc]
