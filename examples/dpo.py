@@ -26,13 +26,13 @@ class DPO(Objective):
 
     beta: float = Field(default=0.1, gt=0)
 
-    def __call__(self, labels: LabelTokens) -> dict[str, Tensor]:
-        logprobs = labels.by_sample(labels.logprobs)
-        rewards = self.beta * (logprobs - labels.column("ref_logprob"))
-        margins = labels.by_unit(rewards).diff(dim=1).neg()
+    def __call__(self, tokens: LabelTokens) -> dict[str, Tensor]:
+        logprobs = tokens.by_sample(tokens.logprobs)
+        rewards = self.beta * (logprobs - tokens.column("ref_logprob"))
+        margins = tokens.by_unit(rewards).diff(dim=1).neg()
         return {
             "loss": -logsigmoid(margins).sum(),
             "rewards/accuracies": (margins > 0).sum(),
             "rewards/margins": margins.sum(),
-            "logps/chosen": labels.by_unit(logprobs)[:, 0].sum(),
+            "logps/chosen": tokens.by_unit(logprobs)[:, 0].sum(),
         }

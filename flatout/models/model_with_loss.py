@@ -92,15 +92,15 @@ class ModelWithLoss(nn.Module):
             # documents that check or warm up layers; they are no samples
             return packed_cross_entropy(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         states = self._states(batch) if self.decoder is None else self.decoder(batch)
-        labels: SampleScores | LabelTokens
+        readings: SampleScores | LabelTokens
         if self.objective.reads == "scores":
-            labels = SampleScores(states, batch, ScoreHead(self.model))
+            readings = SampleScores(states, batch, ScoreHead(self.model))
         else:
-            labels = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
-            labels.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
-        labels.estimates = self.term.estimates
-        loss_sum, *others = sums_of(self.objective, labels)
-        losses = labels.kept_losses if self.objective.scope == "token" else labels.each
+            readings = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+            readings.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
+        readings.estimates = self.term.estimates
+        loss_sum, *others = sums_of(self.objective, readings)
+        losses = readings.kept_losses if self.objective.scope == "token" else readings.each
         if self.on_losses and losses is not None:
             self.on_losses(batch, losses)
         if torch.is_grad_enabled():
@@ -129,20 +129,20 @@ class ModelWithLoss(nn.Module):
             hook.remove()
 
 
-def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
+def sums_of(objective: Objective, readings: Readings, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
     """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
 
     With `estimates`, they are what `Objective.estimate` returns. A micro-batch without labels adds nothing. Raises
     UsageError for a wrong return, and for errors of a person's file.
     """
     names = objective.estimates if estimates else objective.sum_names
-    if not labels.batch.num_label_tokens:
+    if not readings.batch.num_label_tokens:
         # every weight that the loss reaches stays in its graph
-        loss_sum = labels.nothing()
+        loss_sum = readings.nothing()
         return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
-    labels.scope = objective.scope
+    readings.scope = objective.scope
     try:
-        sums = objective.estimate(labels) if estimates else objective(labels)
+        sums = objective.estimate(readings) if estimates else objective(readings)
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -151,8 +151,8 @@ def sums_of(objective: Objective, labels: Readings, *, estimates: bool = False) 
             raise
         where = f"{file}{line_of(error, Path(file))}"
         raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
-    if (each := labels.each) is not None:
-        count = labels.batch.num_units if objective.scope == "unit" else labels.batch.num_samples
+    if (each := readings.each) is not None:
+        count = readings.batch.num_units if objective.scope == "unit" else readings.batch.num_samples
         if each.shape != (count,):
             raise UsageError(
                 f"objective {objective.name} set `each` of shape {tuple(each.shape)}; expected ({count},), a loss for "

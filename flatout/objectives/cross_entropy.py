@@ -19,7 +19,7 @@ class CrossEntropy(Objective):
     name = "cross_entropy"
     metrics: ClassVar[Mapping[str, Metric]] = {"token_accuracy": Metric(per="labels")}
 
-    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
+    def __call__(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sums; 0, still attached to the graph, for a batch without labels."""
-        loss_sum, num_correct = labels.cross_entropy()
+        loss_sum, num_correct = tokens.cross_entropy()
         return {"loss": loss_sum, "token_accuracy": num_correct}

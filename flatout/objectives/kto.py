@@ -49,17 +49,17 @@ class KTO(Objective):
     undesirable_weight: float = Field(default=1.0, gt=0)
     """Weight of answers whose label is false."""
 
-    def estimate(self, labels: LabelTokens) -> Mapping[str, Tensor]:
+    def estimate(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sum of d over prompts with the answers to other ones."""
-        return {"kl": (labels.by_sample(labels.logprobs) - labels.column(REFERENCE)).sum()}
+        return {"kl": (tokens.by_sample(tokens.logprobs) - tokens.column(REFERENCE)).sum()}
 
-    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
-        logprobs = labels.by_sample(labels.logprobs)
-        ratios, desirable = logprobs - labels.column(REFERENCE), labels.column("label").bool()
-        kl = labels.estimates["kl"].to(ratios.dtype).clamp(min=0)
+    def __call__(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
+        logprobs = tokens.by_sample(tokens.logprobs)
+        ratios, desirable = logprobs - tokens.column(REFERENCE), tokens.column("label").bool()
+        kl = tokens.estimates["kl"].to(ratios.dtype).clamp(min=0)
         weights = ratios.new_full((), self.undesirable_weight).where(~desirable, self.desirable_weight)
         losses = weights * (self.beta * (kl - ratios).where(desirable, ratios - kl)).sigmoid()
-        labels.each = labels.by_unit(losses)[:, 0]
+        tokens.each = tokens.by_unit(losses)[:, 0]
         rewards = self.beta * ratios.detach()
         return {
             "loss": losses.sum(),

@@ -72,15 +72,15 @@ class Preference(Objective):
         """Return the reward of one answer of each pair (U,)."""
         raise NotImplementedError
 
-    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
+    def __call__(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sums over pairs."""
-        read = [labels.by_sample(labels.logprobs), labels.sample_lengths]
-        read += [labels.column(REFERENCE)] if REFERENCE in self.columns else []
-        pairs = [labels.by_unit(column) for column in read]
+        read = [tokens.by_sample(tokens.logprobs), tokens.sample_lengths]
+        read += [tokens.column(REFERENCE)] if REFERENCE in self.columns else []
+        pairs = [tokens.by_unit(column) for column in read]
         chosen, rejected = (Answers(*(each[:, place] for each in pairs)) for place in (0, 1))
         losses, nll = self.losses(chosen, rejected), -chosen.mean
         losses = losses + self.sft_weight * nll if self.sft_weight else losses
-        labels.each = losses
+        tokens.each = losses
         first, second = self.rewards(chosen).detach(), self.rewards(rejected).detach()
         return {
             "loss": losses.sum(),

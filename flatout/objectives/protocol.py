@@ -133,16 +133,16 @@ class Objective(Section):
         """Return what to tell of a data set before step 0; `totals` are its normalizers by name."""
         return ()
 
-    def estimate(self, labels: Any) -> Mapping[str, Tensor]:
+    def estimate(self, tokens: Any) -> Mapping[str, Tensor]:
         """Return what `estimates` names, as sums over a micro-batch of prompts with answers to other ones.
 
-        Of columns it may read that of the reference. `labels.estimates` then has the means over the step and all ranks.
+        Of columns it may read that of the reference. `tokens.estimates` then has the means over the step and all ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no estimate")
 
-    def __call__(self, labels: Any) -> Mapping[str, Tensor]:
+    def __call__(self, readings: Any) -> Mapping[str, Tensor]:
         """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph.
 
-        `labels` is a LabelTokens, or SampleScores for an objective that `reads` scores.
+        `readings` are LabelTokens, or SampleScores for an objective that `reads` scores.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__")

@@ -21,6 +21,6 @@ class WeightedTokens(Objective):
     normalizer = "weight"
     metrics: ClassVar[Mapping[str, Metric]] = {"token_accuracy": Metric(per="labels")}
 
-    def __call__(self, labels: LabelTokens) -> Mapping[str, Tensor]:
-        weights = labels.column("weight").to(labels.logprobs.dtype)
-        return {"loss": -(weights * labels.logprobs).sum(), "token_accuracy": labels.is_correct.sum()}
+    def __call__(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
+        weights = tokens.column("weight").to(tokens.logprobs.dtype)
+        return {"loss": -(weights * tokens.logprobs).sum(), "token_accuracy": tokens.is_correct.sum()}

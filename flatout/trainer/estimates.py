@@ -52,8 +52,8 @@ def _estimate(
         sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=run.device)
 
         def add(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            labels = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
-            sums.add_(torch.stack(sums_of(objective, labels, estimates=True)).double())
+            tokens = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
+            sums.add_(torch.stack(sums_of(objective, tokens, estimates=True)).double())
 
         # in lockstep every rank must run every pass of a step, or the others would hang
         wanted = takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)

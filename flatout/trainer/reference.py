@@ -181,8 +181,8 @@ def _take(
         logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
 
         def read(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            labels = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
-            of_pass[:] = [labels.by_sample(labels.logprobs).detach().double()]
+            tokens = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
+            of_pass[:] = [tokens.by_sample(tokens.logprobs).detach().double()]
 
         with run.term.observed_by(read):
             for planned, batch in zip(passes, batches, strict=True):

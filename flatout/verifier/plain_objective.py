@@ -33,11 +33,11 @@ def objective_step(
     for an objective that reads hidden states, which plain transformers does not have by label.
     """
     plain.model.zero_grad(set_to_none=True)
-    labels, leaf, counts = _readings(plain, objective, store, sample_ids)
+    readings, leaf, counts = _readings(plain, objective, store, sample_ids)
     if mismatched is not None:
         sums = objective.estimate(_readings(plain, objective, mismatched, sample_ids)[0])
-        labels.estimates = {name: one.detach().double() / len(sample_ids) for name, one in sums.items()}
-    loss = objective(labels)["loss"] / _normalizer(objective, labels.batch)
+        readings.estimates = {name: one.detach().double() / len(sample_ids) for name, one in sums.items()}
+    loss = objective(readings)["loss"] / _normalizer(objective, readings.batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     for sample, own in zip(plain.read(store, sample_ids), gradient.split(counts), strict=True):
         (_read(plain, objective, sample)[0] * own).sum().backward()

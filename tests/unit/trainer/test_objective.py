@@ -35,9 +35,9 @@ class Focal(Objective):
     metrics = {"certainty": Metric("higher"), "surprise": Metric("lower")}
     gamma: float = Field(default=2.0, ge=0)
 
-    def __call__(self, labels: LabelTokens) -> dict[str, torch.Tensor]:
-        p = labels.logprobs.exp()
-        loss = -((1 - p) ** self.gamma * labels.logprobs).sum()
+    def __call__(self, tokens: LabelTokens) -> dict[str, torch.Tensor]:
+        p = tokens.logprobs.exp()
+        loss = -((1 - p) ** self.gamma * tokens.logprobs).sum()
         return {"loss": loss, "certainty": p.sum(), "surprise": (1 - p).sum()}
 '''
 
@@ -182,13 +182,13 @@ def test_best_is_judged_by_the_named_figure(
         ("return l", "objective Focal returned a Tensor; expected a mapping of loss, certainty, surprise"),
         ("return {'loss': l}", "objective Focal returned loss; expected"),
         ("return {'loss': l[None], 'certainty': l, 'surprise': l}", r"returned loss of shape \(1,\); expected"),
-        ("return labels.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
-        ("return labels.by_sample(labels.logprobs)", "sums over each sample, but its scope is 'token'"),
+        ("return tokens.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
+        ("return tokens.by_sample(tokens.logprobs)", "sums over each sample, but its scope is 'token'"),
     ],
 )
 def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, body: str, said: str | None) -> None:
     head = FOCAL.partition("        p = ")[0]
-    (tmp_path / "own.py").write_text(f"{head}        l = -labels.logprobs.sum()\n        {body}\n")
+    (tmp_path / "own.py").write_text(f"{head}        l = -tokens.logprobs.sum()\n        {body}\n")
     config = tiny.config(tmp_path / "run", batch={"max_steps": 1}, objective={"path": focal})
     if said is None:
         train(config)
