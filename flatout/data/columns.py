@@ -22,9 +22,10 @@ Per = Literal["token", "sample", "unit", "picture", "byte"]
 @with_config(CHECKED)
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte.
+    """A named array of a data set: a value for each token, sample, unit or picture, or the bytes of pictures.
 
-    A value belongs to each token, sample, unit or picture, or is a byte of pictures; `meaning` says what it is.
+    `dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte. `meaning`
+    says what a value is.
     `fingerprint` (32 hex digits) identifies its content, and `file` holds it; both are empty before the column is
     written.
     """

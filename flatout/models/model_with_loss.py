@@ -18,9 +18,9 @@ from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE
 from flatout.models.blocks import hidden_states, towers
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.load.auto_class import is_scoring
+from flatout.models.loss_term import LossTerm
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.scoring import ScoreHead
-from flatout.models.term import Term
 from flatout.models.token_head import TokenHead, compute_dtype, head_product
 from flatout.objectives.cross_entropy import CrossEntropy
 from flatout.objectives.labels import LabelTokens, LossSums, Readings, SampleScores
@@ -62,7 +62,7 @@ class ModelWithLoss(nn.Module):
         self.objective = objective or CrossEntropy()
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
-        self.term = Term()
+        self.term = LossTerm()
         # modules that own trained weights which read pictures, and the weights' names there; None: not looked up
         self._readers: list[tuple[nn.Module, str]] | None = None
         # reads losses in passes without gradients: of label tokens (L,), or as `Readings.each`

@@ -13,8 +13,8 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
 from flatout.models.lora.fused import FusedLayers
+from flatout.models.loss_term import LossTerm
 from flatout.models.model_with_loss import ModelWithLoss
-from flatout.models.term import Term
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
@@ -140,7 +140,7 @@ class TrainingRun:
     fused_lora: FusedLayers
     watch: PeerWatch
     rank_meter: RankMeter
-    term: Term
+    term: LossTerm
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flatout.errors import NumericError
+from flatout.models.loss_term import StepFacts
 from flatout.models.packed import PackedBatch
-from flatout.models.term import StepFacts
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
 from flatout.optim.update import (
@@ -41,7 +41,7 @@ class StepOutcome:
 
     `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `rank_figures` has what each rank measured, in their order, `term_sums` those of `Term.sums` over ranks. `ended`
+    `rank_figures` has what each rank measured, in their order, `term_sums` those of `LossTerm.sums` over ranks. `ended`
     marks the step's end on the device, for a step that the host did not wait for.
     """
 
@@ -170,7 +170,7 @@ def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBa
 def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `Term.sums`;
+    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `LossTerm.sums`;
     `figures` are this rank's.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
@@ -181,7 +181,7 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
     if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
-        outcome = _read_totals(run, step, lr, totals.tolist(), figures)
+        outcome = outcome_of(run, step, lr, totals.tolist(), figures)
         if outcome is not None and outcome.skipped == SKIPPED_SPIKE:
             run.scaler.update()
         elif outcome is not None:
@@ -201,7 +201,7 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
 
     def wait() -> StepOutcome | None:
         run.state.num_in_flight -= 1
-        return _read_totals(run, step, lr, read(), figures, ended)
+        return outcome_of(run, step, lr, read(), figures, ended)
 
     return wait
 
@@ -231,7 +231,7 @@ def _update(run: TrainingRun, norm: Tensor, lr: float) -> None:
     run.scaler.update()
 
 
-def _read_totals(
+def outcome_of(
     run: TrainingRun,
     step: StepPlan,
     lr: float,
@@ -239,7 +239,10 @@ def _read_totals(
     figures: RankFigures,
     ended: torch.cuda.Event | float | None = None,
 ) -> StepOutcome | None:
-    """Return the step's outcome from its totals on the host; `ended` is the end of a step that it did not wait for."""
+    """Decide from a step's totals, read by the host, what came of it: None if it is to be repeated after a stop.
+
+    `ended` is the end of a step that the host did not wait for. Raises NumericError as `launch_step`.
+    """
     num_sums = len(run.planned.objective.sum_names)
     sums, (num_stopping, *gathered, grad_norm) = totals[:num_sums], totals[num_sums:]
     num_figures = len(gathered) - run.term.num_sums

@@ -21,9 +21,9 @@ from flatout.models.blocks import hidden_states
 from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
 from flatout.models.load.model import load_model
+from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.term import StepFacts
 
 SAMPLES = tiny_samples([11, 7, 5, 9])
 NUM_TOKENS = 32

@@ -15,9 +15,9 @@ from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
-from flatout.models.term import StepFacts
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 

@@ -19,10 +19,10 @@ from flatout.models.blocks import replace_module
 from flatout.models.compile.regions import Regions
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import LoadedModel, Loading, load_model
+from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.selftest import check_packing
-from flatout.models.term import StepFacts
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

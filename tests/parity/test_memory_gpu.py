@@ -14,9 +14,9 @@ from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
+from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
-from flatout.models.term import StepFacts
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 

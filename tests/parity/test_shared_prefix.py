@@ -107,7 +107,7 @@ def test_each_shared_token_counts_once_for_every_sample() -> None:
     """Losses on routers weigh a token by the samples that have it: the same gradients and the same counts."""
     from flatout.config.model import ExpertsConfig
     from flatout.models.experts.router import Routers
-    from flatout.models.term import StepFacts
+    from flatout.models.loss_term import StepFacts
 
     model = exact_model("qwen3_moe", torch.float64, "plain").train()
     samples, shared = samples_of(GROUPS["two"])

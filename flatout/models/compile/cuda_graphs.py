@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flatout.models.blocks import hidden_states
+from flatout.models.loss_term import LossTerm
 from flatout.models.packed import PackedBatch, PackedSize, flatten_samples
-from flatout.models.term import Term
 
 
 class GraphedDecoder:
@@ -31,9 +31,9 @@ class GraphedDecoder:
         model: PreTrainedModel,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        term: Term | None = None,
+        term: LossTerm | None = None,
     ) -> None:
-        self._model, self._term = model, term or Term()
+        self._model, self._term = model, term or LossTerm()
         self._parameters, self._gradients = list(parameters), list(gradients)
         # flat, as long as the largest pass needs them
         self._output_buffers: list[Tensor] = []

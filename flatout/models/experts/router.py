@@ -15,8 +15,8 @@ from flatout.errors import UsageError
 from flatout.models.blocks import sample_counts
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import plain_name
+from flatout.models.loss_term import LossTerm, StepFacts
 from flatout.models.packed import PackedBatch
-from flatout.models.term import StepFacts, Term
 
 # each router's logits and choices of the last pass
 _ROUTED = "flatout_routed"
@@ -24,7 +24,7 @@ _ROUTED = "flatout_routed"
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
 
-class Routers(Term):
+class Routers(LossTerm):
     """The routers of a model's L layers with E experts each, read in every forward pass.
 
     With N tokens in the step, over all ranks and micro-batches and without padding, p the softmax of a router's logits

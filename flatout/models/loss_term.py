@@ -32,9 +32,10 @@ Observer = Callable[[PreTrainedModel, PackedBatch, Tensor], None]
 """Reads a pass that computes no loss; the tensor (T, D) has its last hidden states."""
 
 
-class Term:
-    """The addition to the loss of a run, and what reads its passes; this one adds nothing.
+class LossTerm:
+    """A term of the loss: what is added to the objective's, with its own normalizer and sums; this one is 0.
 
+    It may also read passes that compute no loss (`observing`), before a step or over an evaluation set.
     Every rank has an equal term, and takes its passes together. `buffers` are tensors of the model that updates move,
     by full name: checkpoints and exports keep them.
     """
