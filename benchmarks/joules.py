@@ -45,7 +45,7 @@ from whole_steps import prepare
 from flatout.config.read import make_config
 from flatout.config.schema import BaseConfig
 from flatout.kernels import low_rank, segmented
-from flatout.kernels.fp8 import quantize_rows, scaled_product
+from flatout.kernels.fp8_matmul import quantize_rows, scaled_product
 from flatout.kernels.low_rank.reference import two_terms
 from flatout.models.lora.fused import over_tokens
 from flatout.track.callback import MemoryCallback, Reporter

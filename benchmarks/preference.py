@@ -49,7 +49,7 @@ from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback
-from flatout.trainer.reference import compute_step
+from flatout.trainer.reference_logprobs import compute_step
 from flatout.trainer.state import TrainingRun
 
 OURS = {

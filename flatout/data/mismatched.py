@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.objective import REFERENCE
-from flatout.data.reference import with_reference
+from flatout.data.reference_column import with_reference
 from flatout.data.token_store import TokenSample, TokenStore
 from flatout.errors import DataError
 

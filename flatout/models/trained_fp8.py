@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
 from flatout.errors import ResourceError, UsageError, install
-from flatout.kernels.fp8 import MULTIPLE, has_fp8, quantize_rows, scaled_product
+from flatout.kernels.fp8_matmul import MULTIPLE, has_fp8, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
 from flatout.models.frozen.frozen_experts import CAST_TO_FP8

@@ -187,7 +187,7 @@ def _loaded(folder: Path, device: torch.device, emit: Emit) -> tuple[Any, Any, A
     """Return a run's model, its tokenizer, and its base: the model itself under its adapter, another, or None."""
     from flatout.config.read import load_config
     from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
-    from flatout.trainer.stopped import load_stopped
+    from flatout.trainer.load_stopped import load_stopped
 
     is_run, is_finished = (folder / "config.yaml").is_file(), (folder / "final").is_dir()
     results = folder / ("final" if is_finished else "checkpoints")

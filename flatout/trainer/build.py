@@ -44,7 +44,7 @@ from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.pictures import PictureMaker
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
-from flatout.trainer.reference import compute_reference
+from flatout.trainer.reference_logprobs import compute_reference
 from flatout.trainer.resume import restore
 from flatout.trainer.shared_ranks import context_shard, share_context, share_experts
 from flatout.trainer.state import Setup, TrainingRun

@@ -16,7 +16,7 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.decide import PlannedRun
 from flatout.trainer.passes import other_kernels
-from flatout.trainer.reference import compute_step
+from flatout.trainer.reference_logprobs import compute_step
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Comparison, plan_quietly, set_up_quietly
 from flatout.verifier.plain_loop import PlainModel, plain_model

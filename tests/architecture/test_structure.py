@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "io": 1960,
     "kernels": 4069,
     "launch": 1155,
-    "models": 9176,
+    "models": 9177,
     "objectives": 974,
     "optim": 653,
     "parallel": 1703,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1398,
     "track": 2670,
-    "trainer": 6195,
+    "trainer": 6198,
     "verifier": 1151,
     "view": 1494,
 }

@@ -12,7 +12,7 @@ from flatout.environment import named_capability
 from flatout.errors import UsageError
 from flatout.kernels.attention import cudnn, flash
 from flatout.kernels.capability import capability, choose_kernels_of
-from flatout.kernels.fp8 import fp8_problem, has_fp8, quantize_rows
+from flatout.kernels.fp8_matmul import fp8_problem, has_fp8, quantize_rows
 from flatout.kernels.moe import grouped_linear, grouped_linear_fp8, reference, register_ops, route, swiglu
 from flatout.models.attention import choose_attention
 from flatout.models.load.model import load_model

@@ -10,7 +10,7 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError
-from flatout.kernels.fp8 import fp8_problem, quantize_rows, scaled_product
+from flatout.kernels.fp8_matmul import fp8_problem, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear, fuse_frozen
 from flatout.models.load.model import load_model

@@ -8,7 +8,7 @@ import torch
 from flatout.config.schema import LoraConfig
 from flatout.kernels import low_rank, segmented
 from flatout.kernels.capability import HOPPER
-from flatout.kernels.fp8 import bounded_scales, quantize_rows
+from flatout.kernels.fp8_matmul import bounded_scales, quantize_rows
 from flatout.kernels.low_rank import MatrixCopies, low_product, narrow_gradient, reference, register_ops
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear

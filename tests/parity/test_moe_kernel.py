@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.fp8_matmul import quantize_rows
 from flatout.kernels.moe import reference
 from flatout.kernels.moe.reference import Routing
 

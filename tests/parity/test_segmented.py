@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels import low_rank, segmented
 from flatout.kernels.capability import HOPPER
-from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.fp8_matmul import quantize_rows
 from flatout.kernels.segmented import reference, register_ops, segmented_product
 from flatout.kernels.segmented.reference import Segments
 from flatout.models.blocks import decoder_layers, replace_module

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flatout.kernels.capability import HOPPER, capability
 from flatout.kernels.cuda_source import error_of
-from flatout.kernels.fp8 import MULTIPLE
+from flatout.kernels.fp8_matmul import MULTIPLE
 from flatout.kernels.low_rank import gradient, reference
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.kernels.operators import define_operator

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.fp8_matmul import quantize_rows
 
 # what rounding to e4m3 leaves of a value is at most 1/28 of the largest value
 SECOND_TERM = 1 / 16

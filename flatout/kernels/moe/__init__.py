@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.fp8 import has_fp8
+from flatout.kernels.fp8_matmul import has_fp8
 from flatout.kernels.moe import reference
 from flatout.kernels.moe.reference import Routing as Routing
 from flatout.kernels.operators import define_operator

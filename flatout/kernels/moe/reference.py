@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.kernels.capability import AMPERE, capability
-from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.fp8_matmul import quantize_rows
 
 # rows of a kernel's tile, which belongs to one expert; the widest narrow side of an outer product in registers
 TILE_ROWS = 128

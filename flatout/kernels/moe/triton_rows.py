@@ -189,7 +189,7 @@ def _or_unused(in_scale: Tensor | None, quantized: list[Tensor], routing: Routin
 def quantize_rows(values: Tensor, routing: Routing, in_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return values (R, C), times their expert's `in_scale` fp32 (E, C) if given, in float8 with scales fp32 (R,).
 
-    With `in_scale`, the rows are sorted. The scales are those of `flatout.kernels.fp8.quantize_rows`.
+    With `in_scale`, the rows are sorted. The scales are those of `flatout.kernels.fp8_matmul.quantize_rows`.
     """
     num_rows, width = values.shape
     quantized, scale = empty_float8(values)

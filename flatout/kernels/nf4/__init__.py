@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.fp8 import has_fp8
+from flatout.kernels.fp8_matmul import has_fp8
 from flatout.kernels.nf4 import reference
 from flatout.kernels.nf4.reference import BLOCK, Nf4Weight, nf4_levels
 from flatout.kernels.operators import define_operator

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.kernels.fp8 import scaled_product
+from flatout.kernels.fp8_matmul import scaled_product
 
 # columns of an input that a product on a GPU carries an adapter's part with
 _CARRIED = 64

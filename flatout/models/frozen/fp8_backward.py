@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.errors import ResourceError, UsageError
-from flatout.kernels.fp8 import MULTIPLE, fp8_problem
+from flatout.kernels.fp8_matmul import MULTIPLE, fp8_problem
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.experts.block import experts_modules
 from flatout.models.frozen.frozen_linear import Fp8BackwardLinear

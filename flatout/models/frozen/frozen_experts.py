@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
-from flatout.kernels.fp8 import quantize_rows
+from flatout.kernels.fp8_matmul import quantize_rows
 from flatout.kernels.moe import Routing, grouped_linear, grouped_linear_dx, grouped_linear_fp8
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, quantize

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatout.errors import ResourceError, UsageError
 from flatout.kernels import low_rank, segmented
-from flatout.kernels.fp8 import bounded_scales, fp8_problem, quantize_rows, quantize_weight
+from flatout.kernels.fp8_matmul import bounded_scales, fp8_problem, quantize_rows, quantize_weight
 from flatout.kernels.nf4 import dequantize
 from flatout.kernels.nf4.reference import Nf4Weight, quantize, row_scale
 from flatout.models.frozen.frozen_experts import FrozenExperts, HoldsNf4

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.kernels.fp8 import scaled_product
+from flatout.kernels.fp8_matmul import scaled_product
 from flatout.kernels.low_rank import low_product
 from flatout.kernels.segmented import segmented_product, sum_onto
 

@@ -19,7 +19,7 @@ from flatout.environment import named_capability
 from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.kernels.capability import HOPPER, capability, choose_kernels_of
-from flatout.kernels.fp8 import has_fp8
+from flatout.kernels.fp8_matmul import has_fp8
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts

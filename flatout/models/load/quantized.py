@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.io.hub import hub_errors, hub_source
-from flatout.kernels.fp8 import fp8_problem
+from flatout.kernels.fp8_matmul import fp8_problem
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight, nf4_levels
 from flatout.models.blocks import decoder_layers, replace_module, text_decoder
 from flatout.models.experts.block import experts_modules, is_grouped

@@ -25,7 +25,7 @@ from flatout.config.read import dump_config, make_config
 from flatout.config.schema import Config
 from flatout.data import registry, token_store
 from flatout.data.add_column import add_column
-from flatout.data.reference import UNKNOWN, column_of_key, keep_on_disk, with_reference
+from flatout.data.reference_column import UNKNOWN, column_of_key, keep_on_disk, with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, FlatoutError, ProblemsError, UsageError
 from flatout.io import file_lock
@@ -143,7 +143,7 @@ def test_nodes_that_have_kept_different_values_lose_none_of_the_run_s(
 def test_a_data_set_keeps_the_newest_references(
     tiny: Any, root: Path, monkeypatch: pytest.MonkeyPatch, metrics_of: Any
 ) -> None:
-    monkeypatch.setattr("flatout.data.reference.MOST_KEPT", 2)
+    monkeypatch.setattr("flatout.data.reference_column.MOST_KEPT", 2)
     for digit in "123":
         store = with_reference(TokenStore.open(registry.built_dir(root, "pairs")))
         store.extra[REFERENCE][:] = -float(digit)
@@ -177,7 +177,7 @@ def test_sixteen_stay_however_many_runs_keep_theirs(tiny: Any, root: Path) -> No
 
 def test_runs_that_keep_references_at_once_drop_the_oldest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run replaces what it has kept, each time that this one has read the data set's list without its lock."""
-    monkeypatch.setattr("flatout.data.reference.MOST_KEPT", 2)
+    monkeypatch.setattr("flatout.data.reference_column.MOST_KEPT", 2)
     own, other = (with_reference(TokenStore.open(registry.built_dir(root, "pairs"))) for _ in range(2))
     for digit in "12":
         keep_on_disk(other, digit * 32, f"by model {digit}")

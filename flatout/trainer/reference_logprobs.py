@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.objective import REFERENCE
-from flatout.data.reference import MOST_KEPT, UNKNOWN, add_kept, keep_on_disk
+from flatout.data.reference_column import MOST_KEPT, UNKNOWN, add_kept, keep_on_disk
 from flatout.data.token_store import TokenStore
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
