@@ -25,9 +25,8 @@ class Column:
     """A named array of a data set: a value for each token, sample, unit or picture, or the bytes of pictures.
 
     `dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte. `meaning`
-    says what a value is.
-    `fingerprint` (32 hex digits) identifies its content, and `file` holds it; both are empty before the column is
-    written.
+    says what a value is. `fingerprint` (32 hex digits) identifies the content, and `file` holds it; both are empty
+    before the column is written.
     """
 
     dtype: Literal["bits", "bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64"]
