@@ -36,6 +36,8 @@ class TrackerProcess(Callback):
         hidden = {*RANK_VARIABLES, LOGS, PARENT, SECRET, STORE_SOCKET}
         env = {name: value for name, value in environment().items() if name not in hidden}
         trackers = self._folder / "trackers"
+        # as LINGER_UPLOAD_S and LINGER_S of that process say
+        self._linger = "half an hour" if start.settings.get("track.upload_final") else "a minute"
         try:
             DurableIO().make_dir(trackers)
             trackers.chmod(0o700)
@@ -83,7 +85,7 @@ class TrackerProcess(Callback):
                 missing = True
                 self._log(f"{name}: {num_records:,} records not sent" + (f" ({trouble})" if trouble else ""))
         if missing:
-            going_on = "sending goes on for a minute; then " if self._process.poll() is None else ""
+            going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
             self._log(f"{going_on}`flatout track {self._folder}` sends the rest")
 
     def _trouble_of(self, name: str) -> str | None:

@@ -79,7 +79,7 @@ MAX_PACKAGE_LINES = {
     "profile": 303,
     "rollout": 1342,
     "studio": 1398,
-    "track": 2670,
+    "track": 2672,
     "trainer": 6198,
     "verifier": 1151,
     "view": 1494,

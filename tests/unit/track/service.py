@@ -60,7 +60,7 @@ class Service:
                 content = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
                 if service.mode == "stall":
                     service.num_stalled += 1
-                    service._resume.wait(120)
+                    service._resume.wait()  # `take` and `close` end it
                 status = 200 if isinstance(service.mode, str) else service.mode
                 if status == 200:
                     service.received.append(content)
