@@ -72,7 +72,9 @@ def resolve_config(
         if name != model.name_or_path and tokenizer is None:
             tokenizer = model.name_or_path or None
     if data is not None and "data" not in sections:
-        by_section["data"]["sources"] = [{"path": data_file(data, root / "in_memory")}]
+        is_paths = isinstance(data, list) and bool(data) and all(isinstance(one, str | Path) for one in data)
+        paths = [str(path) for path in data] if is_paths else [data_file(data, root / "in_memory")]
+        by_section["data"]["sources"] = [{"path": path} for path in paths]
     if tokenizer is not None:
         by_section["data"]["tokenizer"] = tokenizer_folder(tokenizer, root / "in_memory")
     values = {**values, **{name: _merged(values.get(name), section) for name, section in by_section.items() if section}}
@@ -107,6 +109,8 @@ def train(
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
+    if odd := [one for one in callbacks if not isinstance(one, Callback)]:
+        raise UsageError(f"callbacks: {odd[0]!r:.60} is no flatout.Callback; derive its class from that")
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
     place = _launch_mode(resolved)
     if not isinstance(place, SpawnRanks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.cli.screen import import_transformers, model_target, progress_console
 from flatout.data.conversation import Origin
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, UsageError, first_line, next_steps
+from flatout.io.near_path import did_you_mean
 from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
 
@@ -117,6 +119,11 @@ def _said(text: str, images: list[str]) -> Prompt:
     """Return a user turn with the pictures of these files. Raises DataError for one that is no good."""
     from flatout.data.prompt_file import shown_prompt
 
+    for name in images:
+        if not Path(name).is_file() and not name.startswith(("http:", "https:", "data:")):
+            raise DataError(
+                f"--image {name}: no such file; give the path of a picture, such as photo.png{did_you_mean(name)}"
+            )
     return shown_prompt([{"role": "user", "content": text}], {"images": images}, Origin("--image", 1), Path())
 
 
@@ -186,7 +193,7 @@ def _say(speakers: list[_Speaker], said: str, images: list[str], options: dict[s
             speaker.hear(prompt)
         _answer(speakers, options)
     except (DataError, UsageError) as error:
-        print(f"error: {printable(redacted(str(error)))}\n{HELP}", file=sys.stderr)
+        print(f"error: {printable(redacted(first_line(error)))}\n{HELP}", file=sys.stderr)
         for speaker, lengths in zip(speakers, before, strict=True):
             speaker.forget(*lengths)
     images.clear()
@@ -220,6 +227,12 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--top-p is {args.top_p:g}; expected more than 0, at most 1")
     if args.top_k is not None and args.top_k < 1:
         raise UsageError(f"--top-k is {args.top_k}; expected at least 1")
+    said = [one for one in args.targets[1:] if "/" not in one and not Path(one).exists()]
+    if said and args.prompt is None:
+        words = shlex.join(["--prompt", " ".join(said), "instead", "of", *said])
+        raise UsageError(
+            f"{said[0]}: no run, adapter or model here has that name; what to say is an option{next_steps((words, ''))}"
+        )
     if len(set(args.targets)) < len(args.targets):
         raise UsageError("a model is given twice; give each one once")
     if args.device_map is not None and args.device != "auto":

@@ -20,7 +20,7 @@ from flatout.compat.swift import translate_swift, translate_swift_sft
 from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
-from flatout.config.read import dump_config, load_values, make_config
+from flatout.config.read import ROW_TYPES, dump_config, load_values, make_config
 from flatout.config.schema import Config
 from flatout.errors import UsageError, next_steps
 from flatout.io.json_file import read_json
@@ -116,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(file: Path) -> Command:
     """Return the names and values of a file, and the system and ranks if the file is a command that names them."""
+    if file.suffix in ROW_TYPES:
+        words = f"train model=Qwen/Qwen3-0.6B data={shlex.quote(str(file))} instead of convert {file}"
+        raise UsageError(f"{file} holds rows, not settings; train on it{next_steps((words, ''))}")
     if file.suffix == ".json":
         values = read_json(file, UsageError)
         if not isinstance(values, dict):

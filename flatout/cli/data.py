@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,7 +17,7 @@ from flatout.config.data import Format
 from flatout.config.problems import describe_error
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.errors import ProblemsError, UsageError
+from flatout.errors import ProblemsError, UsageError, next_steps
 from flatout.io.redact import printable, redacted
 
 if TYPE_CHECKING:
@@ -112,14 +114,19 @@ def _config(args: argparse.Namespace) -> DataConfig:
     except ValidationError as error:
         # the last part of `loc` is the option's name, also for fields of a source
         problems = [_option_problem(detail) for detail in error.errors()]
-        raise ProblemsError("flatout data build", problems) from error
+        steps = [re.search(r"; set ((--\S+) \S+)", problem) for problem in problems]
+        typed = [
+            shlex.join([step[2], str(one["input"])]) for step, one in zip(steps, error.errors(), strict=True) if step
+        ]
+        words = " ".join([*(step[1] for step in steps if step), "instead", "of", *typed])
+        raise ProblemsError("flatout data build", problems, next_steps((words, "")) if all(steps) else "") from error
 
 
 def _option_problem(detail: Any) -> str:
     """Format one pydantic error under the name of its option."""
     option = f"{'key ' if 'keys' in detail['loc'] else ''}{str(detail['loc'][-1]).replace('_', '-')}"
-    text = describe_error(detail).partition(": ")[2]
-    return f"--{option}: {re.sub(r'; set [a-z_]+: ', f'; set --{option} ', text)}"
+    text = describe_error({**detail, "loc": ("data", *detail["loc"])}).partition(": ")[2]
+    return f"--{option}: {re.sub(r'; set [a-z_.0-9]+: ', f'; set --{option} ', text)}"
 
 
 def _build(args: argparse.Namespace) -> None:
@@ -222,7 +229,15 @@ def _template(args: argparse.Namespace) -> None:
 
     is_template = args.template in OURS or args.template.endswith(".jinja")
     if is_template and args.tokenizer is None:
-        raise UsageError(f"{args.template} is a template; give --tokenizer MODEL, whose tokens end its turns")
+        step = next_steps(("--tokenizer Qwen/Qwen3-0.6B", "for example"))
+        raise UsageError(f"{args.template} is a template; give --tokenizer MODEL, whose tokens end its turns{step}")
+    if (
+        not is_template
+        and not Path(args.template).exists()
+        and (near := difflib.get_close_matches(args.template, OURS, n=1))
+    ):
+        step = next_steps((shlex.join([near[0], "instead", "of", args.template]), ""))
+        raise UsageError(f"there is no template {args.template}; did you mean {near[0]}?{step}")
     name = args.tokenizer or args.template
     tokenizer = load_tokenizer(name)
     template, text = template_text(tokenizer, args.template if is_template else None, name)

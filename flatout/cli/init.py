@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, 
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import ResourceError, UsageError, next_steps
 from flatout.io.durable_io import DurableIO
 
 DEMO_DIR = Path("demo")
@@ -52,8 +53,10 @@ def run(args: argparse.Namespace) -> int:
         root = DataConfig().root
         entry = registry.load(root).get(args.data)
         if entry is None:
+            step = next_steps(("--model Qwen/Qwen3-0.6B", "for example"))
             raise UsageError(
                 f"--data {args.data}: also give --model; only data sets in {root / registry.FILE_NAME} record a model"
+                f"{step}"
             )
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
@@ -131,7 +134,10 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
     columns = pairs_of("--column", args.column, COLUMN_FORM)
     if args.data is None or not data.sources:
         if columns:
-            raise UsageError("--column renames columns of a file, folder or hub id, which --data names; give one there")
+            step = next_steps(("--data chats.jsonl", "for example"))
+            raise UsageError(
+                f"--column renames columns of a file, folder or hub id, which --data names; give one{step}"
+            )
         return data
     from flatout.data.rows.archives import read_file
     from flatout.data.rows.formats.parser import make_parser
@@ -160,7 +166,9 @@ def write_new(path: Path, text: str) -> None:
         DurableIO().create(path, [content], len(content))
     except ResourceError as error:
         if isinstance(error.__cause__, FileExistsError):
-            raise UsageError(f"{path}: already exists; choose a different file, or remove it") from None
+            free = next(name for k in range(2, 10**6) if not (name := path.with_stem(f"{path.stem}-{k}")).exists())
+            step = next_steps((shlex.join([str(free), "instead", "of", str(path)]), ""))
+            raise UsageError(f"{path}: already exists; choose a different file, or remove it{step}") from None
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise UsageError(f"{path}: there is no folder {path.parent}; create it, or choose another") from None
         raise

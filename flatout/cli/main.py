@@ -10,13 +10,13 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout import __version__
+from flatout.cli.parser import Parser, arguments_of, example_of, options_of
 from flatout.environment import let_idle_threads_sleep
 from flatout.errors import FlatoutError, PreemptedError, UsageError, next_steps
 from flatout.io.host_memory import host_memory_error
@@ -46,7 +46,19 @@ VERBS = {
     "push": "push a run to the hub, with a model card",
     "studio": "do all of it in a browser: data, plan, training, chat",
 }
-_VERBS_OF_OTHERS = {"fine-tune": "train", "finetune": "train", "sft": "train", "fit": "train", "generate": "chat"}
+_VERBS_OF_OTHERS = {
+    "train": "fine-tune finetune sft dpo fit tune run",
+    "chat": "generate infer inference predict ask prompt",
+    "init": "new create config",
+    "data": "dataset prepare preprocess tokenize",
+    "eval": "evaluate test score bench benchmark",
+    "export": "gguf quantize save deploy",
+    "push": "upload publish",
+    "runs": "list ls history",
+    "studio": "ui webui web gui dashboard",
+    "watch": "log logs status tail",
+    "--version": "version -v -V",
+}
 GROUPS = {
     "Start": ("demo", "init", "convert", "studio"),
     "Before a run": ("data", "plan", "doctor", "verify"),
@@ -54,71 +66,13 @@ GROUPS = {
     "See": ("runs", "report", "track"),
     "Use": ("chat", "eval", "merge", "export", "push"),
 }
-# what follows the verb in the example of its help
-EXAMPLES = {
-    "demo": "",
-    "init": "run.yaml --model Qwen/Qwen3-0.6B --data chats.jsonl",
-    "convert": "axolotl.yaml --to run.yaml",
-    "data": "build chats.jsonl --tokenizer Qwen/Qwen3-0.6B --name chats",
-    "plan": "run.yaml --device 4090",
-    "verify": "run.yaml --ranks 2",
-    "doctor": "run.yaml",
-    "train": "run.yaml optim.lr=1e-4 lora.rank=32",
-    "watch": "run",
-    "launch": "run.yaml --slurm --nodes 2 --out job.sh",
-    "runs": "--sort loss",
-    "report": "run run-2",
-    "chat": "run --prompt Hello",
-    "track": "run --to tensorboard",
-    "eval": "run --tasks arc_easy",
-    "merge": "run --out merged",
-    "export": "run --to gguf --out gguf --quantize q8_0",
-    "push": "run my-model --private",
-    "studio": "",
-}
-_ACTION_EXAMPLES = {
-    "data show": "show chats -n 5",
-    "data list": "list",
-    "data template": "template Qwen/Qwen3-0.6B",
-}
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
 _NEED_A_FILE = ("convert",)
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
+_LEAVE_OUT = "leave it out"
 # in the place of a configuration file: all settings are on the command line
 NO_FILE = "-"
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are as all others, with the example of the verb.
-
-    `verb_words` are those of the command line that the first parser leaves to those of verbs.
-    """
-
-    verb_words: Sequence[str] = ()
-
-    def error(self, message: str) -> NoReturn:
-        words = self.prog.split()[1:] or self.verb_words
-        hint = f"`{' '.join(['flatout', *words])} --help` lists all options"
-        if match := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
-            option = match[1].partition("=")[0]
-            known = [*_options(self, self.verb_words)]
-            message = f"there is no option {option}" if option[0] == "-" else f"unexpected argument {match[1]!r}"
-            hint = _near_option(option, known) or hint
-        elif match := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message = f"there is no {match[1]} {match[2]!r}; choose {match[3]}".replace("'", "")
-            if near := difflib.get_close_matches(match[2], re.findall(r"[\w-]+", match[3]), n=1):
-                hint = f"did you mean {near[0]}?"
-        elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected one argument", message):
-            shown = next(one.metavar or one.dest.upper() for one in self._actions if match[1] in one.option_strings)
-            message = f"{match[1]} needs a value: {match[1]} {shown}"
-        elif match := re.fullmatch(r"argument (-\S+): invalid (?:int|float) value: ('.*')", message):
-            message = f"{match[1]}: expected a number, got {match[2]}"
-        elif re.search(r"are required: config(, section\.name=value)?$", message):
-            message, hint = "config is missing", "give a YAML file, or model=MODEL data=chats.jsonl in its place"
-        elif "are required: " in message:
-            message = f"{message.partition('required: ')[2].replace(', section.name=value', '')} is missing"
-        raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{_example(words[:2])}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,10 +101,12 @@ def _run_verb(given: Sequence[str]) -> int:
 
 
 def _parse_and_run(argv: list[str]) -> int:
+    if argv[:1] in (["help"], ["--help"], ["-h"]) and argv[1:2] and argv[1] in VERBS:
+        argv = [*argv[1:], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
-    parser = _Parser(prog="flatout", add_help=False)
+    parser = Parser(prog="flatout", add_help=False)
     parser.add_argument("--version", action="version", version=f"flatout {__version__}")
     if argv[0] != "--version":
         if argv[0] not in VERBS:
@@ -158,8 +114,8 @@ def _parse_and_run(argv: list[str]) -> int:
         verb, what = argv[0], VERBS[argv[0]]
         # only the requested verb's file is imported, so that the overview stays instant
         module = importlib.import_module(f"flatout.cli.{verb}")
-        verbs = parser.add_subparsers(dest="verb", parser_class=_Parser)
-        example = "\n".join(line.strip() for line in _example([verb]).splitlines() if line)
+        verbs = parser.add_subparsers(dest="verb", parser_class=Parser)
+        example = "\n".join(line.strip() for line in example_of([verb]).splitlines() if line)
         form = argparse.RawDescriptionHelpFormatter
         subparser = verbs.add_parser(
             verb, description=f"{what[:1].upper()}{what[1:]}.", epilog=example, formatter_class=form
@@ -173,31 +129,6 @@ def _parse_and_run(argv: list[str]) -> int:
     return int(module.run(args))
 
 
-def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the options of a parser, and of those for the verb and action in `words`."""
-    for action in _arguments(parser, words):
-        yield from action.option_strings
-
-
-def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
-    """Yield what a parser, and those for the verb and action in `words`, take."""
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for word in {*words} & {*action.choices}:
-                yield from _arguments(action.choices[word], words)
-
-
-def _near_option(option: str, known: Sequence[str]) -> str | None:
-    """Return the sentence that names the option which is meant, by its name here or at other trainers."""
-    from flatout.config.names import OF_OTHERS
-
-    ours = OF_OTHERS.get(option.lstrip("-").replace("-", "_"), "").partition(":")[0]
-    named = f"--{ours.rpartition('.')[2].replace('_', '-')}"
-    near = [named] if ours and named in known else difflib.get_close_matches(option, known, n=1)
-    return f"did you mean {near[0]}?" if near else None
-
-
 def _overview() -> str:
     lines = ["usage: flatout VERB ...", "", "Plan and run exact fine-tuning of transformers models."]
     for group, verbs in GROUPS.items():
@@ -206,55 +137,96 @@ def _overview() -> str:
     return "\n".join([*lines, "  flatout train model=Qwen/Qwen3-0.6B data=chats.jsonl", "  flatout chat run"])
 
 
-def _example(verb: Sequence[str]) -> str:
-    named = " ".join(verb)
-    words = _ACTION_EXAMPLES.get(named) or EXAMPLES.get(named.partition(" ")[0])
-    return "" if words is None else f"\n  example: {' '.join(['flatout', named.partition(' ')[0], words]).strip()}"
-
-
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
     settings = Path("runs", *argv[1:2], "config.yaml")
-    if argv[0] == "resume":
+    if argv[0] in ("resume", "continue", "restart"):
         step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
-        raise UsageError(f"there is no verb 'resume'; `flatout train` goes on with an interrupted run by itself{step}")
-    near = difflib.get_close_matches(argv[0], VERBS, n=1)
-    near = [_VERBS_OF_OTHERS[argv[0]]] if argv[0] in _VERBS_OF_OTHERS else near
-    if near:
+        raise UsageError(
+            f"there is no verb {argv[0]!r}; `flatout train` goes on with an interrupted run by itself{step}"
+        )
+    named = [ours for ours, others in _VERBS_OF_OTHERS.items() if argv[0].lower() in others.lower().split()]
+    if near := named or difflib.get_close_matches(argv[0].lower(), VERBS, n=1):
         step = next_steps((f"{near[0]} instead of {argv[0]}", ""))
         raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
-    hint = "; write a verb first, such as train" if argv[0].endswith((".yaml", ".yml")) or "=" in argv[0] else ""
-    raise UsageError(f"there is no verb {argv[0]!r}{hint}; the verbs are {', '.join(VERBS)}")
+    if argv[0].endswith((".yaml", ".yml")) or "=" in argv[0]:
+        step = next_steps((shlex.join(["train", argv[0], "instead", "of", argv[0]]), ""))
+        raise UsageError(f"there is no verb {argv[0]!r}; write a verb first, such as train{step}")
+    raise UsageError(f"there is no verb {argv[0]!r}; the verbs are {', '.join(VERBS)}; `flatout --help` explains them")
 
 
 def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise UsageError for `--lr 1e-4` of other trainers, with the command that sets it here."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    from flatout.config.names import dotted_names, needed_with, our_name
+    """Raise UsageError for `--lr 1e-4` of other trainers, and for settings in another form, with the command for here.
 
-    for word, value in pairwise(argv[1:]):
-        if word in dotted_names() and "=" not in value:
-            step = next_steps((shlex.join([f"{word}={value}", "instead", "of", word, value]), ""))
-            raise UsageError(f"{word} {value}: a setting is one word, {word}={value}{step}")
-    for word, equals, value in zip(argv[1:], argv[2:], argv[3:], strict=False):
-        if equals == "=" and word in dotted_names():
-            step = next_steps((shlex.join([f"{word}={value}", "instead", "of", word, "=", value]), ""))
-            raise UsageError(f"{word} = {value}: a setting is one word, {word}={value}{step}")
+    All of them are refused at once.
+    """
+    from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name
+    from flatout.config.spelling import mentioned
+
+    known = {**dict.fromkeys(options_of(parser, ())), **OPTIONS_OF_OTHERS.get(argv[0], {})}
+    settings, used = _settings_of(argv), list[str]()
+    options = dict[str, tuple[str, str | None]]()  # by name: what was typed, and its value
     for index, word in enumerate(argv):
-        option, equals, value = word.partition("=")
-        if not option.startswith("--") or any(one.startswith(option) for one in known):
+        word = f"-{word}" if re.match(r"-[a-z]{2}", word) else word
+        option, equals, given = word.partition("=")
+        if not option.startswith("--") or option == "--" or any(one.startswith(option) for one in known):
             continue
-        after = argv[index + 1] if index + 1 < len(argv) and not argv[index + 1].startswith("--") else None
-        value = value if equals else "true" if after is None else after
-        if (ours := our_name(option[2:].replace("-", "_"), value, is_option=True)) is None:
+        after = next(iter(argv[index + 1 : index + 2]), "-")
+        is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
+        options[option[2:].replace("-", "_")] = (option, given if equals else after if is_value else None)
+    settings |= {name: value for name, (_, value) in options.items()}
+    changes, said = list[str](), list[str]()
+    for name, (option, value) in options.items():
+        if (ours := our_name(name, "true" if value is None else value, is_option=True, settings=settings)) is None:
             continue
-        if ours.setting is None:
+        used += [option, option[1:], *([] if value is None else [value])]
+        if ours.setting is None and (value or _LEAVE_OUT not in ours.why) and not mentioned(ours.why):
             raise UsageError(f"there is no option {option}; {ours.why}")
-        if after is None and not equals and ours.value == "true":
-            raise UsageError(f"{option} is a setting here; write {ours.setting}=VALUE")
-        change, used = f"{ours.setting}={ours.value}", [word] if equals or after is None else [word, after]
-        needed = needed_with([change], _settings_of(argv))
-        step = next_steps((shlex.join([change, *needed, "instead", "of", *used]), ""))
-        raise UsageError(f"{option} is a setting here: {change}{f' ({ours.why})' if ours.why else ''}{step}")
+        if ours.setting is None:
+            changes += mentioned(ours.why)
+            said.append(f"there is no option {option}; {ours.why}")
+        elif value is None and ours.value == "true":
+            change = f"{ours.setting}={default_of(ours.setting) or 'VALUE'}"
+            step = next_steps((shlex.join([change, "instead", "of", option, option[1:]]), "for example"))
+            raise UsageError(f"{option} is a setting here; write {ours.setting}=VALUE{step}")
+        else:
+            changes.append(f"{ours.setting}={ours.value}")
+            said.append(f"{option} is a setting here: {changes[-1]}" + (f" ({ours.why})" if ours.why else ""))
+    if said:
+        changes = [*dict.fromkeys(changes)]
+        step = next_steps((shlex.join([*changes, *needed_with(changes, settings), "instead", "of", *used]), ""))
+        raise UsageError(f"{'; '.join(said)}{step}")
+    _refuse_words(argv)
+
+
+def _refuse_words(argv: Sequence[str]) -> None:
+    """Raise UsageError for a word behind the configuration that is a setting in another form, or a file."""
+    from flatout.config.names import OF_OTHERS, dotted_names, our_name
+    from flatout.config.read import ROW_TYPES
+
+    names = {*dotted_names(), *OF_OTHERS}
+    for at in range(2, len(argv)):
+        word, rest = argv[at], argv[at + 1 :]
+        if word[:1] in ("-", "") or OVERRIDE.match(word) or (argv[at - 1][:1] == "-" and argv[at - 1] != NO_FILE):
+            continue
+        (name, _, value), typed = word.partition(":"), [word]
+        if rest[:1] == ["="] and rest[1:]:
+            typed, value = [word, *rest[:2]], rest[1]
+        elif word in names and rest and rest[0][:1] != "-" and not OVERRIDE.match(rest[0]):
+            typed, value = [word, rest[0]], rest[0]
+        step, what = "", f"{' '.join(typed)}: a setting is one word,"
+        if name in names and value and (ours := our_name(name, value)) and ours.setting:
+            step = f"{ours.setting}={ours.value}"
+        elif word.endswith(ROW_TYPES):
+            others = [given.removeprefix("data=") for given in argv if given.startswith("data=")]
+            step = f"data=[{','.join([*others, word])}]" if others else f"data={word}"
+            what = f"{word} holds rows; name it as"
+        elif Path(word, "config.json").is_file():
+            step, what = f"model={word}", f"{word} is a model; name it as"
+        elif argv[0] == "convert" and word.endswith((".yaml", ".yml")):
+            step, what = f"--to {word}", "the file to write is an option:"
+        if step:
+            words = shlex.join([*shlex.split(step), "instead", "of", *typed])
+            raise UsageError(f"{what} {step}{next_steps((words, ''))}")
 
 
 def _settings_of(argv: Sequence[str]) -> dict[str, Any]:
@@ -270,11 +242,13 @@ def _settings_of(argv: Sequence[str]) -> dict[str, Any]:
     return dict(flatten(long_forms(merge_overrides(values, [word for word in argv if OVERRIDE.match(word)])[0])))
 
 
-def _refuse_unknown_options(argv: Sequence[str], parser: _Parser, subparser: argparse.ArgumentParser) -> None:
+def _refuse_unknown_options(argv: Sequence[str], parser: Parser, subparser: argparse.ArgumentParser) -> None:
     """Raise UsageError for an option that the verb does not have, even if a required argument is missing."""
-    known = [*_options(subparser, argv)]
+    from flatout.config.names import OPTIONS_OF_OTHERS
+
+    known = [*options_of(subparser, argv)]
     before = argv[0]
-    actions = [*_arguments(subparser, argv)]
+    actions = [*arguments_of(subparser, argv)]
     if any(isinstance(action, argparse._SubParsersAction) and not {*argv} & {*action.choices} for action in actions):
         return  # the action comes first
     for index, word in enumerate(argv):
@@ -286,10 +260,11 @@ def _refuse_unknown_options(argv: Sequence[str], parser: _Parser, subparser: arg
         used = [word] if equals else list(argv[index : index + 2])
         for action in (one for one in actions if not one.option_strings and (equals or len(used) == 2)):
             shown = "the file" if action.dest in ("config", "file") else str(action.metavar or action.dest.upper())
-            if option in (f"--{action.dest}", "--config" if shown == "the file" else f"--{shown.lower()}"):
+            names = (f"--{action.dest}", "--config" if shown == "the file" else f"--{shown.lower()}")
+            if option in names or OPTIONS_OF_OTHERS.get(argv[0], {}).get(option) == shown:
                 step = next_steps((shlex.join([value or used[-1], "instead", "of", *used]), ""))
                 raise UsageError(f"there is no option {option}; write {shown} right after {before}{step}")
-            before = shown
+            before = argv[1] if isinstance(action, argparse._SubParsersAction) else shown
         parser.error(f"unrecognized arguments: {word}")
 
 

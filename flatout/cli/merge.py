@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, model_target, progress_console
+from flatout.cli.screen import import_transformers, progress_console, run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     target = "run, or adapter folder in PEFT's format"
-    parser.add_argument("target", type=model_target, metavar="RUN_OR_ADAPTER", help=target)
+    parser.add_argument("target", type=run_folder, metavar="RUN_OR_ADAPTER", help=target)
     parser.add_argument("--out", type=Path, required=True, help="output folder; must be empty or not exist")
     parser.add_argument("--base", help="base model (folder or hub id) to use instead of the adapter's own")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device to merge on (cpu)")
@@ -24,6 +24,6 @@ def run(args: argparse.Namespace) -> int:
 
     with progress_console() as console:
         console.on_phase(f"merging {args.target}")
-        merged = merge_adapter(args.target, args.out, base=args.base, device=args.device)
+        merged = merge_adapter(str(args.target), args.out, base=args.base, device=args.device)
     print(merged)
     return 0

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     plan = planned.plan
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:
-            raise UsageError(f"--step is {args.step}; the run has steps 0 to {plan.num_steps - 1}")
+            raise UsageError(f"--step is {args.step}; expected 0 to {plan.num_steps - 1}, the steps of the run")
         step = plan.step(args.step)
         print(json.dumps(asdict(step)) if args.json else "\n".join(step_lines(step)))
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
@@ -43,8 +44,13 @@ def run(args: argparse.Namespace) -> int:
     from flatout.view.open_runs import list_runs
 
     if not args.folder.is_dir():
-        hint = "train one: flatout train run.yaml" if args.folder == Path("runs") else "name the folder that holds runs"
-        raise UsageError(f"there is no folder {args.folder}; {hint}")
+        if args.folder == Path("runs"):
+            raise UsageError("there is no folder runs; train one: flatout train run.yaml")
+        is_run = (Path("runs") / args.folder).is_dir()
+        verb = ["watch", str(args.folder)] if is_run else ["runs"]
+        step = next_steps((shlex.join([*verb, "instead", "of", "runs", str(args.folder)]), ""))
+        hint = ", but a run of that name; watch it" if is_run else "; name the folder that holds runs"
+        raise UsageError(f"there is no folder {args.folder}{hint}{step}")
     _write_notes(args)
     rows = [row for row in list_runs(args.folder) if args.tagged is None or args.tagged in row.tags]
     field = _SORTS[args.sort]

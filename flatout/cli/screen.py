@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import require_docstrings
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
@@ -117,5 +118,6 @@ def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dic
     """Return what a repeatable option maps, such as `--column OURS=YOURS`. Raises UsageError for other words."""
     pairs = [word.partition("=") for word in given]
     if odd := next(("".join(pair) for pair in pairs if not pair[1]), None):
-        raise UsageError(f"{option} {odd!r} is not {form}")
+        step = next_steps((f"{option} instruction={shlex.quote(odd)} instead of {option} {shlex.quote(odd)}", ""))
+        raise UsageError(f"{option} {odd!r} is not {form}{step if form == COLUMN_FORM else ''}")
     return {name: value for name, _, value in pairs}

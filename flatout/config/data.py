@@ -49,6 +49,11 @@ _SUFFIXES = (
 class SourceConfig(Section):
     """One source of training rows: a local path or a hub id."""
 
+    @classmethod
+    def long_form(cls, value: Any) -> Any:
+        """Return the source that a path alone stands for; any other value unchanged."""
+        return {"path": value} if isinstance(value, str | Path) else value
+
     path: PathText
     """A file, folder or glob (json, jsonl, csv, tsv, parquet, arrow, feather, txt; also .xz, .gz, .bz2, .zst; .zip and
     .tar of these, webdataset's shards), or a hub id."""

@@ -19,9 +19,9 @@ def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence
     paths: list[str | Path] = [".", run_dir, data_root, model, *sources]
     here, folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
     if folder in (here, *here.parents):
-        return f"run_dir: {run_dir} holds the folder you are in; choose a separate one, such as runs/run"
+        return f"run_dir: {run_dir} holds the folder you are in; set run_dir: runs/run, or another folder"
     if taken[0] == taken[1]:
-        return f"data.root: {data_root} is the model's folder; choose a separate folder, such as data"
+        return f"data.root: {data_root} is the model's folder; set data.root: data, or another folder"
     if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
-        return f"run_dir: {run_dir} holds the run's model or data; choose a separate folder"
+        return f"run_dir: {run_dir} holds the run's model or data; set run_dir: runs/run, or another folder"
     return None

@@ -71,13 +71,15 @@ class BaseConfig(Section):
     @model_validator(mode="after")
     def _storage_has_these_products(self) -> Self:
         if self.storage == "model" and self.compute == "fp8":
-            raise ValueError("compute fp8 needs storage fp8 or nf4")
+            raise ValueError("compute fp8 needs storage fp8 or nf4: set base.storage: fp8")
         if self.storage == "fp8" and self.compute == "model":
-            raise ValueError("storage fp8 supports only fp8 matmuls; set compute: auto, or storage: nf4")
+            raise ValueError("storage fp8 supports only fp8 matmuls; set base.compute: auto, or base.storage: nf4")
         if self.storage == "fp8" and self.backward == "fp8":
             raise ValueError("backward fp8 has no effect with storage fp8, whose matmuls are all fp8; leave it out")
         if self.storage == "nf4" and self.backward == "fp8":
-            raise ValueError("backward fp8 needs storage model; with nf4, set compute: fp8 for both passes")
+            raise ValueError(
+                "backward fp8 needs storage model; with nf4, set base.backward: same and base.compute: fp8"
+            )
         return self
 
     @property

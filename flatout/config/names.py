@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from flatout.config.data import SourceConfig
+from flatout.config.parallel import gpu_list
 from flatout.config.schema import Config
+from flatout.config.section import nested_kinds
 from flatout.config.shortcuts import SHORTCUTS
 from flatout.config.table import read_table
 
@@ -24,6 +29,16 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 }
 _WHY: Mapping[str, str] = _TABLE["why"]
 _NEEDS: Mapping[str, list[str]] = _TABLE["needs"]
+OPTIONS_OF_OTHERS: Mapping[str, Mapping[str, str]] = {
+    verb: {other: ours for ours, others in options.items() for other in others.split()}
+    for verb, options in _TABLE["options"].items()
+}
+"""By verb: an option of others -> ours."""
+# samples of one micro-batch of a GPU, and how many of them make a step
+_PER_GPU, _ACCUMULATION = ("per_device_train_batch_size", "micro_batch_size"), "gradient_accumulation_steps"
+
+_BY_NUMBER = ("gpu", "gpu_id", "gpu_ids", "cuda_visible_devices")
+_OF_A_SOURCE = tuple(SourceConfig.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +50,56 @@ class OurName:
     why: str = ""
 
 
-def our_name(name: str, value: str = "", *, is_option: bool = False) -> OurName | None:
+def our_name(
+    name: str, value: str = "", *, is_option: bool = False, settings: Mapping[str, Any] = MappingProxyType({})
+) -> OurName | None:
     """Return what stands for a name of others, a keyword, or a name that is nearly one of ours; None if nothing does.
 
     `name` may have sections, such as batch.size. `value` is YAML. What is nearly a setting counts for keys, but not for
-    an option, which may be another verb's.
+    an option, which may be another verb's. `settings` are all that are given, by dotted name.
     """
     leaf = name.rsplit(".", 1)[-1]
+    if leaf in (*_PER_GPU, _ACCUMULATION) and (step := _samples_per_step(settings)):
+        return step
+    if leaf in ("betas", "adam_betas"):
+        first, _, second = value.strip("[]() ").partition(",")
+        return OurName(None, why=f"they are two settings: set optim.beta1: {first} and optim.beta2: {second.strip()}")
+    if leaf in _BY_NUMBER:
+        return OurName("gpus", f"[{value.strip('[]')}]")
+    if leaf in _OF_A_SOURCE and (sources := settings.get("data.sources")) and isinstance(sources, list):
+        parsed = yaml.safe_load(value)
+        changed = [{**({"path": one} if isinstance(one, str) else one), leaf: parsed} for one in sources]
+        with suppress(ValidationError):
+            SourceConfig.model_validate(changed[0])
+            return OurName("data.sources", as_yaml(changed), "it belongs to a source")
     if leaf in _INSTEAD:
         return OurName(None, why=_INSTEAD[leaf])
     ours = OF_OTHERS.get(leaf) or OF_OTHERS.get(name.replace(".", "_")) or SHORTCUTS.get(name)
     if ours is None:
         names = list(dotted_names())
+        leaves = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
         same = [full for full in names if full.rsplit(".", 1)[-1] == leaf]
         near = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.75) or same
-        near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        # a slip of the finger seldom changes the first letter
+        leaves = {one: full for one, full in leaves.items() if one[0] == leaf[:1]}
+        near = near or [leaves[one] for one in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
         if not near or (is_option and near[0] != name and near != same):
             return None
         ours = near[0]
     return our_value(ours, value)
+
+
+def _samples_per_step(settings: Mapping[str, Any]) -> OurName | None:
+    """Return the samples of a step for the batch of one GPU that `settings` give; None if they give none."""
+    given = {name.rsplit(".", 1)[-1]: value for name, value in settings.items()}
+    per_gpu, accumulated = next((given[name] for name in _PER_GPU if name in given), None), given.get(_ACCUMULATION, 1)
+    try:
+        gpus = len(gpu_list(given.get("gpus")) or [0])
+        number = int(per_gpu or "") * int(accumulated) * gpus
+    except (TypeError, ValueError):
+        return None
+    why = f"{per_gpu} per GPU x {accumulated} accumulated x {gpus} GPU{'s' * (gpus > 1)} = {number} samples of one step"
+    return OurName("batch.samples_per_step", str(number), why)
 
 
 def our_value(ours: str, value: str) -> OurName:
@@ -86,10 +132,28 @@ def needed_with(changes: Sequence[str], settings: Mapping[str, Any]) -> list[str
     return [choices[0] for choices in needs if not has & {choice.partition("=")[0] for choice in choices}]
 
 
+def default_of(name: str) -> str:
+    """Return a setting's default as YAML; "" for a section, an unknown name, or a default that says nothing."""
+    default: Any = Config
+    for part in name.split("."):
+        fields = getattr(default, "model_fields", {})
+        if part.isdigit():
+            continue
+        if part not in fields:
+            return ""
+        field = fields[part]
+        default = field.default if field.default_factory is None else field.default_factory
+        kinds = [kind for kind in nested_kinds(field.annotation) if isinstance(kind, type)]
+        default = next((kind for kind in kinds if issubclass(kind, BaseModel)), default)
+    return as_yaml(default) if isinstance(default, str | int | float) else ""
+
+
 def as_yaml(value: Any) -> str:
     """Return a plain value as YAML on one line."""
     return (
-        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000).removesuffix("...\n").strip()
+        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
+        .removesuffix("...\n")
+        .strip()
     )
 
 

@@ -129,11 +129,13 @@ class ObjectiveConfig(Section):
                 raise ValueError(f"path is {self.path!r}; expected FILE.py:CLASS, such as my_loss.py:MyLoss")
             return self
         if self.kind not in OBJECTIVES:
-            near = [] if self.kind in _OF_OTHERS else difflib.get_close_matches(self.kind, OBJECTIVES, n=1)
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {names}"
-            state = "not offered" if self.kind in _OF_OTHERS else "unknown"
-            raise ValueError(f"kind {self.kind!r} is {state}; {hint} (objective.path names a loss of your own)")
+            if self.kind.lower() in _OF_OTHERS:
+                hint = f"is not offered; for pairs of answers set objective: dpo; there are {names}"
+            else:
+                near = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1)
+                hint = f"is unknown; {f'set objective: {near[0]}' if near else f'there are {names}'}"
+            raise ValueError(f"kind {self.kind!r} {hint} (objective.path names a loss of your own)")
         class_of_kind(self.kind).of(self.fields)
         return self
 

@@ -63,9 +63,9 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("warmup_steps and warmup_ratio are both given; keep one")
+            raise ValueError("warmup_steps and warmup_ratio are both given; keep one: leave schedule.warmup_ratio out")
         if self.kind != "wsd":
-            refuse_unused(self, ("decay_ratio",), f"schedule.kind: {self.kind}; set kind: wsd")
+            refuse_unused(self, ("decay_ratio",), f"schedule.kind: {self.kind}; set schedule.kind: wsd")
         if self.kind == "constant":
             refuse_unused(self, ("min_lr_ratio",), "schedule.kind: constant, which never decays")
         return self

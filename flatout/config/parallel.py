@@ -28,9 +28,9 @@ def gpu_list(value: Any) -> Any:
             raise ValueError(f"expected 1 to {MAX_GPUS:,} GPUs; for the first alone set gpus: [0]")
         return list(range(value))
     if isinstance(value, str):
-        raise ValueError("expected how many GPUs, or their numbers, such as 0,1")
+        raise ValueError("expected how many GPUs, or their numbers: for one set gpus: 1, for the first two gpus: [0,1]")
     if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):
-        raise ValueError("a GPU is listed twice; list each once")
+        raise ValueError(f"a GPU is listed twice; set gpus: {sorted({*value}, key=str)}".replace(" ,", ","))
     return value
 
 
@@ -139,7 +139,7 @@ class FaultsConfig(Section):
     @model_validator(mode="after")
     def _check_spike(self) -> Self:
         if self.spike == "off":
-            refuse_unused(self, ("spike_sigmas",), "spike: off; set spike: warn, skip or stop")
+            refuse_unused(self, ("spike_sigmas",), "spike: off; set faults.spike: warn, or skip or stop")
         return self
 
 
@@ -148,7 +148,7 @@ def check_parallel(config: Any) -> None:
     traits = STRATEGIES.get(config.strategy)  # None for auto
     has_engine = traits is not None and traits.package is not None
     if has_engine and config.faults.spike == "skip":
-        raise ValueError(f"faults.spike: skip does not work with strategy: {config.strategy}; set it to stop or warn")
+        raise ValueError(f"spike: skip does not work with strategy: {config.strategy}; set faults.spike: stop, or warn")
     num_ranks, num_gpus = config.context.parallel, len(config.gpus or ())
     reasons = {
         f"strategy: {config.strategy}": config.strategy == "single" or has_engine,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +12,7 @@ from flatout.config.names import (
     OF_OTHERS,
     OurName,
     as_yaml,
+    default_of,
     dotted_names,
     knows_value,
     needed_with,
@@ -21,66 +21,130 @@ from flatout.config.names import (
 )
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS
+from flatout.config.spelling import mentioned
 
+# the setting that a section's name alone stands for
+_MAIN = {
+    "batch": "batch.samples_per_step", "lora": "lora.rank", "eval": "eval.fraction", "schedule": "schedule.kind",
+    "base": "base.storage",
+}  # fmt: skip
+_LEAVE_OUT = "leave it out"
 _PLAIN = (bool, int, float, str, list, dict, type(None))
 # stands for the model that a person has to choose
 _SOME_MODEL = "Qwen/Qwen3-0.6B"
 
 
-def describe_error(item: Any, given: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Format one pydantic error as `field: what, got, what to do`; `given` are the overrides."""
+# what pydantic calls a value that has the wrong type -> how we say it
+_EXPECTED = {
+    "model_type": "expected a section with settings",
+    "path_type": "expected a path",
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "list_type": "expected a list",
+}
+
+
+def describe_error(
+    item: Any, given: Mapping[str, str] = MappingProxyType({}), settings: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Format one pydantic error as `field: what, got, what to do`; `given` are the overrides.
+
+    `settings` are all that are given, by dotted name.
+    """
     name = _name_of(item, given)
     if item["type"] == "extra_forbidden":
-        if len(item["loc"]) == 1 and "." in name and name in dotted_names():
-            section, _, last = name.partition(".")
-            return f"{name}: in a file, a section holds its settings: {section}: {{{last}: {_written(item, given)}}}"
-        ours = our_name(name, _written(item, given))
-        if ours is None:
-            return f"{name}: unknown key; `flatout init` writes all known keys"
-        if ours.setting is None:
-            return f"{name}: {ours.why}"
-        meant = ours.setting if ours.setting == "data" else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
-        return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
+        return _unknown_key(item, given, settings)
     if item["type"] == "missing":
         return f"{name}: missing; every run needs it, such as `model: {_SOME_MODEL}` in a file"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "model_type":
-        message = f"expected a section with settings{', such as model.name' if name == 'model' else ''}"
-    elif item["type"] == "path_type":
-        message = "expected a path"
+    message = _EXPECTED.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    if name.endswith("every_steps"):
+        message = "expected how many steps, or a share of the run below 1"
+    elif item["type"] == "model_type" and name == "model":
+        message += ", such as model.name"
+    elif item["type"] == "model_type" and _of_section(item["input"], name, "") is None:
+        inner = [one for one in dotted_names() if one.startswith(f"{name}.") and default_of(one)]
+        message += f", such as {inner[0]}={default_of(inner[0])}" if inner else ""
     elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in message:
         message = "use letters, digits, dots, dashes and underscores, at most 64"
+    if knows_value(name, _written(item, given)):
+        message = message.partition(":")[0]
     where = f"{name}: " if name else ""
     shown = given.get(name, "") if isinstance(item["input"], bool) else ""
-    shown = shown or repr(item["input"])
+    shown = shown or ("nothing" if item["input"] is None else repr(item["input"]))
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
-    meant = ""
-    if (fix := _fix(item, given)) is not None and fix.setting is not None:
+    fix, meant = _fix(item, given, settings), ""
+    if fix is not None and fix.setting is not None and not mentioned(message):
         meant = f"; set {fix.setting}: {fix.value}" + (f" ({fix.why})" if fix.why else "")
     return f"{where}{message[:1].lower()}{message[1:]}{got}{meant}"
 
 
-def _fix(item: Any, given: Mapping[str, str]) -> OurName | None:
-    """Return what to set instead of a setting that is refused, if that is known."""
+def _unknown_key(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> str:
     name, value = _name_of(item, given), _written(item, given)
-    if item["type"] == "missing" and name == "model":
+    if len(item["loc"]) == 1 and "." in name and name in dotted_names():
+        section, _, last = name.partition(".")
+        return f"{name}: in a file, a section holds its settings: {section}: {{{last}: {value}}}"
+    ours = our_name(name, value, settings=settings)
+    if ours is None:
+        return f"{name}: unknown key; leave it out (`flatout init --all` writes all known keys)"
+    if ours.setting is None:
+        return f"{name}: {ours.why}"
+    if ours.setting == "data.sources" and ours.why:
+        return f"{name}: {ours.why}; set data.sources: {ours.value}"
+    meant = ours.setting if ours.setting == "data" else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
+    return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
+
+
+def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> OurName | None:
+    """Return what to set instead of a setting that is refused: what was meant, else its default; None if not known."""
+    name, value, kind = _name_of(item, given), _written(item, given), item["type"]
+    if kind == "missing" and name == "model":
         return OurName(name, _SOME_MODEL)
+    if kind == "extra_forbidden":
+        return our_name(name, value, settings=settings) or OurName(None, why=_LEAVE_OUT)
+    if kind == "model_type":
+        return _of_section(item["input"], name, value)
+    if value.startswith("="):
+        return OurName(name, value[1:])
+    if name.endswith("every_steps"):
+        return our_value(name, "epoch")
+    if meant := _number_meant(item, name, value) or _text_meant(item, name, value):
+        return meant
+    default = "" if kind in ("value_error", "string_pattern_mismatch") else default_of(name)
+    return OurName(name, default, "the default") if default else None
+
+
+def _of_section(given: Any, name: str, value: str) -> OurName | None:
+    """Return the setting that a value in the place of its section stands for."""
+    if name in OF_OTHERS:
+        return our_name(name, value)
+    fits = isinstance(given, float if name == "eval" else int | str)
+    return OurName(_MAIN[name], value) if fits and name in _MAIN else None
+
+
+def _number_meant(item: Any, name: str, value: str) -> OurName | None:
     if item["type"] == "float_parsing" and re.fullmatch(r"\d+,\d+|[\d.e-]+,", value):
         return OurName(name, value.rstrip(",").replace(",", "."))
+    if item["type"] == "int_from_float" and round(item["input"]):
+        return OurName(name, str(round(item["input"])))
     if item["type"] in ("less_than", "less_than_equal"):
         limit, number = min(item["ctx"].values()), float(item["input"])
         share = number / 100
-        is_percent = limit <= 1 < number and share <= limit
-        return OurName(name, f"{share:g}", f"a share, not percent: {number:g} % is {share:g}") if is_percent else None
-    if item["type"] == "extra_forbidden":
-        return our_name(name, value)
-    if item["type"] == "model_type" and name in OF_OTHERS:
-        return our_name(name, value)
+        if limit <= 1 < number and share <= limit:
+            return OurName(name, f"{share:g}", f"a share, not percent: {number:g} % is {share:g}")
+    return None
+
+
+def _text_meant(item: Any, name: str, value: str) -> OurName | None:
     if knows_value(name, value):
         return our_value(name, value)
     if item["type"] == "literal_error" and not name[-1].isdigit():
         allowed = re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected")))
-        near = difflib.get_close_matches(value, allowed, n=1)
+        near = difflib.get_close_matches(value.lower(), allowed, n=1)
         return OurName(name, near[0]) if near else None
     if item["type"] == "list_type" and isinstance(item["input"], str):
         return OurName("data", value) if name == "data.sources" else our_value(name, f"[{value}]")
@@ -91,7 +155,9 @@ def _fix(item: Any, given: Mapping[str, str]) -> OurName | None:
 
 def _name_of(item: Any, given: Mapping[str, str]) -> str:
     """Return the dotted name of a refused setting: of the override, if a short form such as `track=wandb` set it."""
-    name, section = ".".join(str(part) for part in item["loc"]), str(*item["loc"][:1])
+    # pydantic adds the kind of a value that may have several kinds
+    parts = [str(part) for part in item["loc"] if not str(part).startswith("constrained-")]
+    name, section = ".".join(parts), str(*parts[:1])
     if name == "objective" and "objective.kind" in given:
         return "objective.kind"
     is_short = section in LONG_FORMS and section in given and not given[section].startswith(("{", "["))
@@ -106,15 +172,22 @@ def _written(item: Any, given: Mapping[str, str]) -> str:
 
 def steps_of(
     items: Sequence[Any], given: Mapping[str, str] | None, settings: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """Return the step that replaces all refused settings; none if they stand in a file, or one has no replacement.
+) -> tuple[list[str], list[str]] | None:
+    """Return the changes `name=value` that mend all that is refused, and the names to leave out; None if not known.
 
-    `given` are the overrides, None if all settings are a call's; `settings` are all, by dotted name.
+    `given` are the overrides, None if all settings are a call's; `settings` are all, by dotted name. What a validator
+    of several settings refuses is mended by what its sentence says to set.
     """
-    names = [_name_of(item, given or {}) for item in items]
-    fixes = [_fix(item, given or {}) for item in items]
-    if given is not None and not given.keys() >= set(names) - {"model"}:
-        return []
-    changes = [f"{fix.setting}={fix.value}" for fix in fixes if fix is not None and fix.setting is not None]
-    changes = [*changes, *needed_with(changes, settings)] if len(changes) == len(items) else []
-    return [(shlex.join([*changes, "instead", "of", *names]), "")] if changes else []
+    changes, names = list[str](), list[str]()
+    for item in items:
+        fix, name = _fix(item, given or {}, settings), _name_of(item, given or {})
+        text = describe_error(item) if item["type"] == "value_error" else fix.why if fix and not fix.setting else ""
+        said = [] if fix and fix.setting else mentioned(text)
+        left = re.findall(r"keep one: leave ([\w.]+) out", text)
+        names += [name for name in left if name in (given or {})]
+        if not (said or left) and (fix is None or (fix.setting is None and _LEAVE_OUT not in fix.why)):
+            return None
+        names += [name] if item["type"] != "value_error" or name in (given or {}) else []
+        changes += said or [f"{fix.setting}={fix.value}" for fix in (fix,) if fix and fix.setting]
+    changes = [*dict.fromkeys(changes)]
+    return [*changes, *needed_with(changes, settings)], names

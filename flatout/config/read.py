@@ -17,10 +17,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flatout.config.names import OF_OTHERS
+from flatout.config.names import OF_OTHERS, as_yaml
 from flatout.config.problems import describe_error, steps_of
 from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
+from flatout.config.spelling import mentioned
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
@@ -42,7 +43,7 @@ _OTHER_FILES = {
 }
 
 # a file of rows, not of settings
-_ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
+ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -147,30 +148,80 @@ def make_config(
     A path in `deepspeed` is looked up here, then in `folder`. Raises ProblemsError with every wrong field's name.
     """
     merged, problems = merge_overrides(values, overrides)
+    refused = bool(problems)
     if isinstance(name := merged.get("deepspeed"), str):
-        merged["deepspeed"] = _read_deepspeed(name, folder)
+        merged["deepspeed"] = _read_deepspeed(
+            name, folder, is_override=any(text.startswith("deepspeed=") for text in overrides)
+        )
     try:
         config = Config.model_validate(merged, context={"is_file": True})
     except ValidationError as error:
         items = error.errors(include_url=False)
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
-        problems += [describe_error(item, given) for item in items]
-        steps = next_steps(*steps_of(items, None if origin == "config" else given, dict(flatten(long_forms(merged)))))
+        settings = dict(flatten(long_forms(merged)))
+        problems += dict.fromkeys(describe_error(item, given, settings) for item in items)
+        steps = "" if refused else _steps(items, merged, settings, given, origin)
         in_file = [item for item in items if ".".join(map(str, item["loc"])) not in given]
-        if sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
+        is_ours = bool(steps) and "model" in values
+        if not is_ours and sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
             problems = [problem for problem in problems if not problem.startswith("model: missing")]
             steps = "\n  this looks like another trainer's file; translate it:"
             steps += f"\n  flatout convert {shlex.quote(origin)} --to ours.yaml"
         raise ProblemsError(origin, problems, steps) from None
     if problems:
-        raise ProblemsError(origin, problems)
+        changes = mentioned(problems[0]) if len(problems) == 1 else []
+        raise ProblemsError(origin, problems, next_steps((shlex.join(changes), "")) if changes else "")
     return config
+
+
+def _steps(
+    items: Sequence[Any], merged: Mapping[str, Any], settings: Mapping[str, Any], given: Mapping[str, str], origin: str
+) -> str:
+    """Return the step that mends all refused settings: a changed command or call, or what to write in the file.
+
+    It was tried: none that is refused again is proposed.
+    """
+    known = steps_of(items, None if origin == "config" else given, settings)
+    if known is None:
+        return ""
+    changes, names = known
+    mended, refused = merge_overrides(_without(long_forms(merged), names), changes)
+    try:
+        Config.model_validate(mended, context={"is_file": True})
+    except ValidationError as error:
+        refused += [str(error)]
+    if refused:
+        return ""
+    in_file = {*names} - {*given, "model"}
+    if origin == "config" or not in_file:
+        return next_steps((shlex.join([*changes, "instead", "of", *names]), ""))
+    if Path(origin).suffix not in (".yaml", ".yml") or not changes:
+        return ""
+    written, _ = merge_overrides({}, changes)
+    return "".join(f"\n  in {origin}: {as_yaml({name: value})[1:-1]}" for name, value in written.items())
+
+
+def _without(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of settings without some, which have dotted names."""
+    left = copy.deepcopy(dict(settings))
+    for name in names:
+        left.pop(name, None)  # of a file, where it should be in a section
+        *sections, last = name.split(".")
+        holder: Any = left
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(last, None)
+    return left
 
 
 def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of `values` with `a.b=value` overrides applied, unchecked, and what is wrong with each override."""
-    merged = copy.deepcopy(dict(values))
-    return merged, [problem for text in overrides if (problem := _apply_override(merged, text))]
+    merged, problems = copy.deepcopy(dict(values)), list[str]()
+    data = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
+    if len(data) > 1:  # of another setting the last one counts; here rows would be left out
+        problems.append(f"data: given {len(data)} times; for all set data: [{', '.join(data)}]")
+    return merged, problems + [problem for text in overrides if (problem := _apply_override(merged, text))]
 
 
 def dump_config(config: Config, *, only_given: bool = False) -> str:
@@ -225,8 +276,10 @@ def _instead_of(path: Path) -> str:
     if near := did_you_mean(path):
         return near
     there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    listing = f"; here are {', '.join(sorted(there)[:4])}" if there else ""
-    return f"{listing}; `flatout init {path}` writes one, and without a file all settings can stand on the command line"
+    there.sort(key=lambda file: (file != "run.yaml", file))
+    listing = f"; here are {', '.join(there[:4])}" if there else ""
+    step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
+    return f"{listing}; `flatout init {path}` writes one{step}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -238,8 +291,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise SecurityError(f"{path}:{line}: {error.problem}; only plain values are allowed") from error
     except yaml.YAMLError as error:
-        if path.suffix in _ROW_TYPES:
-            step = next_steps((f"model=MODEL data={path} instead of {path}", ""))
+        if path.suffix in ROW_TYPES:
+            step = next_steps((f"model=Qwen/Qwen3-0.6B data={path} instead of {path}", ""))
             raise UsageError(f"{path} holds rows, not settings; name it as data{step}") from error
         _refuse_line(path, text)
         reason = " ".join(str(error).split()).replace(' in "<unicode string>",', ",")
@@ -272,7 +325,7 @@ def _kind(value: object) -> str:
     return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
-def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
+def _read_deepspeed(name: str, folder: Path, *, is_override: bool) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
     path = Path(name)
     with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
@@ -280,11 +333,10 @@ def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     try:
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
-        instead = (
-            "; for a stage without a file set strategy: zero3 and leave deepspeed out"
-            if "missing" in str(error)
-            else ""
-        )
+        stage = next(iter(re.findall(r"[123]", name)), "3")
+        step = next_steps((f"strategy=zero{stage} instead of deepspeed strategy", "")) if is_override else ""
+        instead = f"; for a stage without a file set strategy: zero{stage} and leave deepspeed out{step}"
+        instead = instead if "missing" in str(error) else ""
         raise UsageError(f"deepspeed: {error}{instead}") from error.__cause__
     if not isinstance(values, dict):
         raise UsageError(f"deepspeed: {path}: expected a JSON object, found {_kind(values)}")

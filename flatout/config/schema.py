@@ -121,11 +121,11 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.fraction and self.data:
-            raise ValueError("fraction and data are both given; keep one")
+            raise ValueError("fraction and data are both given; keep one: leave eval.fraction out")
         if self.patience and not self.every_steps:
-            raise ValueError("patience needs every_steps")
+            raise ValueError("patience needs every_steps: set eval.every_steps: 0.1")
         if not (self.fraction or self.data):
-            why = "no rows to evaluate on; set eval.fraction or eval.data"
+            why = "no rows to evaluate on; set eval.fraction: 0.05, or eval.data to a data set"
             rest = ("every_steps", "patience", "best", "min_delta", "max_new_tokens", "temperature", "worst_samples")
             refuse_unused(self, rest, why)
             if self.prompts:
@@ -274,9 +274,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_belong_to_the_method(self) -> Self:
         if self.method == "full" and self.lora != LoraConfig():
-            raise ValueError("lora is only for method: lora; full trains the weights themselves")
+            raise ValueError("lora is only for method: lora; full trains the weights themselves: set method: lora")
         if self.method == "full" and self.base != BaseConfig():
-            raise ValueError("base is only for method: lora; full trains the weights themselves")
+            raise ValueError("base is only for method: lora; full trains the weights themselves: set method: lora")
         alone = self.lora.dropout or self.lora.dora
         if self.base.storage == "nf4" and self.base.computes_in_fp8 and alone:
             raise ValueError(
@@ -295,7 +295,7 @@ class Config(Section):
                 "full.update: backward never holds all gradients, so it cannot clip; set optim.max_grad_norm: null"
             )
         if self.freeze and self.method != "full":
-            raise ValueError("freeze is only for method: full; lora already freezes every base weight")
+            raise ValueError("freeze is only for method: full, as lora freezes all base weights; set method: full")
         return self
 
     @model_validator(mode="after")

@@ -5,25 +5,34 @@ Errors are written once: a setting as `batch.layout: rows`, a next step by `flat
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress
+from itertools import compress, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from flatout.config.shortcuts import SHORTCUTS
+from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
 from flatout.errors import STEP, FlatoutError
 
 _KEYWORDS = {setting: keyword for keyword, setting in SHORTCUTS.items()}
-_VALUE = r"\[[^\]\n]*\]|\{[^}\n]*\}|[\w+-]+(?:\.[\w+-]+)*"
+_VALUE = r"\[[^\]\n]*\]|\{[^}\n]*\}|[\w+-]+(?:[./][\w+-]+)*"
 RESTART = "--restart"
+# functions and verbs that take settings
+_WITH_SETTINGS = ("train", "plan", "verify", "doctor", "launch")
+# an option with a value that is refused: its name, the value, and values that are allowed
+_OPTION = re.compile(
+    r"(--[\w-]+) is ('[^']*'|\S+); expected "
+    r"(?:one of ([\w.-]+(?:, [\w.-]+)*)|(?:more than 0, at most |[^\d;]*)(\d[\d.]*))"
+)
 # what a form of studio calls a setting that has no field of its own name
 _FIELDS = {"name": "Name of the run"}
 
@@ -57,9 +66,15 @@ class Caller:
         Returns None if there is no such step here.
         """
         of = next((at for at in range(len(words)) if words[at : at + 2] == ["instead", "of"]), len(words))
-        added, removed = words[:of], {*words[of + 2 :], *(word.partition("=")[0] for word in words[:of])}
-        if added and (columns := re.fullmatch(r"columns=\{(.*)\}", added[0])):
-            return self._columns(columns[1])
+        added, removed = words[:of], {*words[of + 2 :]}
+        if added and added[0].startswith("columns="):
+            return self._columns(yaml.safe_load(added[0].removeprefix("columns=")), *words[2:])
+        takes_words = self.kind == "command" and self.words[:1] in (["data"], ["init"])
+        if added and added[0].startswith("data=[") and takes_words:
+            if self.words[0] == "init":  # it takes one file
+                return None
+            added = yaml.safe_load(added[0].removeprefix("data="))
+        removed |= {_parts(word)[0] for word in added if "=" in word or word[0] == "-"}
         if self.kind == "studio":
             return (
                 None
@@ -68,7 +83,9 @@ class Caller:
             )
         if self.kind == "python":
             function = self.words[0] if self.words else "train"
-            changes = [self.setting(*_parts(word)) if "=" in word or word == RESTART else f'"{word}"' for word in added]
+            if not any("=" in word or word == RESTART for word in added):
+                return f'"{" ".join(added)}" instead of "{" ".join(words[of + 2 :])}"' if added and removed else None
+            changes = [self.setting(*_parts(word)) for word in added]
             # settings of one section are one keyword
             call = re.sub(r"\b(\w+=\{)([^{}]*)\}, \1", r"\1\2, ", ", ".join(changes))
             return f"flatout.{function}({'..., ' * ('=' in call)}{call})"
@@ -81,24 +98,37 @@ class Caller:
             for word, key in zip(self.words, named, strict=True)
         ]
         is_change = any("=" in word or word[0] == "-" for word in added)
-        if not is_change and False not in stays:
+        if not is_change and False not in stays and words[of:] != ["instead", "of"]:
             return None  # what is replaced stands in a file
         at = stays.index(False) if False in stays else len(stays)
         key = named[at] if at < len(named) and not is_change else ""
         before, after = self.words[:at], compress(self.words[at:], stays[at:])
         return shlex.join(["flatout", *before, *(key + word for word in added), *after])
 
-    def _columns(self, columns: str) -> str | None:
-        """Spell the step that maps the columns of a source, such as `instruction: question`."""
-        pairs = [tuple(pair.split(": ", 1)) for pair in columns.split(", ")]
-        if self.kind == "studio":
+    def _columns(self, columns: Mapping[str, str], path: str, is_sure: str = "") -> str | None:
+        """Spell the step that maps the columns of the source `path`; `--yes` takes them, if they are sure."""
+        from flatout.config.names import as_yaml
+
+        verb, is_in_memory = [*self.words[:1]], "in_memory" in Path(path).parts
+        if self.kind == "studio" or verb == ["build_data"] or (is_in_memory and Path(path).suffix != ".jsonl"):
             return None
+        if self.kind == "python" and is_in_memory:
+            row = ", ".join(f'"{ours}": row["{theirs}"]' for ours, theirs in columns.items())
+            return f"flatout.{verb[0]}(..., data=[{{{row}}} for row in data])"
+        source = {
+            **dict(reversed(LONG_FORMS["data"](path).items())),
+            "sources": [{"path": path, "columns": dict(columns)}],
+        }
         if self.kind == "python":
-            named = ", ".join(f'"{ours}": "{theirs}"' for ours, theirs in pairs)
-            return f'data={{"sources": [{{"path": ..., "columns": {{{named}}}}}]}}'
-        if self.words[:1] not in (["data"], ["init"]):
-            return shlex.join(["flatout", *self.words, "--yes"])
-        return shlex.join(["flatout", *self.words, *(f"--column={ours}={theirs}" for ours, theirs in pairs)])
+            return f"flatout.{verb[0]}(..., data={_python(source)})"
+        if verb[0] in ("data", "init"):
+            options = [f"--column={ours}={theirs}" for ours, theirs in columns.items()]
+            return shlex.join(["flatout", *self.words, *options])
+        if is_sure:
+            return shlex.join(["flatout", *self.words, is_sure])
+        if f"data={path}" not in self.words:
+            return f"in the file: data: {as_yaml(source)}"
+        return self.step([f"data={as_yaml(source)}"])
 
 
 STUDIO = Caller("studio")
@@ -107,7 +137,7 @@ STUDIO = Caller("studio")
 def spelled(text: str, caller: Caller) -> str:
     """Return an error's text with its settings and next steps as the caller writes them."""
     lines = []
-    for line in text.split("\n"):
+    for line in [*text.split("\n"), *_implied(text, caller)]:
         if not line.startswith(STEP):
             lines.append(_mention().sub(lambda match: match[1] + caller.setting(match[2], match[3]), line))
             continue
@@ -121,6 +151,26 @@ def spelled(text: str, caller: Caller) -> str:
     return "\n".join(lines)
 
 
+def mentioned(text: str) -> list[str]:
+    """Return the changes `name=value` that a sentence says to make first: `set A: 1 and B: 2, or C: 3` has A and B."""
+    match = _order().search(text)
+    return [f"{name}={value}" for _, name, value in _mention().findall(match[0])] if match else []
+
+
+def _implied(text: str, caller: Caller) -> list[str]:
+    """Return the step of a sentence without one: what it says to set, or the value of an option that it expects."""
+    if STEP in text or "\n  - " in text or caller.kind == "studio":
+        return []
+    verb = [*caller.words[:1]]
+    if (option := _OPTION.match(text)) and caller.kind == "command":
+        name, given, allowed = option[1], option[2].strip("'"), (option[3] or option[4]).split(", ")
+        near = difflib.get_close_matches(given.lower(), allowed, n=1) or allowed[:1]
+        typed = [after for word, after in pairwise(caller.words) if word == name]
+        return [STEP + shlex.join([name, *near, "instead", "of", name, *typed])]
+    changes = mentioned(text) if verb[0] in _WITH_SETTINGS and "leave" not in text else []
+    return [STEP + shlex.join(changes)] if changes else []
+
+
 @contextmanager
 def spelled_for(caller: Caller) -> Iterator[None]:
     """Raise errors of the body as this caller writes them; also a decorator of functions."""
@@ -129,6 +179,12 @@ def spelled_for(caller: Caller) -> Iterator[None]:
     except FlatoutError as error:
         error.args = (spelled(str(error), caller), *error.args[1:])
         raise
+
+
+@cache
+def _order() -> re.Pattern[str]:
+    mention = _mention().pattern
+    return re.compile(rf"\b(?=set |use |give |write ){mention}(?: (?=and ){mention})*")
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter
 
 from flatout.config.schema import NAME_PATTERN, DataConfig
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, SecurityError
+from flatout.errors import DataError, SecurityError, next_steps
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
 from flatout.io.json_file import read_json, validated
@@ -110,11 +111,23 @@ def find(root: Path, name: str) -> Entry:
             f"{name} contains rows and is not a built data set; build one with "
             f"`flatout data build {name} --tokenizer MODEL --name NAME`"
         )
+    if name == "default":  # no data was named
+        there = [*entries, *_files_of_rows(), "chats.jsonl"]
+        raise DataError(f"no data is named; for example, set data: {there[0]}")
     if not entries:
-        raise DataError(f"no data set {name!r}: {root / FILE_NAME} has none; run `flatout data build`")
+        raise DataError(
+            f"no data set {name!r}: {root / FILE_NAME} has none; build one with `flatout data build "
+            f"{(_files_of_rows() or ['chats.jsonl'])[0]} --tokenizer Qwen/Qwen3-0.6B --name {name}`"
+        )
     near = difflib.get_close_matches(name, entries, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}")
+    step = next_steps((shlex.join([(near or [*entries])[0], "instead", "of", name]), "" if near else "for example"))
+    raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}{step}")
+
+
+def _files_of_rows() -> list[str]:
+    """Return the files here that can hold rows."""
+    return sorted(path.name for path in Path().iterdir() if path.suffix in (".jsonl", ".csv", ".parquet"))
 
 
 def upsert(root: Path, entry: Entry, extra: dict[str, Any] | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.final import MANIFEST_NAME, verify_final
-from flatout.errors import ResourceError, UsageError, install, reason_of
+from flatout.errors import ResourceError, UsageError, install, next_steps, reason_of
 from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
 from flatout.export.gguf_vocab import stop_fields, stops_left_out
 from flatout.export.ollama import modelfile
@@ -61,9 +61,10 @@ def export(
     _check(to, is_gguf=is_gguf, kind=kind, adapter=adapter, llama_cpp=llama_cpp)
     quantizer = None if kind is None or kind in FILE_TYPES else _find_tool("llama-quantize", llama_cpp)
     if quantizer is None and kind is not None and kind not in FILE_TYPES:
+        step = next_steps((f"--quantize q8_0 instead of --quantize {shlex.quote(kind)}", ""))
         raise UsageError(
             f"--quantize {kind}: needs llama.cpp's llama-quantize, which is neither in PATH nor in the folder of "
-            f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need no other program"
+            f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need no more{step}"
         )
     require_empty(out)
     trained, name = resolve_model_paths(target, base=base, results=results), Path(target).resolve().name

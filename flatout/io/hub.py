@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError, first_line
-from flatout.io.near_path import did_you_mean
+from flatout.io.near_path import did_you_mean, other_model
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
 is_folder = os.path.isdir
@@ -34,9 +34,9 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
         return name, revision
     if name.endswith(_FILE_ENDINGS) or name.startswith((".", "/", "~")):
         raise UsageError(
-            f"there is no folder {name}; a model is a folder with config.json, or a hub id such as org/model"
-            f"{'; GGUF is not trained, so name the model that it was made of' if name.endswith('.gguf') else ''}"
-            f"{did_you_mean(name, is_folder=True)}"
+            f"there is no folder {name}; a model is a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B"
+            f"{'; a GGUF file cannot be trained: name the model that it was made of' if name.endswith('.gguf') else ''}"
+            f"{other_model(name)}"
         )
     from huggingface_hub import constants, snapshot_download
 
@@ -91,7 +91,9 @@ def hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise UsageError(f"there is no folder {name}, and it is not a hub id such as org/model{hint}") from error
+        raise UsageError(
+            f"there is no folder {name}, and it is not a hub id such as Qwen/Qwen3-0.6B{hint or other_model(name)}"
+        ) from error
     except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError) as error:
         # a file that is not in the cache is only what follows from the hub's answer
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error

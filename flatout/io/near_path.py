@@ -49,6 +49,16 @@ def _nearest(name: str, there: list[str]) -> str | None:
     return max(near, key=likenesses.__getitem__, default=None)
 
 
+def other_model(given: str) -> str:
+    """Return the end of an error on a model that is not there: a near folder, one that is here, or a hub id."""
+    if near := did_you_mean(given, is_folder=True):
+        return near
+    here = sorted(str(file.parent) for file in Path().glob("*/config.json"))
+    listing = f"; the models here are {', '.join(here[:4])}" if here else ""
+    words = shlex.join([(here or ["Qwen/Qwen3-0.6B"])[0], "instead", "of", given])
+    return f"{listing}{next_steps((words, 'for example'))}"
+
+
 def did_you_mean(given: str | Path, *, is_folder: bool = False) -> str:
     """Return the end of an error on a path that does not exist: what is near, and the step that names it; else ""."""
     near = near_path(given)

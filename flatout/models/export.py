@@ -119,7 +119,7 @@ def merge_adapter(target: str, out: Path, *, base: str | None = None, device: st
     DurableIO().make_dir(out)
     trained = resolve_model_paths(target, base=base)
     if trained.adapter is None:
-        raise UsageError(f"{target} has no adapter to merge: it is already a plain model; copy it instead")
+        raise UsageError(f"{target} has no adapter to merge: it is a plain model already; use it as it is")
     model, tokenizer, num_layers = load_merged(trained, device=device)
     publish_model(model, tokenizer, out)
     dtype = str(model.dtype).removeprefix("torch.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.planner.memory.correction import Correction
 
 GIB = 1 << 30
@@ -80,7 +82,12 @@ def find_device(name: str) -> Device:
     if size and (total_gib := 0.98 * float(size[1])) * GIB > CONTEXT_BYTES:
         return _device(f"a GPU of {size[1]} GB", total_gib)
     if (device := DEVICES.get(name.lower().removeprefix("rtx").strip())) is None:
-        raise UsageError(f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB")
+        plain = re.sub(r"rtx|geforce|nvidia|[ _-]", "", name.lower())
+        near = f"{name}GB" if name.isdigit() else next(iter(difflib.get_close_matches(plain, DEVICES, n=1)), "12GB")
+        raise UsageError(
+            f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB; "
+            f"did you mean {near}?{next_steps((shlex.join([near, 'instead', 'of', name]), ''))}"
+        )
     return device
 
 

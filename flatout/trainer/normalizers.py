@@ -75,6 +75,9 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
     return Normalizers(objective, per, values)
 
 
+_PAIRS = "from rows of chosen and rejected answers, or, for rows of one answer, set objective: cross_entropy"
+
+
 def _require_units(objective: Objective, store: TokenStore) -> None:
     offsets = store.unit_offsets
     sizes = np.ones(store.num_samples, np.int64) if offsets is None else np.diff(offsets)
@@ -83,7 +86,7 @@ def _require_units(objective: Objective, store: TokenStore) -> None:
         raise DataError(
             f"{store.origin(first)}: a unit of {sizes[wrong[0]]}, but objective {objective.name} takes units of "
             f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "
-            f"build it {'from rows of chosen and rejected answers' if objective.unit_size == 2 else 'with such units'}"
+            f"build it {_PAIRS if objective.unit_size == 2 else 'with such units'}"
         )
     if (empty := np.flatnonzero(np.asarray(store.num_labels) == 0)).size:
         raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,22 +25,36 @@ _FILE_ENDINGS = (
 def find_run(target: str | Path, runs: Path = RUNS) -> Path:
     """Return the folder of a run that is named by its folder, or by its name in `runs`.
 
-    Raises UsageError, with the run whose name is nearest, if there is none.
+    Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file.
     """
     path = Path(target)
     try:
         named = next((one for one in (path, runs / path) if one.exists()), None)
     except OSError:  # a name too long for a path, as its reader says
         return path
-    if named is not None:
-        return named
     known = [folder.name for folder in run_folders(runs)]
+    if named is not None and not named.is_file() and not (named == runs and known):
+        return named
+    if named is not None:
+        end = f"name a run{_one_of(known, target, runs)}"
+        if named.is_file():
+            raise DataError(f"{target} is not a run folder but a file; {end}")
+        raise UsageError(f"{target} is the folder of all runs; {end}")
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
     if near:
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
-    listing = f"the runs here are {', '.join(known[:8])}" if known else f"there are no runs in {runs}/ yet"
-    raise UsageError(f"{target}: no such folder, and no run of that name; {listing}")
+    raise UsageError(f"{target}: no such folder, and no run of that name{_one_of(known, target, runs)}")
+
+
+def _one_of(known: Sequence[str], target: str | Path, runs: Path = RUNS) -> str:
+    """Return the end of an error on a name that is no run's: those that are there, and the step that names one."""
+    if not known:
+        return f"; there are no runs in {runs}/ yet: `flatout train` makes one"
+    meant = Path(target).stem if Path(target).stem in known else known[0]
+    shown = "the runs here are" if known[1:] else "the run here is"
+    step = next_steps((shlex.join([meant, "instead", "of", str(target)]), ""))
+    return f"; {shown} {', '.join(known[:8])}{step}"
 
 
 def find_model(target: str) -> str:
@@ -50,19 +65,35 @@ def find_model(target: str) -> str:
     path = Path(target)
     with suppress(OSError):  # a name too long for a path
         if path.is_file():
-            step = next_steps((f"{path.parent} instead of {target}", "")) if len(path.parts) > 1 else ""
-            raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{step}")
+            if path.suffix == ".gguf":
+                raise UsageError(_gguf(path, [folder.name for folder in run_folders(RUNS)]))
+            end = _one_of([folder.name for folder in run_folders(RUNS)], target)
+            if len(path.parts) > 1:
+                end = next_steps((shlex.join([str(path.parent), "instead", "of", target]), ""))
+            raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{end}")
+        if path.is_dir() and path == RUNS:
+            return str(find_run(path))
         if path.is_dir():
             return target
         if (RUNS / path).is_dir():
             return str(RUNS / path)
-    if path.suffix in _FILE_ENDINGS:
-        raise UsageError(f"there is no file {target}; name the folder of a run, an adapter or a model, or a hub id")
     known = [folder.name for folder in run_folders(RUNS)]
+    if path.suffix in _FILE_ENDINGS:
+        end = f"name the folder of a run, an adapter or a model, or a hub id{_one_of(known, target)}"
+        raise UsageError(f"there is no file {target}; {end}")
     if "/" not in target and (near := difflib.get_close_matches(target, known, n=1, cutoff=0.7)):
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"there is no run {target}; did you mean {near[0]}? (on the hub: OWNER/{target}){step}")
     return target
+
+
+def _gguf(file: Path, known: Sequence[str]) -> str:
+    """Return the error on a GGUF file, which llama.cpp reads, with the command for it and the run that stays here."""
+    program = f"`llama-cli -m {shlex.quote(str(file))}` of llama.cpp"
+    return (
+        f"{file} is a GGUF file, which flatout writes and does not read; chat with it by {program}, or here with the "
+        f"run or model folder that it was made of{_one_of(known, file) if known else ''}"
+    )
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, most_rows, raise_error, row_type, table_rows, total_rows
-from flatout.errors import DataError
+from flatout.errors import DataError, next_steps
 from flatout.io.durable_io import digest
 from flatout.io.near_path import did_you_mean, expand_home
 from flatout.io.redact import redacted
@@ -103,8 +104,15 @@ class RowSource:
             empty = False
             yield raw
         if empty:
-            why = f"all {num_bad} rows are bad; the first: {first}" if num_bad else "all of its files are empty"
+            why = (
+                f"all {num_bad} rows are bad; the first: {first}"
+                if num_bad
+                else f"all of its files are empty; {_A_ROW}"
+            )
             raise DataError(f"{self.name}: no rows: {why}")
+
+
+_A_ROW = 'write one row a line, such as {"instruction": "Say hi", "output": "Hi"}'
 
 
 def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: None) -> RowSource:
@@ -236,7 +244,7 @@ def _local_files(pattern: str) -> Found:
         return Found({file: file.relative_to(path) for file in sorted(files)}, sorted(others), is_folder=True)
     if path.exists():
         if row_type(path) is None:
-            raise DataError(f"{path}: not a known file type; known types: {_TYPES}")
+            raise DataError(f"{path}: not a known file type; known types: {_TYPES}; save its text as a .txt file")
         return Found({path: Path(path.name)})
     # Path.glob does not accept absolute patterns
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
@@ -289,15 +297,31 @@ def _looks_local(path: str) -> bool:
 
 def _nothing_found(pattern: str) -> str:
     path = expand_home(pattern)
+    parts = [part.strip() for part in pattern.split(",")]
+    if parts[1:] and all(glob.glob(str(expand_home(part))) for part in parts):  # noqa: PTH207
+        step = next_steps((shlex.join([f"data=[{', '.join(parts)}]", "instead", "of", pattern]), ""))
+        return f"{pattern}: no such file; several files are a list, data: [{', '.join(parts)}]{step}"
     if glob.has_magic(pattern):
-        return f"{pattern}: no data file matches; known types: {_TYPES}"
+        return f"{pattern}: no data file matches{_files_beside(path, pattern)}"
     if path.is_symlink():
         return f"{pattern}: a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
     if near := did_you_mean(pattern):
         return f"{pattern}: no such file or folder{near}"
-    there = [child.name for child in path.parent.iterdir() if row_type(child)] if path.parent.is_dir() else []
-    beside = f"; {path.parent} has {', '.join(sorted(there)[:4])}" if there else ""
-    return f"{pattern}: no such file or folder{beside}; give a file, a folder, a glob or a hub id (org/set)"
+    return f"{pattern}: no such file or folder{_files_beside(path, pattern)}"
+
+
+def _files_beside(path: Path, pattern: str) -> str:
+    """Return the end of an error on data that is not there: the files of rows beside it, and the step that names one.
+
+    That is one of the same type, if there is one.
+    """
+    folder = path.parent
+    there = [child for child in folder.iterdir() if child.is_file() and row_type(child)] if folder.is_dir() else []
+    there.sort(key=lambda child: (child.suffix != path.suffix, child.name))
+    if not there:
+        return "; give a file, a folder, a glob or a hub id (org/set)"
+    step = next_steps((shlex.join([str(there[0]), "instead", "of", pattern]), "for example"))
+    return f"; the files here are {', '.join(str(child) for child in there[:4])}{step}"
 
 
 def _digest(path: Path) -> str:

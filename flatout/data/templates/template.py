@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,7 +18,8 @@ from jinja2 import TemplateError
 from flatout.data.conversation import PICTURE, Message, ToolCall
 from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
 from flatout.data.tokenizer import TokenizerFacts
-from flatout.errors import DataError, FlatoutError, first_line, reason_of
+from flatout.errors import DataError, FlatoutError, first_line, next_steps, reason_of
+from flatout.io.near_path import near_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -233,4 +236,10 @@ def template_text(
             return path.name, path.read_bytes().decode("utf-8")  # bytes: it is written out again unchanged
     except (OSError, ValueError) as error:
         raise DataError(f"data.template {template[:200]!r}: cannot be read: {reason_of(error)}") from error
-    raise DataError(f"data.template {template!r} is neither one of {', '.join(OURS)} nor a .jinja file that exists")
+    near = difflib.get_close_matches(template.lower(), OURS, n=1) or [str(near_path(template) or "")]
+    hint = (
+        f"; did you mean {near[0]}?{next_steps((shlex.join([near[0], 'instead', 'of', template]), ''))}"
+        if near[0]
+        else ""
+    )
+    raise DataError(f"data.template {template!r} is neither one of {', '.join(OURS)} nor a .jinja file here{hint}")

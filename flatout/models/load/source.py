@@ -19,7 +19,7 @@ from flatout.io.durable_io import FileFacts, digest
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import read_own, write_own
-from flatout.io.near_path import did_you_mean
+from flatout.io.near_path import other_model
 
 # smaller files hash quickly enough
 REMEMBERED_BYTES = 64 * 2**20
@@ -54,15 +54,19 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     """
     folder = Path(name)
     if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        near = did_you_mean(name, is_folder=True)
-        raise UsageError(f"model.name: there is no folder {name}; give a folder or a hub id such as org/model{near}")
+        near = other_model(name)
+        raise UsageError(
+            f"model.name: there is no folder {name}; give a folder or a hub id such as Qwen/Qwen3-0.6B{near}"
+        )
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
         raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")
     if file is None:
-        raise UsageError(f"{name} has no config.json; give a folder or a hub id of a transformers model")
+        raise UsageError(
+            f"{name} has no config.json; give a folder or a hub id of a transformers model{other_model(name)}"
+        )
     config = _read_object(file)
     for field, value in _walk(config):
         asks_for_code = field in _CODE_FIELDS and value not in (None, False)

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.kernels.segmented import register_ops
 from flatout.models.blocks import layer_list, part_of, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
@@ -348,9 +349,11 @@ def _named_targets(
                     f"model.freeze_{part}: false"
                 )
             leaves = sorted({name.rpartition(".")[2] for name in everything})
-            near = difflib.get_close_matches(target, leaves, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(target, [*leaves, "all-linear"], n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"
-            raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}")
+            meant = [(near or ["all-linear"])[0] if one == target else one for one in config.listed_targets]
+            step = next_steps((shlex.quote(f"lora.targets=[{','.join(meant)}]"), ""))
+            raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}{step}")
         matched |= targets
     chosen = {name: target for name, target in everything.items() if name in matched}
     embedding = model.get_input_embeddings()

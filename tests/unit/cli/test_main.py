@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from flatout.cli.main import EXAMPLES, GROUPS, VERBS, main, overrides_first
+from flatout.cli.main import GROUPS, VERBS, main, overrides_first
+from flatout.cli.parser import EXAMPLES
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,11 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     text = MINIMAL + "lora: {rnak: 8, alpha: -1}\nbatch: {samples_per_step: 0}\n"
     assert problems_of(tmp_path, text, "nonsense", "optim.lr=fast") == [
         "'nonsense' is not an override; write section.name=value, such as lora.rank=32",
-        "lora.alpha: input should be greater than 0, got -1",
+        "lora.alpha: input should be greater than 0, got -1; set lora.alpha: 32.0 (the default)",
         "lora.rnak: unknown key; did you mean lora.rank?",
-        "batch.samples_per_step: input should be greater than or equal to 1, got 0",
-        "optim.lr: input should be a valid number, unable to parse string as a number, got 'fast'",
+        "batch.samples_per_step: input should be greater than or equal to 1, got 0; set batch.samples_per_step: 32 "
+        "(the default)",
+        "optim.lr: expected a number, got 'fast'; set optim.lr: 0.0002 (the default)",
     ]
 
 
@@ -60,7 +61,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + "method: full\nfull: {update: backward}\n", "set optim.max_grad_norm: null"),
         (MINIMAL + "base: {storage: nf4, compute: fp8}\nlora: {dropout: 0.1}\n", "set base.compute: model"),
         (MINIMAL + "base: {storage: fp8, backward: fp8}\n", "backward fp8 has no effect with storage fp8"),
-        (MINIMAL + "base: {storage: nf4, backward: fp8}\n", "with nf4, set compute: fp8 for both passes"),
+        (MINIMAL + "base: {storage: nf4, backward: fp8}\n", "with nf4, set base.backward: same and base.compute: fp8"),
         (MINIMAL + "method: full\nbase: {backward: fp8}\n", "base is only for method: lora"),
         (MINIMAL + "experts: {parallel: 2}\nbase: {backward: fp8}\n", "does not work with base.backward: fp8"),
         (MINIMAL + "memory: 0\n", "memory"),
@@ -78,7 +79,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + "lora: {rank: true}\n", "lora.rank: expected a number, got True"),
         (MINIMAL + "optim: {max_grad_norm: false}\n", "optim.max_grad_norm: expected a number, got False"),
         ("model: 5\n", "model: expected a section with settings, such as model.name, got 5"),
-        (MINIMAL + "lora: []\n", "lora: expected a section with settings, got []"),
+        (MINIMAL + "lora: []\n", "lora: expected a section with settings, such as lora.rank=16, got []"),
         (MINIMAL + "run_dir: [a]\n", "run_dir: expected a path, got ['a']"),
     ],
 )
@@ -108,7 +109,7 @@ def test_every_number_refuses_nonsense(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [5, [1, 2], "5", True, None, {"modules_to_save": None}])
 @pytest.mark.parametrize("section", ["lora", "optim", "batch"])
 def test_what_is_no_section_is_refused_as_such_with_every_objective(section: str, value: Any, objective: str) -> None:
-    wrong = "lora.modules_to_save: input" if isinstance(value, dict) and section == "lora" else section
+    wrong = "lora.modules_to_save: expected" if isinstance(value, dict) and section == "lora" else section
     values = {"model": "m", "objective": objective, section: value}
     with pytest.raises(ProblemsError, match=rf"- {re.escape(wrong)}"):
         make_config(values)

@@ -16,8 +16,16 @@ PROSE = "it does not fit; set recompute: full or base.storage: nf4, or use data.
 @pytest.mark.parametrize(
     ("caller", "text"),
     [
-        (COMMAND, "it does not fit; set recompute=full or base.storage=nf4, or use data.max_tokens=512"),
-        (PYTHON, 'it does not fit; set recompute="full" or storage="nf4", or use max_tokens=512'),
+        (
+            COMMAND,
+            "it does not fit; set recompute=full or base.storage=nf4, or use data.max_tokens=512\n"
+            "  flatout train run.yaml lr=1e-4 seed=1 recompute=full",
+        ),
+        (
+            PYTHON,
+            'it does not fit; set recompute="full" or storage="nf4", or use max_tokens=512\n'
+            '  flatout.train(..., recompute="full")',
+        ),
         (STUDIO, PROSE),
     ],
 )
@@ -41,10 +49,10 @@ def test_facts_about_settings_stay_as_they_are() -> None:
         ("--restart", "flatout train run.yaml lr=1e-4 seed=1 --restart", "flatout.train(..., restart=True)", None),
         ("gpus=[0,1]", "flatout train run.yaml lr=1e-4 seed=1 'gpus=[0,1]'", "flatout.train(..., gpus=[0, 1])",
          "gpus: [0,1]"),
-        ("other.yaml instead of run.yaml", "flatout train other.yaml lr=1e-4 seed=1", 'flatout.train("other.yaml")',
-         None),
-        ("2e-4 instead of 1e-4", "flatout train run.yaml lr=2e-4 seed=1", 'flatout.train("2e-4")', None),
-        ("b.jsonl instead of a.jsonl", None, 'flatout.train("b.jsonl")', None),
+        ("other.yaml instead of run.yaml", "flatout train other.yaml lr=1e-4 seed=1",
+         '"other.yaml" instead of "run.yaml"', None),
+        ("2e-4 instead of 1e-4", "flatout train run.yaml lr=2e-4 seed=1", '"2e-4" instead of "1e-4"', None),
+        ("b.jsonl instead of a.jsonl", None, '"b.jsonl" instead of "a.jsonl"', None),
     ],
 )  # fmt: skip
 def test_next_steps(words: str, on_command: str | None, in_python: str, in_studio: str | None) -> None:

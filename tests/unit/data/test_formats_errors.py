@@ -216,12 +216,8 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "train.jsonl:1: no known format has these columns; set columns: {instruction: question, output: answer}; "
      "columns found: question, answer"),
     ("C10", {"q": "q", "a": "a"}, {},
-     "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: q, output: a} or "
-     "--column instruction=q --column output=a; known formats: "
-     "tokens: input_ids; oasst: message_id, parent_id, text, role; oasst_trees: prompt; "
-     "segments: segments; preference: chosen, rejected; ranked: answers; kto: label; "
-     "messages: messages; sharegpt: conversations; gemini: contents; glaive: chat; "
-     "xlam: query, tools, answers; prompt_completion: prompt, completion; alpaca: instruction, output; text: text; "
+     "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: q, output: a}, or "
+     "rename them as one of messages; instruction, output; prompt, completion; text; chosen, rejected; "
      "columns found: q, a"),
     ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; map yours"),
     ("C10", {"q": 1}, {"format": "text"}, "train.jsonl:1: no column 'text', which format text needs; columns found: q"),

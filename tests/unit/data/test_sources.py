@@ -248,7 +248,7 @@ def test_unreadable_rows_are_named_with_their_place(tmp_path: Path, name: str, c
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         values(opened(path))
-    assert str(caught.value) == f"{path}{message}"
+    assert str(caught.value).partition("; write one row a line")[0] == f"{path}{message}"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("x.parquet", "parquet"), ("x.arrow", "arrow")])
@@ -293,7 +293,7 @@ def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"trian\.jsonl: no such file or folder; did you mean .*/train\.jsonl\?"):
         opened(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; known types: json, jsonl"):
+    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; the files here are .*train.jsonl"):
         opened(tmp_path / "*.csv")
     with pytest.raises(DataError, match="no data files in this folder; known types: json, jsonl"):
         opened(tmp_path / "empty")

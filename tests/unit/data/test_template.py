@@ -90,7 +90,7 @@ def test_a_tokenizer_without_template_names_ours(small_tokenizer: PreTrainedToke
 def test_an_unknown_template_is_refused(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'chatlm' is neither one of chatml"):
         choose_template(small_tokenizer, "chatlm", "small")
-    with pytest.raises(DataError, match=r"nor a \.jinja file that exists"):
+    with pytest.raises(DataError, match=r"nor a \.jinja file here"):
         choose_template(small_tokenizer, str(tmp_path / "none.jinja"), "small")
 
 

@@ -15,10 +15,14 @@ Works = Callable[[Mapping[str, str]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A sentence on columns that no format reads, and the setting `columns` that makes the row readable, if any."""
+    """A sentence on columns that no format reads, and the setting `columns` that makes the row readable, if any.
+
+    `is_sure`: the names say so; otherwise the columns are an example with the row's own.
+    """
 
     text: str
     columns: Mapping[str, str] = field(default_factory=dict)
+    is_sure: bool = True
 
 
 # names that data sets use for what alpaca has, in lower case, the likeliest first

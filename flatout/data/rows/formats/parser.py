@@ -329,23 +329,22 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
     row = first.columns
     advice = proposed(row, works)
     if advice is None:
-        lines = [
-            (name, [group[0] for group in rule.required])
-            for name, rule in RULES.items()
-            if name not in ("reward", CLASSIFY)
-        ]
-        known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in lines)
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         texts = [name for name, value in row.items() if isinstance(value, str)]
         example = dict(
             zip(("instruction", "output"), texts if len(texts) > 1 else ("question", "answer"), strict=False)
         )
-        options = " ".join(f"--column {ours}={theirs}" for ours, theirs in example.items())
         advice = near_miss(missing, _all_columns(), row, works) or Advice(
-            f"no known format has these columns; map yours, such as columns: {written(example)} or "
-            f"{options}; known formats: {known}"
+            f"no known format has these columns; map yours, such as columns: {written(example)}, or rename them as one "
+            f"of {_USUAL}",
+            example,
+            is_sure=False,
         )
     raise _refusal(source, first, advice)
+
+
+# the columns of the formats that most data sets have
+_USUAL = "messages; instruction, output; prompt, completion; text; chosen, rejected"
 
 
 class ColumnsError(DataError):
@@ -360,8 +359,9 @@ def _refusal(source: SourceConfig, first: RawRow, advice: Advice) -> DataError:
     said = f"{first.origin}: {advice.text}; {_columns_found(first.columns)}"
     if not advice.columns:
         return DataError(said)
-    step = next_steps((shlex.quote(f"columns={written(advice.columns)}"), ""))
-    return ColumnsError(said + step, source.path, advice.columns)
+    words = [f"columns={written(advice.columns)}", "of", source.path, *(["--yes"] if advice.is_sure else [])]
+    said += next_steps((shlex.join(words), ""))
+    return ColumnsError(said, source.path, advice.columns) if advice.is_sure else DataError(said)
 
 
 def _is_sharegpt(row: Mapping[str, Any], reading: Reading) -> bool:
