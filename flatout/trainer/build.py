@@ -130,47 +130,6 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
     return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
 
 
-def free_memory(device: torch.device) -> None:
-    """Free what a model held that no frame holds any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
-    """Return the loaders of `PlannedRun.sets`, in their order."""
-    planned, scoring, mismatched = setup.planned, setup.planned.scoring, setup.planned.mismatched
-    shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
-    of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
-    if mismatched is not None:
-        # equal bounds, so that compiled layers take both
-        of_steps["max_documents"] = max(of_steps["max_documents"], mismatched.plan.batch_bounds["max_documents"])
-
-    def loader_of(one: Planned) -> BatchLoader:
-        columns, options = asked, of_steps
-        if isinstance(one, EvalSet):
-            # it asks which sample each label token is of
-            columns, options = asked or (), {"max_documents": one.max_documents}
-        own = None if columns is None else tuple(name for name in columns if name in one.store.extra)
-        loader = BatchLoader(one.store, setup.device, shard, columns=own, **options)
-        loader.pictures = PictureMaker.of(one.store, model)
-        loader.padding_id = scoring.padding_id if scoring else None
-        return loader
-
-    return tuple(map(loader_of, planned.sets))
-
-
-def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> ModelWithLoss:
-    """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
-    loss = ModelWithLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
-    routers = Routers(loaded.model, config.experts)
-    if routers.layers:
-        loss.term = routers
-        reporter.stage("experts", routers.line)
-    loss.term.estimates = {name: torch.zeros((), device=loaded.model.device) for name in planned.objective.estimates}
-    return loss
-
-
 def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
     """Load the model; return it with the set-up, planned again if shared prefixes or packing are inexact."""
     while True:
@@ -217,6 +176,40 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
     return fused
 
 
+def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
+    """Return the loaders of `PlannedRun.sets`, in their order."""
+    planned, scoring, mismatched = setup.planned, setup.planned.scoring, setup.planned.mismatched
+    shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
+    of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
+    if mismatched is not None:
+        # equal bounds, so that compiled layers take both
+        of_steps["max_documents"] = max(of_steps["max_documents"], mismatched.plan.batch_bounds["max_documents"])
+
+    def loader_of(one: Planned) -> BatchLoader:
+        columns, options = asked, of_steps
+        if isinstance(one, EvalSet):
+            # it asks which sample each label token is of
+            columns, options = asked or (), {"max_documents": one.max_documents}
+        own = None if columns is None else tuple(name for name in columns if name in one.store.extra)
+        loader = BatchLoader(one.store, setup.device, shard, columns=own, **options)
+        loader.pictures = PictureMaker.of(one.store, model)
+        loader.padding_id = scoring.padding_id if scoring else None
+        return loader
+
+    return tuple(map(loader_of, planned.sets))
+
+
+def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> ModelWithLoss:
+    """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
+    loss = ModelWithLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
+    routers = Routers(loaded.model, config.experts)
+    if routers.layers:
+        loss.term = routers
+        reporter.stage("experts", routers.line)
+    loss.term.estimates = {name: torch.zeros((), device=loaded.model.device) for name in planned.objective.estimates}
+    return loss
+
+
 def shard_state(
     setup: Setup, loaded: LoadedModel, loss: ModelWithLoss
 ) -> tuple[Strategy, ModelWithLoss, torch.optim.Optimizer]:
@@ -258,23 +251,6 @@ def shard_state(
     reporter.stage("optimizer", line + when)
     # a wrapper is called like the loss
     return strategy, cast(ModelWithLoss, wrapped), optimizer
-
-
-def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[Saver, list[int]]:
-    """Choose how this rank saves, and estimate each saved tensor's bytes. Raises ResourceError if the disk is full."""
-    # replicas after the first save nothing
-    saves = setup.rank.is_first or any(map(is_sharded, named.values()))
-    sizes = state_sizes(named, setup.config.optim) if saves else []
-    setup.checkpoints.require_room(sum(sizes))
-    saver = choose_saver(
-        setup.config.checkpoint.asynchronous,
-        setup.checkpoints,
-        setup.reporter,
-        device=setup.device,
-        num_bytes=sum(sizes),
-        available_bytes=available_host_bytes(),
-    )
-    return saver, sizes
 
 
 def compile_model(
@@ -324,3 +300,27 @@ def compile_model(
         reporter.stage("recompute", f"full instead of {recompute}, which needs each layer to be one graph")
         recompute = "full"
     return compiled, recompute
+
+
+def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[Saver, list[int]]:
+    """Choose how this rank saves, and estimate each saved tensor's bytes. Raises ResourceError if the disk is full."""
+    # replicas after the first save nothing
+    saves = setup.rank.is_first or any(map(is_sharded, named.values()))
+    sizes = state_sizes(named, setup.config.optim) if saves else []
+    setup.checkpoints.require_room(sum(sizes))
+    saver = choose_saver(
+        setup.config.checkpoint.asynchronous,
+        setup.checkpoints,
+        setup.reporter,
+        device=setup.device,
+        num_bytes=sum(sizes),
+        available_bytes=available_host_bytes(),
+    )
+    return saver, sizes
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what a model held that no frame holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -41,7 +41,7 @@ from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.data_sets import EvalSet, MismatchedSteps, eval_set, plan_mismatched
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
-from flatout.trainer.fit_memory import SplitStore, plan_layout
+from flatout.trainer.fit_memory import SplitStore, plan_training
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.pictures import with_pictures
@@ -124,67 +124,24 @@ def plan_run(
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
     objective = checked_objective(config, reporter)
-    reporter.phase("reading the model's configuration")
-    model, scores = config.model, objective.reads == "scores"
-    shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
-    check_expert_ranks(shape, config.experts.parallel, rank.world)
     check_context(config, rank, objective)
-    store, columns = open_tokens(config.data, config, reporter, objective), objective.needed_columns
-    store = with_used_labels(store, objective, reporter)
-    scoring = scoring_of(config, objective, store, reporter)
-    shape = shape.with_scores(len(scoring.labels)) if scoring else shape
-    _report_tokens(store, reporter)
-    shape = with_pictures(shape, store, config, reporter)
-    shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
-    _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
-    if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
-        reporter.event("positions", beyond)
-    data, device = _split(store, config, reporter), device_of()
-    plan, parallel_layout, memory, sharing = plan_layout(config, shape, data, rank, device, reporter, problems)
-    if note := warmup_note(config.schedule, plan.num_steps):
-        reporter.stage("schedule", note)
-    reporter.stage("strategy", parallel_layout.reason)
-    reporter.stage("memory", memory.reason)
+    shape, store, scoring = open_training_data(config, objective, rank, reporter)
+    data, device = hold_out_samples(store, config, reporter), device_of()
+    plan, parallel_layout, memory, sharing = plan_training(config, shape, data, rank, device, reporter, problems)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
-    reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
-    report_objective(config, plan, reporter, counted := make_normalizers(objective, store))
+    report_plan(config, plan, parallel_layout, memory, reporter)
+    report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     others, eval_sets = plan_mismatched(objective, store, plan, eval_sets)
     evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets if not scoring]  # which answers nothing
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
-    fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
-    if eval_sets:
-        identities = [_identity(each.store, columns) for each in eval_sets]
-        fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
-    if config.objective != ObjectiveConfig():
-        fingerprints["objective"] = objective.identity | reference_identity(config, objective)
+    fingerprints = fingerprints_of(config, objective, store, plan, eval_sets) | identity_of()
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
-        memory=memory, fingerprints=fingerprints | identity_of(), objective=objective, normalizers=counted,
+        memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
         scoring=scoring, device=device, sharing=sharing, problems=problems, mismatched=others,
     )  # fmt: skip
-
-
-def _report_tokens(store: TokenStore, reporter: Reporter) -> None:
-    """Report how many samples and tokens there are, and the rows of which something was lost."""
-    num_tokens, label_share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
-    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {label_share:.0%} label")
-    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
-        lost |= {"of": store.meta.counts["rows"]}
-        reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
-
-
-def _split(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
-    """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
-    if not config.eval.fraction:
-        return SplitStore(store, None, None)
-    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
-    train_ids, eval_ids = split_held_out(*facts)
-    if num_copies := store.num_samples - len(np.unique(store.hashes)):
-        line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
-        reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
-    return SplitStore(store, train_ids, eval_ids)
 
 
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
@@ -212,26 +169,49 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     return objective
 
 
-def report_objective(config: Config, plan: RunPlan, reporter: Reporter, counted: Normalizers) -> None:
-    """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
-    objective, part = counted.objective, "third" if config.method == "full" else "half"
-    for note in objective.notes({name: float(values.sum()) for name, values in counted.values.items()}):
-        reporter.stage("objective", note)
-    if REFERENCE in objective.columns:
-        num_steps = min(plan.num_steps, plan.steps_per_epoch)
-        cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
-        reporter.event("reference", {"costs": f"{cost}; skipped once they are cached"})
-    if objective.estimates:
-        cost = "each step begins with forward passes over its prompts with the answers to other prompts"
-        reporter.event("estimates", {"costs": f"{cost}, about a {part} of the time of the rest"})
+def open_training_data(
+    config: Config, objective: Objective, rank: Rank, reporter: Reporter
+) -> tuple[ModelShape, TokenStore, Scoring | None]:
+    """Read the model's sizes and open the data to train on, and check that they fit; also return what is scored."""
+    reporter.phase("reading the model's configuration")
+    model, scores = config.model, objective.reads == "scores"
+    shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
+    check_expert_ranks(shape, config.experts.parallel, rank.world)
+    store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
+    scoring = scoring_of(config, objective, store, reporter)
+    shape = shape.with_scores(len(scoring.labels)) if scoring else shape
+    _report_tokens(store, reporter)
+    shape = with_pictures(shape, store, config, reporter)
+    shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
+    _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
+    if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
+        reporter.event("positions", beyond)
+    return shape, store, scoring
 
 
-def reference_identity(config: Config, objective: Objective) -> dict[str, Any]:
-    """Return what identifies the adapter that is the reference; empty without one. May raise ResourceError."""
-    adapter = config.objective.reference.adapter or config.lora.continue_from
-    if adapter is None or REFERENCE not in objective.columns:
-        return {}
-    return {"reference": hashes_of({name: adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})}
+def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:
+    """Open a data set or build it, and report how far that is. Raises DataError without a column of the objective."""
+    reporter.phase("opening the tokens")
+    store = open_or_build(
+        data.with_format(objective.row_format),
+        config.model.name,
+        trained_on=data_of(config.folder),
+        progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
+        log=lambda text: reporter.stage("tokens", text),
+    )
+    store = with_reference(store) if REFERENCE in objective.columns else store
+    store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
+    store.require_columns(objective.needed_columns, f"objective {objective.name}")
+    return store
+
+
+def _report_tokens(store: TokenStore, reporter: Reporter) -> None:
+    """Report how many samples and tokens there are, and the rows of which something was lost."""
+    num_tokens, label_share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
+    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {label_share:.0%} label")
+    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
+        lost |= {"of": store.meta.counts["rows"]}
+        reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
 
 
 def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bool) -> None:
@@ -251,20 +231,68 @@ def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bo
         )
 
 
-def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:
-    """Open a data set or build it, and report how far that is. Raises DataError without a column of the objective."""
-    reporter.phase("opening the tokens")
-    store = open_or_build(
-        data.with_format(objective.row_format),
-        config.model.name,
-        trained_on=data_of(config.folder),
-        progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
-        log=lambda text: reporter.stage("tokens", text),
-    )
-    store = with_reference(store) if REFERENCE in objective.columns else store
-    store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
-    store.require_columns(objective.needed_columns, f"objective {objective.name}")
-    return store
+def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
+    """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
+    if not config.eval.fraction:
+        return SplitStore(store, None, None)
+    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
+    train_ids, eval_ids = split_held_out(*facts)
+    if num_copies := store.num_samples - len(np.unique(store.hashes)):
+        line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
+        reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
+    return SplitStore(store, train_ids, eval_ids)
+
+
+def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
+    """Raise UsageError unless weights can be updated in the backward pass: one process, one micro-batch per step.
+
+    Checks every step of the plan, unless the longest samples together fit in one micro-batch.
+    """
+    if rank.world > 1:
+        raise UsageError(
+            f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, "
+            "use one rank or full.update: step"
+        )
+    if config.model.precision == "fp16":
+        raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
+    count = min(plan.batch.samples_per_step, plan.num_units)
+    largest = np.partition(plan.unit_tokens, -count)[-count:]
+    longest = row_length(int(plan.samples.lengths.max()))
+    most = largest.sum() if plan.layout.pass_tokens is None else plan.most_samples_per_step * longest
+    if int(most) <= plan.layout.micro_batch_tokens:
+        return
+    for step in plan.steps():
+        if (num_batches := len(step.by_rank[0])) > 1:
+            raise UsageError(
+                f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
+                f"{step.num_padded_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
+                "batch.samples_per_step, or use full.update: step"
+            )
+
+
+def report_plan(
+    config: Config, plan: RunPlan, parallel_layout: ParallelLayout, memory: MemoryDecision, reporter: Reporter
+) -> None:
+    """Tell what was decided about the schedule, the strategy, the memory and the steps."""
+    if note := warmup_note(config.schedule, plan.num_steps):
+        reporter.stage("schedule", note)
+    reporter.stage("strategy", parallel_layout.reason)
+    reporter.stage("memory", memory.reason)
+    reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
+
+
+def report_objective(config: Config, plan: RunPlan, reporter: Reporter, counted: Normalizers) -> None:
+    """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
+    objective, part = counted.objective, "third" if config.method == "full" else "half"
+    for note in objective.notes({name: float(values.sum()) for name, values in counted.values.items()}):
+        reporter.stage("objective", note)
+    if REFERENCE in objective.columns:
+        num_steps = min(plan.num_steps, plan.steps_per_epoch)
+        cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
+        reporter.event("reference", {"costs": f"{cost}; skipped once they are cached"})
+    if objective.estimates:
+        cost = "each step begins with forward passes over its prompts with the answers to other prompts"
+        reporter.event("estimates", {"costs": f"{cost}, about a {part} of the time of the rest"})
 
 
 def plan_evaluation(
@@ -308,6 +336,20 @@ def plan_evaluation(
     return tuple(eval_sets)
 
 
+def fingerprints_of(
+    config: Config, objective: Objective, store: TokenStore, plan: RunPlan, eval_sets: Sequence[EvalSet]
+) -> dict[str, Any]:
+    """Return what identifies the data, the steps and the objective: a checkpoint resumes only with equal ones."""
+    columns = objective.needed_columns
+    fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
+    if eval_sets:
+        identities = [_identity(each.store, columns) for each in eval_sets]
+        fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
+    if config.objective != ObjectiveConfig():
+        fingerprints["objective"] = objective.identity | reference_identity(config, objective)
+    return fingerprints
+
+
 def _identity(store: TokenStore, columns: Sequence[str]) -> dict[str, Any]:
     """Return what a checkpoint remembers of a data set; of its own columns, pictures and those the objective reads."""
     columns = [*columns, "picture_hashes"] if store.num_pictures else columns
@@ -315,31 +357,12 @@ def _identity(store: TokenStore, columns: Sequence[str]) -> dict[str, Any]:
     return identity | ({"columns": {name: store.columns[name].fingerprint for name in columns}} if columns else {})
 
 
-def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
-    """Raise UsageError unless weights can be updated in the backward pass: one process, one micro-batch per step.
-
-    Checks every step of the plan, unless the longest samples together fit in one micro-batch.
-    """
-    if rank.world > 1:
-        raise UsageError(
-            f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, "
-            "use one rank or full.update: step"
-        )
-    if config.model.precision == "fp16":
-        raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
-    count = min(plan.batch.samples_per_step, plan.num_units)
-    largest = np.partition(plan.unit_tokens, -count)[-count:]
-    longest = row_length(int(plan.samples.lengths.max()))
-    most = largest.sum() if plan.layout.pass_tokens is None else plan.most_samples_per_step * longest
-    if int(most) <= plan.layout.micro_batch_tokens:
-        return
-    for step in plan.steps():
-        if (num_batches := len(step.by_rank[0])) > 1:
-            raise UsageError(
-                f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
-                f"{step.num_padded_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
-                "batch.samples_per_step, or use full.update: step"
-            )
+def reference_identity(config: Config, objective: Objective) -> dict[str, Any]:
+    """Return what identifies the adapter that is the reference; empty without one. May raise ResourceError."""
+    adapter = config.objective.reference.adapter or config.lora.continue_from
+    if adapter is None or REFERENCE not in objective.columns:
+        return {}
+    return {"reference": hashes_of({name: adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})}
 
 
 def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -> None:

@@ -46,7 +46,7 @@ class SplitStore(NamedTuple):
     eval_ids: NDArray[np.int64] | None
 
 
-def plan_layout(
+def plan_training(
     config: Config,
     shape: ModelShape,
     data: SplitStore,
@@ -55,9 +55,9 @@ def plan_layout(
     reporter: Reporter,
     problems: tuple[str | None, str | None],
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
-    """Plan with padded or packed samples, with shared prefixes where they pay; also return a line about these.
+    """Decide how samples share a micro-batch, the steps, the strategy and the memory; also a line on shared prefixes.
 
-    `problems` are why samples must not be packed and must not share.
+    Prefixes are shared where that pays. `problems` are why samples must not be packed and must not share.
     """
     reporter.phase("planning")
     unpackable, unsharable = problems
@@ -66,76 +66,16 @@ def plan_layout(
     reporter.phase("looking for shared prefixes")
     prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, inexact=unsharable)
     reporter.phase("planning")
-    run = (config, shape, data, rank, device)
-    plan, parallel_layout, memory = plan_training(*run, is_padded=is_padded, prefixes=prefixes)
+    plan, parallel_layout, memory = plan_steps(
+        config, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes
+    )
     if prefixes is not None:
         pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
         if not pays:
-            plan, parallel_layout, memory = plan_training(*run, is_padded=is_padded)
+            plan, parallel_layout, memory = plan_steps(config, shape, data, rank, device, is_padded=is_padded)
     reporter.stage("prefixes", sharing)
     require_trainable(config, data.store, parallel_layout)
     return plan, parallel_layout, memory, sharing
-
-
-def plan_training(
-    config: Config,
-    shape: ModelShape,
-    data: SplitStore,
-    rank: Rank,
-    device: Device | None,
-    *,
-    is_padded: bool = False,
-    prefixes: Prefixes | None = None,
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
-    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
-    store = data.store
-    # an update in the backward pass needs a step in one pass
-    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
-    largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
-    layout = BatchLayout(
-        rank.world // config.context.parallel,
-        row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
-        make_cost(config, shape),
-        pass_tokens=pass_tokens if is_padded else None,
-        prefixes=prefixes,
-    )
-    samples = select_samples(store.lengths, store.num_labels, data.train_ids, layout, store.unit_offsets)
-    row_keys = store.row_keys if draws_rows_whole(store) else None
-    whole_steps = make_plan(samples, layout, config.batch, config.seed, row_keys)
-    flops = tower_flops(shape, store)
-    if flops is not None and data.train_ids is not None:
-        flops = flops[np.asarray(data.train_ids)]
-    whole_steps = replace(whole_steps, samples=replace(whole_steps.samples, tower_flops=flops))
-    return fit_plan(config, shape, whole_steps, rank, device)
-
-
-def draws_rows_whole(store: TokenStore) -> bool:
-    """Whether an epoch takes the samples of a row one after the other: questions of a conversation, which share what
-    precedes them (data.lost_reasoning: split), but not the windows of a long document.
-    """
-    return bool(store.meta.counts.get("split_by_question")) and not store.meta.counts.get("split")
-
-
-def fit_plan(
-    config: Config, shape: ModelShape, plan: RunPlan, rank: Rank, device: Device | None
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
-    """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
-    whole_tokens = row_length(int(plan.samples.lengths.max())) * max(
-        plan.batch.samples_per_step, plan.most_samples_per_step
-    )
-    whole_steps = plan.with_layout(whole_tokens, make_cost(config, shape))
-    tokens = TokenStatistics.of(whole_steps)
-    parallel_layout = choose_parallel_layout(
-        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
-    )
-    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
-    cost = make_cost(config, shape, memory.recompute)
-    lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
-    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    memory = spend_spare_memory(memory, config, tokens, device, plan)
-    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
-    plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    return plan, parallel_layout, memory
 
 
 def pads_samples(
@@ -196,6 +136,67 @@ def index_prefixes(
     if not has_any:
         return None, f"not shared: no samples begin with the same {MIN_PREFIX_TOKENS} unlabelled tokens"
     return prefixes, ""
+
+
+def plan_steps(
+    config: Config,
+    shape: ModelShape,
+    data: SplitStore,
+    rank: Rank,
+    device: Device | None,
+    *,
+    is_padded: bool = False,
+    prefixes: Prefixes | None = None,
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
+    store = data.store
+    # an update in the backward pass needs a step in one pass
+    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
+    largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
+    layout = BatchLayout(
+        rank.world // config.context.parallel,
+        row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
+        make_cost(config, shape),
+        pass_tokens=pass_tokens if is_padded else None,
+        prefixes=prefixes,
+    )
+    samples = select_samples(store.lengths, store.num_labels, data.train_ids, layout, store.unit_offsets)
+    row_keys = store.row_keys if draws_rows_whole(store) else None
+    whole_steps = make_plan(samples, layout, config.batch, config.seed, row_keys)
+    flops = tower_flops(shape, store)
+    if flops is not None and data.train_ids is not None:
+        flops = flops[np.asarray(data.train_ids)]
+    whole_steps = replace(whole_steps, samples=replace(whole_steps.samples, tower_flops=flops))
+    return fit_plan(config, shape, whole_steps, rank, device)
+
+
+def draws_rows_whole(store: TokenStore) -> bool:
+    """Whether an epoch takes the samples of a row one after the other: questions of a conversation, which share what
+    precedes them (data.lost_reasoning: split), but not the windows of a long document.
+    """
+    return bool(store.meta.counts.get("split_by_question")) and not store.meta.counts.get("split")
+
+
+def fit_plan(
+    config: Config, shape: ModelShape, plan: RunPlan, rank: Rank, device: Device | None
+) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
+    whole_tokens = row_length(int(plan.samples.lengths.max())) * max(
+        plan.batch.samples_per_step, plan.most_samples_per_step
+    )
+    whole_steps = plan.with_layout(whole_tokens, make_cost(config, shape))
+    tokens = TokenStatistics.of(whole_steps)
+    parallel_layout = choose_parallel_layout(
+        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
+    )
+    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
+    cost = make_cost(config, shape, memory.recompute)
+    lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
+    plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
+    memory = spend_spare_memory(memory, config, tokens, device, plan)
+    parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
+    plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
+    return plan, parallel_layout, memory
 
 
 def sharing_pays(

@@ -121,7 +121,7 @@ def train(
         )
         try:
             with watch.guard():
-                result = _train(config, reporter, rank, watch, recalls)
+                result = set_up_and_train(config, reporter, rank, watch, recalls)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or raised
@@ -162,32 +162,11 @@ def open_run(
     return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
 
-@contextmanager
-def errors_printed() -> Iterator[None]:
-    """Print an error and go on: the one that ended the run must stay the one that is raised."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  (a callback may raise anything)
-        to_stderr(f"at the end of the run: {type(error).__name__}: {redacted(str(error))}")
+def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, recalls: bool) -> Result:
+    """Plan the run, find its checkpoint, build model and optimizer, and take the steps; one call a stage.
 
-
-def ended_by(error: BaseException) -> RunEnd:
-    """Return the end of a run that this error ended."""
-    if isinstance(error, FlatoutError):
-        outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, PreemptedError) else "failed"
-        return RunEnd(outcome, error.exit_code, time.time(), redacted(str(error)))
-    if isinstance(error, KeyboardInterrupt):
-        return RunEnd("stopped", 130, time.time(), "interrupted; steps since the last checkpoint are lost")
-    return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
-
-
-def identify_model(config: Config, reporter: Reporter) -> dict[str, Any]:
-    """Return what identifies the weights of the run's model."""
-    reporter.phase("reading the model's fingerprint")
-    return {"model": fingerprint_model(config.model)}
-
-
-def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, recalls: bool) -> Result:
+    Ranks connect when the first stage needs the others. A run that is complete already is returned as it is.
+    """
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
@@ -231,6 +210,12 @@ def _train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, rec
         reporter.start(run_start(run, gpus))
     run_to_end(run, final_dir)
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+
+
+def identify_model(config: Config, reporter: Reporter) -> dict[str, Any]:
+    """Return what identifies the weights of the run's model."""
+    reporter.phase("reading the model's fingerprint")
+    return {"model": fingerprint_model(config.model)}
 
 
 def run_to_end(run: TrainingRun, final_dir: Path) -> None:
@@ -329,3 +314,22 @@ def export(run: TrainingRun, folder: Path) -> None:
             copy_processor(meta.tokenizer, half_done)
 
     group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))
+
+
+@contextmanager
+def errors_printed() -> Iterator[None]:
+    """Print an error and go on: the one that ended the run must stay the one that is raised."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (a callback may raise anything)
+        to_stderr(f"at the end of the run: {type(error).__name__}: {redacted(str(error))}")
+
+
+def ended_by(error: BaseException) -> RunEnd:
+    """Return the end of a run that this error ended."""
+    if isinstance(error, FlatoutError):
+        outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, PreemptedError) else "failed"
+        return RunEnd(outcome, error.exit_code, time.time(), redacted(str(error)))
+    if isinstance(error, KeyboardInterrupt):
+        return RunEnd("stopped", 130, time.time(), "interrupted; steps since the last checkpoint are lost")
+    return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))
