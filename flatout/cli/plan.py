@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         if not 0 <= args.step < plan.num_steps:
             raise UsageError(f"--step is {args.step}; expected 0 to {plan.num_steps - 1}, the steps of the run")
         step = plan.step(args.step)
-        print(json.dumps(asdict(step)) if args.json else "\n".join(step_lines(step)))
+        facts = asdict(step)
+        facts["ranks"] = facts.pop("by_rank")  # the name that programs read
+        print(json.dumps(facts) if args.json else "\n".join(step_lines(step)))
         return 0
     summary = summarize_plan(config, planned, args.tokens_per_s, why_not)
     print(json.dumps(_plain_values(summary)) if args.json else rows(summary.rows(recorder.events)))

@@ -58,7 +58,7 @@ MAX_PACKAGE_LINES = {
     "api": 939,
     "bench": 105,
     "checkpoint": 1472,
-    "cli": 3037,
+    "cli": 3039,
     "compat": 3076,
     "config": 2887,
     "data": 10876,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1398,
     "track": 2672,
-    "trainer": 6201,
+    "trainer": 6229,
     "verifier": 1151,
     "view": 1525,
 }

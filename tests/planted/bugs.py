@@ -196,7 +196,7 @@ BUGS = (
     Bug("beta on one side", "CPO.losses", "self.beta * (X - Y)", "self.beta * X - Y", f"{LOSSES}[cpo-packed, shared]"),
     Bug("the mean of a micro-batch", "Preference.__call__", "losses.sum()", "losses.mean()",
         f"{LOSSES}[dpo, smoothed-packed]"),
-    Bug("lengths that count prompts", "Preference.__call__", "labels.sample_lengths", "(labels.sample_lengths + 5)",
+    Bug("lengths that count prompts", "Preference.__call__", "tokens.sample_lengths", "(tokens.sample_lengths + 5)",
         f"{LOSSES}[ipo-packed, shared]"),
     Bug("a margin with the wrong sign", "SimPO.losses", "X - self.gamma", "X + self.gamma",
         f"{LOSSES}[simpo-packed, shared]"),
