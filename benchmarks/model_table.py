@@ -544,6 +544,7 @@ def page(results: dict[str, Any]) -> str:
         "# Models",
         "",
         "This page shows whether flatout can train your model, and how closely it matches plain transformers.",
+        "Look for your model's type: it is `model_type` in its `config.json`.",
         "",
         f"`python benchmarks/model_table.py` builds every language model of transformers {results['transformers']}",
         "with a tiny random config: all types of `AutoModelForCausalLM`, and the language models of",
