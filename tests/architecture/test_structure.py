@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 3039,
     "compat": 3076,
     "config": 2887,
-    "data": 10876,
+    "data": 10870,
     "demo": 594,
     "doctor": 395,
     "environment": 191,

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from flatout.data.loss_mask.turns import Rendering, TurnFinder, UnprovenMaskError
-
-Span = tuple[int, int]
+from flatout.data.loss_mask.turns import Rendering, Span, TurnFinder, UnprovenMaskError
 
 
 class PartRuns:
@@ -55,24 +53,21 @@ class PartRuns:
         ]
 
 
-def span_by_parts(finder: TurnFinder, rendering: Rendering, turn: int, runs: PartRuns, stops: Sequence[str]) -> Span:
-    """Return the range of an answer with its stop. Raises UnprovenMaskError."""
+def span_by_parts(
+    finder: TurnFinder, rendering: Rendering, turn: int, runs: PartRuns, stops: Sequence[str]
+) -> Span | None:
+    """Return the range of an answer with its stop; None if it cannot be proved."""
     text = rendering.text
     _, _, own_end, after = runs.around(turn)
     shown = rendering.attempt(rendering.messages[:turn], prompt=True)
     if rendering.messages[turn]["role"] != "assistant" or shown is None:
-        raise UnprovenMaskError(f"messages[{turn}]: the range of the turn cannot be proved")
+        return None
     start = _start(finder, text, shown, runs, turn)
     end = _end(text, own_end, after, stops)
     behind = text[own_end:after].strip()
     if end is None and (not behind or (finder.prompt and behind.startswith(finder.prompt.strip()))):
         end = own_end  # the next message goes on in this turn
-    if start is None or end is None:
-        raise UnprovenMaskError(
-            f"messages[{turn}] (assistant): it rewrites the text around this turn, so the turn's range cannot be "
-            "proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
-        )
-    return start, end
+    return None if start is None or end is None else (start, end)
 
 
 def _start(finder: TurnFinder, text: str, shown: str, runs: PartRuns, turn: int) -> int | None:

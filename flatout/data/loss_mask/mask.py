@@ -16,13 +16,12 @@ from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.loss_mask.by_parts import PartRuns, require_stop, span_by_parts, without_foreign
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
 from flatout.data.loss_mask.probes import ANSWER, ASK, NEXT, Stops, describe, empty_reasoning, find_stops
-from flatout.data.loss_mask.turns import PROBES, Rendering, TurnFinder, UnprovenMaskError
+from flatout.data.loss_mask.turns import PROBES, Rendering, Span, TurnFinder, UnprovenMaskError
 from flatout.data.templates.description import TemplateDescription
 from flatout.data.templates.forms import RawMessage
 from flatout.data.templates.template import RENDER_ERRORS, TOOLS, ChatTemplate
 from flatout.errors import DataError
 
-Span = tuple[int, int]
 _MAX_EDGES = 4096
 
 
@@ -337,7 +336,9 @@ class Masker:
         try:
             return self._turns.span(rendering, turn)
         except UnprovenMaskError:
-            return span_by_parts(self._turns, rendering, turn, runs, self.stops.texts)
+            if (span := span_by_parts(self._turns, rendering, turn, runs, self.stops.texts)) is None:
+                raise
+            return span
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

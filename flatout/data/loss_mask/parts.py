@@ -18,12 +18,11 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from flatout.data.conversation import PICTURE
-from flatout.data.loss_mask.turns import PROBES, Rendering, UnprovenMaskError
+from flatout.data.loss_mask.turns import PROBES, Rendering, Span, UnprovenMaskError
 from flatout.data.templates.forms import RawMessage
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.errors import DataError
 
-Span = tuple[int, int]
 Kind = Literal["text", "reasoning", "tool call", "tools", "other", "cut"]
 Part = tuple[int, Kind]
 """Turn (-1 for the tools column) and kind. `other` is marked only because it contains a control token; `cut` is a text
@@ -279,7 +278,7 @@ def with_visible_marks(template: ChatTemplate) -> str | None:
     return source if BEGIN in text else None  # a mark may stand in a comment, or in a branch that is never reached
 
 
-def marked_spans(template: ChatTemplate, marked_source: str, rendering: Rendering) -> tuple[tuple[int, int], ...]:
+def marked_spans(template: ChatTemplate, marked_source: str, rendering: Rendering) -> tuple[Span, ...]:
     """Return the marked character ranges of a row. Raises UnprovenMaskError if marks are nested or change the text."""
     if BEGIN in rendering.text or END in rendering.text:
         raise UnprovenMaskError("the row contains the private-use character U+F5A01 or U+F5A02; remove it")
@@ -291,7 +290,7 @@ def marked_spans(template: ChatTemplate, marked_source: str, rendering: Renderin
     return paired((end, mark == BEGIN) for end, mark in zip(ends, pieces[1::2], strict=False))
 
 
-def paired(marks: Iterable[tuple[int, bool]]) -> tuple[tuple[int, int], ...]:
+def paired(marks: Iterable[tuple[int, bool]]) -> tuple[Span, ...]:
     """Return the ranges between marks (position, whether it begins a range). Raises UnprovenMaskError if nested."""
     spans, begin = [], -1
     for position, begins in marks:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.data.conversation import Message, ToolCall
-from flatout.data.loss_mask.turns import PROBES, shared_length
+from flatout.data.loss_mask.turns import PROBES, Span, shared_length
 from flatout.data.templates.description import Mismatch, Problem, StopsFrom, TemplateDescription, Treatment
 from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
 
-Span = tuple[int, int]
 Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
 """Renders messages with tools; returns the text and the ranges of its answers. Raises DataError."""
 

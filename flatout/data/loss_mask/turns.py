@@ -23,6 +23,7 @@ from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
 
+Span = tuple[int, int]
 _MARKUP_CHARS = 128  # no tag is longer
 # Letters only: no template trims, splits or escapes them. They differ at both ends and occur in no real text.
 PROBES = ("QxprobeoneZkj", "WyprobetwoVhg")
@@ -109,7 +110,7 @@ class TurnFinder:
             length -= 1
         return length
 
-    def span(self, rendering: Rendering, turn: int) -> tuple[int, int]:
+    def span(self, rendering: Rendering, turn: int) -> Span:
         """Return the half-open character range of one turn's text with its end-of-turn token, without its header.
 
         For an assistant turn the text is everything after the generation prompt, including reasoning and tool calls.
@@ -146,7 +147,7 @@ class TurnFinder:
             return None  # no end of turn in the text, or a trimmed one: the variation finds where the content ends
         return end
 
-    def _by_variation(self, rendering: Rendering, turn: int, start: int | None) -> tuple[int, int]:
+    def _by_variation(self, rendering: Rendering, turn: int, start: int | None) -> Span:
         message = rendering.messages[turn]
         candidates = [{**message, "content": ""}]
         if message["role"] == "assistant":

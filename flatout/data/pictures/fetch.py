@@ -243,16 +243,20 @@ class _Connects(request.AbstractHTTPHandler):
         try:
             return self.do_open(kind, req)
         except URLError as error:
-            is_of_proxy = req.host != urlsplit(req.full_url).netloc and not isinstance(error.reason, ssl.SSLError)
+            is_of_proxy = _is_proxied(req) and not isinstance(error.reason, ssl.SSLError)
             raise URLError(error.reason, req.host if is_of_proxy else None) from error
 
     def _must_be_public(self, req: request.Request) -> bool:
         parts = urlsplit(req.full_url)
-        is_proxied, host = req.host != parts.netloc, parts.hostname or ""
+        is_proxied, host = _is_proxied(req), parts.hostname or ""
         if is_proxied and host not in self._domains:
             with suppress(socket.gaierror):  # names that only the proxy knows
                 _require_public_name(host, parts.port or 80)
         return not is_proxied and host not in self._domains
+
+
+def _is_proxied(req: request.Request) -> bool:
+    return req.host != urlsplit(req.full_url).netloc
 
 
 class _Redirects(request.HTTPRedirectHandler):

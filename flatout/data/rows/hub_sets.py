@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.read import row_type, total_rows
-from flatout.data.rows.remote import RemoteFile, hub_files, hub_stats
+from flatout.data.rows.remote import Log, RemoteFile, hub_files, hub_stats
 from flatout.errors import DataError, first_line
 from flatout.io.address import Stat
 from flatout.io.kept_facts import find_facts, keep_facts
 
-Log = Callable[[str], None]
 _PINNED = re.compile(r"hf://datasets/[^@]+@([0-9a-f]{40})/?")
 _SPLIT_NAME = re.compile(r"\w+([-.]\w+)*")
 _CLASS = re.compile(r" *[(][A-Za-z]+Error[)]")

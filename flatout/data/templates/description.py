@@ -70,12 +70,8 @@ class TemplateDescription:
         yield "reasoning in the last answer", self._reasoning()
         yield "reasoning of earlier answers", self.earlier_reasoning
         yield "an answer without reasoning", f"gets {self.empty_reasoning!r}" if self.empty_reasoning else "as it is"
-        for name in ("system", "tools", "calls", "results"):
-            treatment = getattr(self, name)
-            yield (
-                {"system": "system prompt", "calls": "tool calls", "results": "tool results"}.get(name, name),
-                treatment,
-            )
+        yield from {"system prompt": self.system, "tools": self.tools, "tool calls": self.calls}.items()
+        yield "tool results", self.results
 
     def _reasoning(self) -> str:
         if self.last_reasoning != "written":
