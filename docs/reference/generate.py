@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flatout.cli.main import EXAMPLES, VERBS
+from flatout.cli.main import VERBS
+from flatout.cli.parser import EXAMPLES
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
 from flatout.config.template import ADVANCED, Setting, describe_setting
