@@ -29,12 +29,12 @@ def main() -> None:
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(6.0, 0.8, args.samples)), 32, 2048).astype(np.int32)
-    num_labels = (lengths * 0.6).astype(np.int32)
+    num_label_tokens = (lengths * 0.6).astype(np.int32)
     batch = BatchConfig(samples_per_step=args.samples_per_step)
     before_bytes = _peak_bytes()
     started = time.perf_counter()
     layout = BatchLayout(args.ranks, args.micro_batch_tokens, COST)
-    plan = make_plan(select_samples(lengths, num_labels, None, layout), layout, batch, seed=0)
+    plan = make_plan(select_samples(lengths, num_label_tokens, None, layout), layout, batch, seed=0)
     fingerprint = plan.fingerprint
     num_samples, num_micro_batches, balances = 0, 0, []
     for step in plan.steps():

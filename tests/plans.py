@@ -12,16 +12,16 @@ from flatout.planner.steps.step_plan import BatchLayout, StepPlan, assemble_eval
 
 
 def make_plan(
-    lengths: Any, num_labels: Any, batch: BatchConfig, *, micro_batch_tokens: int, seed: int, num_ranks: int,
+    lengths: Any, num_label_tokens: Any, batch: BatchConfig, *, micro_batch_tokens: int, seed: int, num_ranks: int,
     cost: CostModel = COST_BY_TOKENS, sample_ids: Any = None, row_keys: Any = None, unit_offsets: Any = None,
     **layout: Any,
 ) -> RunPlan:  # fmt: skip
     own = BatchLayout(num_ranks, micro_batch_tokens, cost, **layout)
-    samples = select_samples(lengths, num_labels, sample_ids, own, unit_offsets)
+    samples = select_samples(lengths, num_label_tokens, sample_ids, own, unit_offsets)
     return run_plan.make_plan(samples, own, batch, seed, row_keys)
 
 
 def make_eval_plan(
-    lengths: Any, num_labels: Any, sample_ids: Any = None, *, layout: BatchLayout, unit_offsets: Any = None
+    lengths: Any, num_label_tokens: Any, sample_ids: Any = None, *, layout: BatchLayout, unit_offsets: Any = None
 ) -> StepPlan:
-    return assemble_eval(select_samples(lengths, num_labels, sample_ids, layout, unit_offsets), layout)
+    return assemble_eval(select_samples(lengths, num_label_tokens, sample_ids, layout, unit_offsets), layout)

@@ -34,15 +34,15 @@ class CostModel:
     useful: CostModel | None = None
     forward: CostModel | None = None
 
-    def flops(self, num_tokens: ArrayLike, num_labels: ArrayLike) -> NDArray[np.float64]:
-        """Return the FLOPs per sample, float64; `num_tokens` and `num_labels` are integer arrays of the same shape."""
+    def flops(self, num_tokens: ArrayLike, num_label_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Return the FLOPs per sample, float64; both counts are integer arrays of the same shape."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         pairs = tokens * (tokens + 1.0) / 2.0
         total = self.per_token * tokens + self.per_pair * pairs
         if self.per_window_pair:
             outside = np.maximum(tokens - self.window, 0.0)
             total += self.per_window_pair * (pairs - outside * (outside + 1.0) / 2.0)
-        return np.asarray(total + self.per_label * np.asarray(num_labels, dtype=np.float64))
+        return np.asarray(total + self.per_label * np.asarray(num_label_tokens, dtype=np.float64))
 
 
 # every token costs the same: for runs whose model is unknown

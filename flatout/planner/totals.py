@@ -74,12 +74,12 @@ def add_up(
 
     `memory_of` maps the largest micro-batch to its memory; `tokens_per_s` counts real tokens over all ranks.
     """
-    num_tokens = num_labels = num_micro_batches = num_naive = num_padded = num_shared = 0
+    num_tokens = num_label_tokens = num_micro_batches = num_naive = num_padded = num_shared = 0
     flops, epochs, largest = 0.0, 0.0, MicroBatchSize(0, 0, 0)
     balances: list[float] = []
     for step in plan.steps():
         num_tokens += step.num_tokens
-        num_labels += step.num_label_tokens
+        num_label_tokens += step.num_label_tokens
         num_naive += plan.naive_tokens(step)
         num_padded += step.num_padded_tokens
         num_shared += step.num_shared_tokens
@@ -90,7 +90,7 @@ def add_up(
             num_micro_batches += 1
             largest = MicroBatchSize(
                 max(largest.num_tokens, batch.num_padded_tokens),
-                max(largest.num_labels, batch.num_label_tokens),
+                max(largest.num_label_tokens, batch.num_label_tokens),
                 max(largest.num_documents, len(batch.sample_ids)),
             )
     by_ranks = {plan.layout.num_ranks: balances}
@@ -104,10 +104,10 @@ def add_up(
         num_held_out=num_held_out,
         epochs=epochs,
         num_tokens=num_tokens,
-        num_label_tokens=num_labels,
+        num_label_tokens=num_label_tokens,
         num_micro_batches=num_micro_batches,
         max_micro_batch_tokens=largest.num_tokens,
-        max_micro_batch_labels=largest.num_labels,
+        max_micro_batch_labels=largest.num_label_tokens,
         max_micro_batch_documents=largest.num_documents,
         num_naive_tokens=num_naive,
         flops=flops,
@@ -115,7 +115,7 @@ def add_up(
         memory=memory_of(largest) if memory_of else None,
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,
-        label_share=num_labels / num_tokens,
+        label_share=num_label_tokens / num_tokens,
         padding_avoided=max(0.0, 1.0 - (num_padded + num_shared) / num_naive),
         padding_share=1.0 - (num_tokens - num_shared) / num_padded,
         num_shared_tokens=num_shared,

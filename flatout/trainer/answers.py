@@ -130,7 +130,7 @@ def _fits_on_all_ranks(run: TrainingRun, prompt_set: EvalPrompts) -> bool:
     num_prompts = len(prompt_set.prompts)
     most = sum(len(prompt.token_ids) + run.config.eval.max_new_tokens for prompt in prompt_set.prompts)
     size = MicroBatchSize(
-        min(most, run.plan.layout.micro_batch_tokens), num_labels=num_prompts, num_documents=num_prompts
+        min(most, run.plan.layout.micro_batch_tokens), num_label_tokens=num_prompts, num_documents=num_prompts
     )
     whole, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
     num_failed = torch.zeros((), device=run.device)

@@ -175,7 +175,7 @@ class PeakMemoryReporter:
         if recorded_tokens > size.num_tokens:
             recorded_share = recorded_tokens / max(1, size.num_tokens)  # this rank may have had no micro-batch yet
             size = MicroBatchSize(
-                recorded_tokens, int(size.num_labels * recorded_share), int(size.num_documents * recorded_share)
+                recorded_tokens, int(size.num_label_tokens * recorded_share), int(size.num_documents * recorded_share)
             )
         planned = run.memory.estimate(size)
         if planned is None:
@@ -206,11 +206,11 @@ def useful_flops(run: TrainingRun, step: StepPlan) -> float:
         return 0.0  # such a step computes nothing
     cost, samples = run.plan.layout.cost.useful or run.plan.layout.cost, run.plan.samples
     places = samples.indices_of(step.sample_ids)
-    every = float(cost.flops(samples.lengths[places], samples.num_labels[places]).sum())
+    every = float(cost.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
     every += samples.tower_flops_of(places)
     if run.planned.mismatched is not None and cost.forward is not None:
         samples = run.planned.mismatched.plan.samples
-        every += float(cost.forward.flops(samples.lengths[places], samples.num_labels[places]).sum())
+        every += float(cost.forward.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
     return every - step.shared_flops(cost)
 
 

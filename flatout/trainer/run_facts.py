@@ -105,7 +105,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         micro_batch_tokens=plan.layout.micro_batch_tokens,
         epochs=epochs,
         num_tokens=round(int(lengths.sum()) * epochs),
-        num_label_tokens=round(int(plan.samples.num_labels.sum()) * epochs),
+        num_label_tokens=round(int(plan.samples.num_label_tokens.sum()) * epochs),
         padding_avoided=plan.padding_avoided(sampled),
         layout=plan.layout.name,
         padding_share=padding_share(sampled),

@@ -133,8 +133,8 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     on the length of a forward pass, samples always run one at a time, with rope's state reset before each; so do those
     of a step with pictures. Raises ValueError without label tokens.
     """
-    num_labels = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
-    if not num_labels:
+    num_label_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    if not num_label_tokens:
         raise ValueError("the step has no label token")
     plain.model.zero_grad(set_to_none=True)
     total, device = 0.0, next(plain.model.parameters()).device
@@ -157,9 +157,9 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         loss_sum = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
         if loss_sum.requires_grad:  # texts do not reach a projector that is trained alone
-            (loss_sum / num_labels).backward()
+            (loss_sum / num_label_tokens).backward()
         total += loss_sum.item()
-    return total / num_labels
+    return total / num_label_tokens
 
 
 def _dense_model(config: Config, device: torch.device, num_rows: int, scoring: Scoring | None) -> PreTrainedModel:

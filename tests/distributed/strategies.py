@@ -108,10 +108,10 @@ def take_masked(run: TrainingRun) -> dict[str, Any]:
     first = run.plan.step(0)
     lengths = run.plan.samples.lengths[run.plan.samples.indices_of(first.sample_ids)].tolist()
     (kept_length, kept), (other_length, other) = sorted(zip(lengths, first.sample_ids, strict=True))[-2:]
-    num_labels = int(run.plan.samples.num_labels[run.plan.samples.indices_of((kept,))].sum())
+    num_label_tokens = int(run.plan.samples.num_label_tokens[run.plan.samples.indices_of((kept,))].sum())
     # ranks that share experts need passes of one size
     fill = max(kept_length, other_length) if run.plan.layout.expert_ranks > 1 else 0
-    labelled = MicroBatch((kept,), kept_length, num_labels, fill_tokens=fill)
+    labelled = MicroBatch((kept,), kept_length, num_label_tokens, fill_tokens=fill)
     silent = MicroBatch((other,), other_length, 0, is_filler=True, fill_tokens=fill)
     ranks = ((labelled,), *((silent,),) * (run.rank.world - 1))
     outcome = launch_step(run, replace(first, num_label_tokens=7, by_rank=ranks))()

@@ -246,7 +246,7 @@ def test_a_plan_says_who_shares_and_how_long_documents_may_be(
 
 def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny: Any, long_chats: Path) -> None:
     found, longest, device = {}, {}, DEVICES["h200"]
-    tokens = MicroBatchSize(65536, num_labels=30000, num_documents=2)
+    tokens = MicroBatchSize(65536, num_label_tokens=30000, num_documents=2)
     for context_ranks in (1, 4):
         given, _ = shared(tiny, long_chats, "lora", context_ranks, strategy="ddp", precision="bf16", memory=2.0)
         given["batch"].pop("micro_batch_tokens")

@@ -196,7 +196,7 @@ def test_a_plan_counts_one_ranks_part_of_the_experts(tiny: Any, models: dict[str
     num_experts = sum(own.numel() for name, own in model.named_parameters() if ".experts." in name)
     assert shape.num_expert_weights == num_experts
     rest = shape.num_params - num_experts
-    tokens = MicroBatchSize(256, num_labels=100, num_documents=2)
+    tokens = MicroBatchSize(256, num_label_tokens=100, num_documents=2)
     found = {}
     for strategy in ("ddp", "zero3"):
         for expert_ranks in (1, 2):

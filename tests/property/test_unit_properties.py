@@ -173,7 +173,11 @@ def test_a_unit_knows_what_it_shares_declared_or_found(data: Data) -> None:
     assert declared == found == data.prefixes
 
 
-PAIRS: dict[str, Any] = {"lengths": [5, 6, 7, 4], "num_labels": [2, 2, 2, 2], "batch": BatchConfig(samples_per_step=1)}
+PAIRS: dict[str, Any] = {
+    "lengths": [5, 6, 7, 4],
+    "num_label_tokens": [2, 2, 2, 2],
+    "batch": BatchConfig(samples_per_step=1),
+}
 HOW: dict[str, Any] = {"seed": 0, "num_ranks": 1, "unit_offsets": [0, 2, 4]}
 
 

@@ -65,7 +65,7 @@ class TokenStatistics:
         if plan.layout.pass_tokens is not None:
             row_pass = max(longest, *(max(rank, default=0) for rank in ranks))
         num_computed = num_tokens * (1.0 - plan.shared_share)
-        label_share = int(plan.samples.num_labels.sum()) / num_computed
+        label_share = int(plan.samples.num_label_tokens.sum()) / num_computed
         # the sampled steps may not include the longest sample
         unit_samples = 1 if plan.unit_offsets is None else int(np.diff(plan.unit_offsets).max())
         mean_length = num_computed / len(plan.samples)
@@ -110,7 +110,7 @@ class MemoryDecision:
             return self.micro_batch_tokens // model.parallel_layout.context_ranks
 
         def exceeds(count: int) -> bool:
-            size = MicroBatchSize(count * model.parallel_layout.context_ranks, num_labels=1, num_documents=1)
+            size = MicroBatchSize(count * model.parallel_layout.context_ranks, num_label_tokens=1, num_documents=1)
             return model.estimate(size, self.recompute, accumulates=self.accumulates).total_bytes > budget
 
         own_tokens = self.micro_batch_tokens // model.parallel_layout.context_ranks

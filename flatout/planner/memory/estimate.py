@@ -191,7 +191,7 @@ class MemoryModel:
         num_ranks = self.parallel_layout.context_ranks
         own_tokens, own_documents = -(-size.num_tokens // num_ranks), -(-size.num_documents // num_ranks)
         # one rank may have most labels, as those of an answer at a document's end
-        own = MicroBatchSize(own_tokens, min(size.num_labels, own_tokens), own_documents)
+        own = MicroBatchSize(own_tokens, min(size.num_label_tokens, own_tokens), own_documents)
         alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
         estimate = alone.fitted_estimate(own, recompute, accumulates)
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
@@ -357,8 +357,8 @@ class MemoryModel:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
         shape, base, element = self.shape, self.config.base, self.widths.compute
         # one tile's logits, which their gradient replaces; the label rows and their gradient; what the last norm saves
-        num_tile_rows = min(size.num_labels, HEAD_TILE_ROWS[recompute])
-        head = (num_tile_rows * shape.num_head_rows + 2 * size.num_labels * shape.hidden_size) * element
+        num_tile_rows = min(size.num_label_tokens, HEAD_TILE_ROWS[recompute])
+        head = (num_tile_rows * shape.num_head_rows + 2 * size.num_label_tokens * shape.hidden_size) * element
         head += size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
         if self.config.method == "full" or shape.trains_head(self.config.lora):
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient

@@ -23,7 +23,7 @@ class MicroBatchSize:
     """The counts of one forward pass."""
 
     num_tokens: int
-    num_labels: int
+    num_label_tokens: int
     num_documents: int
 
 

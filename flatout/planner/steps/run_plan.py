@@ -163,10 +163,10 @@ class RunPlan(PlannedSamples):
         check_fits(self.samples, layout)
         return replace(self, layout=replace(layout, expert_ranks=expert_ranks))
 
-    def of_lengths(self, lengths: Integers, num_labels: Integers) -> RunPlan:
+    def of_lengths(self, lengths: Integers, num_label_tokens: Integers) -> RunPlan:
         """Return the same steps for another sample of each id; arrays as for `make_plan`. Nothing is shared."""
         ids = np.arange(len(lengths)) if self.samples.ids is None else self.samples.ids
-        samples = replace(self.samples, lengths=lengths[ids], num_labels=num_labels[ids])
+        samples = replace(self.samples, lengths=lengths[ids], num_label_tokens=num_label_tokens[ids])
         return replace(self, samples=samples, layout=self.layout.for_others(int(samples.lengths.max())))
 
     def describe(self, ranks_per_group: int = 1) -> str:
@@ -202,8 +202,8 @@ class RunPlan(PlannedSamples):
         version = PLAN_VERSION if self.unit_offsets is None else UNIT_PLAN_VERSION
         facts = [version, self.seed, self.batch.samples_per_step, self.batch.shuffle, self.num_samples]
         digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-        families = self.families.starts if self.families and self.batch.shuffle else None
-        for array in (self.samples.lengths, self.samples.num_labels, self.samples.ids, families, self.unit_offsets):
+        samples, families = self.samples, self.families.starts if self.families and self.batch.shuffle else None
+        for array in (samples.lengths, samples.num_label_tokens, samples.ids, families, self.unit_offsets):
             if array is None:
                 continue
             for start in range(0, len(array), BLOCK_SAMPLES):
@@ -302,7 +302,7 @@ def _joined(labelings: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 def select_samples(
     lengths: ArrayLike,
-    num_labels: ArrayLike,
+    num_label_tokens: ArrayLike,
     sample_ids: ArrayLike | None,
     layout: BatchLayout,
     unit_offsets: ArrayLike | None = None,
@@ -313,20 +313,20 @@ def select_samples(
     one. Raises UsageError for a sample or unit longer than a micro-batch of `layout`, and DataError for invalid ids,
     empty or damaged data, a part of a unit, and data without label tokens.
     """
-    lengths, num_labels = np.asanyarray(lengths), np.asanyarray(num_labels)
-    if lengths.ndim != 1 or lengths.shape != num_labels.shape:
-        raise DataError(f"lengths {lengths.shape} and label counts {num_labels.shape} must be equal 1-d shapes")
-    samples = Samples(lengths, num_labels, units=unit_numbers(unit_offsets, None))
+    lengths, num_label_tokens = np.asanyarray(lengths), np.asanyarray(num_label_tokens)
+    if lengths.ndim != 1 or lengths.shape != num_label_tokens.shape:
+        raise DataError(f"lengths {lengths.shape} and label counts {num_label_tokens.shape} must be equal 1-d shapes")
+    samples = Samples(lengths, num_label_tokens, units=unit_numbers(unit_offsets, None))
     if sample_ids is not None:
         ids = np.asarray(sample_ids, dtype=np.int64)
         if ids.ndim != 1 or (ids.size and (ids[0] < 0 or ids[-1] >= len(lengths))) or (np.diff(ids) <= 0).any():
             raise DataError(f"sample ids must be ascending and unique, from 0 to {len(lengths) - 1}")
         # giving all ids is the same as giving none
         if len(ids) != len(lengths):
-            samples = Samples(lengths[ids], num_labels[ids], ids, unit_numbers(unit_offsets, ids))
+            samples = Samples(lengths[ids], num_label_tokens[ids], ids, unit_numbers(unit_offsets, ids))
     if not len(samples):
         raise DataError("the data set is empty; add rows")
     check_fits(samples, layout)
-    if not samples.num_labels.any():
+    if not samples.num_label_tokens.any():
         raise DataError(f"none of the {len(samples)} samples has a label token, so there is no loss to compute")
     return samples

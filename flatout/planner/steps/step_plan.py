@@ -171,7 +171,7 @@ class BatchLayout:
         return MicroBatch(
             tuple([item.sample_id for item in items]),
             sum([item.length for item in items]),
-            sum([item.num_labels for item in items]),
+            sum([item.num_label_tokens for item in items]),
             row_length=None if self.pass_tokens is None else row_length(max([item.length for item in items])),
         )
 
@@ -327,11 +327,11 @@ def check_fits(samples: Samples, layout: BatchLayout) -> None:
     _check_units(samples, layout, named)
     if samples.lengths[shortest] < 1:
         raise DataError(f"{named(shortest)} has no tokens; rebuild the data")
-    wrong = np.flatnonzero((samples.num_labels < 0) | (samples.num_labels > samples.lengths))
+    wrong = np.flatnonzero((samples.num_label_tokens < 0) | (samples.num_label_tokens > samples.lengths))
     if wrong.size:
         first = int(wrong[0])
         raise DataError(
-            f"{named(first)} has {int(samples.num_labels[first])} label tokens of "
+            f"{named(first)} has {int(samples.num_label_tokens[first])} label tokens of "
             f"{int(samples.lengths[first])} tokens; rebuild the data"
         )
 

@@ -22,7 +22,7 @@ class Item(NamedTuple):
 
     sample_id: int
     length: int
-    num_labels: int
+    num_label_tokens: int
     cost: float
     unit: int | None = None
 
@@ -36,7 +36,7 @@ class Samples:
     """
 
     lengths: Integers
-    num_labels: Integers
+    num_label_tokens: Integers
     ids: Integers | None = None
     units: Integers | None = None
     tower_flops: NDArray[np.float64] | None = None
@@ -48,7 +48,7 @@ class Samples:
         ids = indices if self.ids is None else self.ids[indices]
         units = None if self.units is None else self.units[indices]
         tower = None if self.tower_flops is None else self.tower_flops[indices]
-        return Samples(self.lengths[indices], self.num_labels[indices], ids, units, tower)
+        return Samples(self.lengths[indices], self.num_label_tokens[indices], ids, units, tower)
 
     def tower_flops_of(self, indices: NDArray[np.int64]) -> float:
         """Return the FLOPs of these samples' pictures."""
@@ -63,9 +63,9 @@ class Samples:
         """Return the samples as plain Python values, which small loops read faster than arrays."""
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
         units = repeat(None) if self.units is None else self.units.tolist()
-        costs = cost.flops(self.lengths, self.num_labels)
+        costs = cost.flops(self.lengths, self.num_label_tokens)
         costs = (costs if self.tower_flops is None else costs + self.tower_flops).tolist()
-        return list(map(Item, ids, self.lengths.tolist(), self.num_labels.tolist(), costs, units))
+        return list(map(Item, ids, self.lengths.tolist(), self.num_label_tokens.tolist(), costs, units))
 
     @property
     def unit_starts(self) -> NDArray[np.int64]:

@@ -353,8 +353,8 @@ def test_float8_weights_kept_turned():
 def test_the_head_holds_one_tile():
     short = make_shape(QWEN3_8B | {"num_hidden_layers": 1})
 
-    def working(num_labels):
-        return estimate(shape=short, size=MicroBatchSize(100, num_labels, 1)).working_bytes
+    def working(num_label_tokens):
+        return estimate(shape=short, size=MicroBatchSize(100, num_label_tokens, 1)).working_bytes
 
     # logits, and the label rows with their gradient; from the second tile on only the label rows grow
     assert working(2048) - working(1024) == 1024 * (151936 * 2 + 2 * 4096 * 2)

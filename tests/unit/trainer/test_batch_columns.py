@@ -56,8 +56,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 
 def micro_batch(store: TokenStore, ids: tuple[int, ...], **more: Any) -> MicroBatch:
-    num_labels = 0 if more.get("is_filler") else int(store.num_labels[list(ids)].sum())
-    return MicroBatch(ids, int(store.lengths[list(ids)].sum()), num_labels, **more)
+    num_label_tokens = 0 if more.get("is_filler") else int(store.num_labels[list(ids)].sum())
+    return MicroBatch(ids, int(store.lengths[list(ids)].sum()), num_label_tokens, **more)
 
 
 def read(store: TokenStore, batch: MicroBatch, shard: ContextShard | None = None) -> PackedBatch:

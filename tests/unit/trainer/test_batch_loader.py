@@ -44,8 +44,8 @@ class Store:
 def micro_batch(*ids: int) -> MicroBatch:
     masks = [Store().sample(i).loss_mask for i in ids]
     # the first token of a document is predicted by nothing
-    num_labels = sum(int(mask[1:].sum()) for mask in masks)
-    return MicroBatch(ids, num_tokens=sum(map(len, masks)), num_label_tokens=num_labels)
+    num_label_tokens = sum(int(mask[1:].sum()) for mask in masks)
+    return MicroBatch(ids, num_tokens=sum(map(len, masks)), num_label_tokens=num_label_tokens)
 
 
 def step(index: int, micro_batches: Sequence[MicroBatch], others: Sequence[MicroBatch] = ()) -> StepPlan:

@@ -81,13 +81,13 @@ def test_biases_are_those_of_a_loop_written_out(tiny: Any, skewed_dir: Path, tmp
     for step in planned.plan.steps():
         loads.zero_()
         model.zero_grad()
-        total, num_labels = torch.zeros((), dtype=torch.float64), 0
+        total, num_label_tokens = torch.zeros((), dtype=torch.float64), 0
         for ids, mask in (planned.store.sample(index).pair for index in step.sample_ids):
             logits = model(torch.tensor(ids.tolist())[None], use_cache=False).logits[0, :-1]
             labels = torch.tensor(ids.tolist()).where(torch.tensor(mask.tolist()), -100)[1:]
             total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            num_labels += int((labels >= 0).sum())
-        loss = total / num_labels
+            num_label_tokens += int((labels >= 0).sum())
+        loss = total / num_label_tokens
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
