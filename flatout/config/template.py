@@ -113,8 +113,8 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(map(str, schema["enum"]))
     kind = str(schema.get("type", ""))
     if kind == "array":
-        items = _allowed(schema["items"])
-        return f"list of {items.removeprefix('one of ')}" if "enum" in schema["items"] else f"list of {items}s"
+        items = _allowed(schema["items"]).removeprefix("one of ") + " "
+        return f"list of {items if 'enum' in schema['items'] else items.replace(' ', 's ', 1)}".strip()
     if kind == "object":
         return "mapping of text to text"
     kind = {"string": "text", "boolean": "true or false"}.get(kind, kind)
