@@ -16,8 +16,8 @@ from bench.shapes import SHAPES
 
 from flatout.config.schema import Config
 from flatout.planner.devices import DEVICES
-from flatout.planner.layout import ALONE, resolve_layout
 from flatout.planner.memory.budget import longest_document_tokens
+from flatout.planner.parallel_layout import ALONE, resolve_layout
 from flatout.planner.shape import ModelShape
 from flatout.trainer.model_shape import make_shape
 

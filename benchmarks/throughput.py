@@ -246,7 +246,7 @@ def measure(args: argparse.Namespace, launched_s: float) -> dict[str, Any] | Non
         "mfu": round(timed[-1].mfu or 0.0, 3),
         "micro_batches": statistics.fmean(step.num_micro_batches for step in timed),
         "recompute": run.memory.recompute,
-        "layout": run.plan.layout.name,
+        "layout": run.plan.batch_layout.name,
         **found,
         **planned_memory(run),
         "loss": [losses[0], losses[-1]],

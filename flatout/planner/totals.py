@@ -93,12 +93,12 @@ def add_up(
                 max(largest.num_label_tokens, batch.num_label_tokens),
                 max(largest.num_documents, len(batch.sample_ids)),
             )
-    by_ranks = {plan.layout.num_ranks: balances}
-    for count in set(rank_counts) - {plan.layout.num_ranks}:
-        other = replace(plan, layout=replace(plan.layout, num_ranks=count))
+    by_ranks = {plan.batch_layout.num_ranks: balances}
+    for count in set(rank_counts) - {plan.batch_layout.num_ranks}:
+        other = replace(plan, batch_layout=replace(plan.batch_layout, num_ranks=count))
         by_ranks[count] = [step.balance for step in other.sampled_steps(NUM_BALANCE_STEPS)]
     return PlanTotals(
-        num_ranks=plan.layout.num_ranks,
+        num_ranks=plan.batch_layout.num_ranks,
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
         num_held_out=num_held_out,
@@ -120,7 +120,7 @@ def add_up(
         padding_share=1.0 - (num_tokens - num_shared) / num_padded,
         num_shared_tokens=num_shared,
         num_units=None if plan.unit_offsets is None else plan.num_units,
-        layout=plan.layout.name,
+        layout=plan.batch_layout.name,
     )
 
 

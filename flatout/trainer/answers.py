@@ -62,7 +62,7 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
     chooses every token, so that rounding cannot make ranks disagree about where an answer ends. All ranks return None
     if one has too little memory, and raise PassesStopped if one was asked to stop.
     """
-    lockstep, most = run.plan.layout.lockstep, run.config.eval.max_new_tokens
+    lockstep, most = run.plan.batch_layout.lockstep, run.config.eval.max_new_tokens
     if lockstep and not _fits_on_all_ranks(run, prompt_set):
         return None
     params = SamplingParams(
@@ -96,7 +96,7 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
 
 def training_weights(run: TrainingRun) -> Weights:
     """Return the run's current weights as a sampler reads them: as a training step computes, adapters unmerged."""
-    lockstep, layout = run.plan.layout.lockstep, run.plan.layout
+    lockstep, layout = run.plan.batch_layout.lockstep, run.plan.batch_layout
     attention = run.model.config.get_text_config()._attn_implementation
 
     def agree(tokens: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _fits_on_all_ranks(run: TrainingRun, prompt_set: EvalPrompts) -> bool:
     num_prompts = len(prompt_set.prompts)
     most = sum(len(prompt.token_ids) + run.config.eval.max_new_tokens for prompt in prompt_set.prompts)
     size = MicroBatchSize(
-        min(most, run.plan.layout.micro_batch_tokens), num_label_tokens=num_prompts, num_documents=num_prompts
+        min(most, run.plan.batch_layout.micro_batch_tokens), num_label_tokens=num_prompts, num_documents=num_prompts
     )
     whole, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
     num_failed = torch.zeros((), device=run.device)

@@ -139,7 +139,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
         except PackingError as error:
             shared = isinstance(error, SharedPrefixError)
             setting = batch.share_prefix if shared else batch.layout
-            if setting != "auto" or setup.planned.plan.layout.name == "rows":
+            if setting != "auto" or setup.planned.plan.batch_layout.is_padded:
                 raise
             reason = str(error).partition("; ")[0]
         # here no frame of the failed check holds the model any more

@@ -39,7 +39,7 @@ class EvalSet:
 
 def eval_set(name: str, store: TokenStore, planned: PlannedSamples, normalizers: Normalizers) -> EvalSet:
     """Return an evaluation data set with one pass over these samples, in the order of their ids."""
-    return EvalSet(name, store, planned, assemble_eval(planned.samples, planned.layout), normalizers)
+    return EvalSet(name, store, planned, assemble_eval(planned.samples, planned.batch_layout), normalizers)
 
 
 class MismatchedSteps(NamedTuple):
@@ -62,7 +62,7 @@ def plan_mismatched(
     planned = []
     for each in eval_sets:
         other, ids = stores[id(each.store)], np.sort(each.plan.sample_ids)
-        layout = plan.layout.for_others(int(other.lengths.max()))
+        layout = plan.batch_layout.for_others(int(other.lengths.max()))
         own = PlannedSamples(select_samples(other.lengths, other.num_labels, ids, layout), layout)
         planned.append(replace(each, mismatched=eval_set(each.name, other, own, each.normalizers)))
     return MismatchedSteps(

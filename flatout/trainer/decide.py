@@ -31,8 +31,8 @@ from flatout.optim.lr_schedule import warmup_note
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import Device
-from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import MemoryDecision
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.planned_samples import PlannedSamples
@@ -95,7 +95,7 @@ class PlannedRun:
         """What decides how steps are cut into passes, and what passes do: equal on all ranks."""
         layout, memory = self.parallel_layout, self.memory
         return [
-            self.plan.layout.name,
+            self.plan.batch_layout.name,
             self.plan.shares_prefixes,
             layout.strategy,
             memory.micro_batch_tokens,
@@ -258,8 +258,8 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
     count = min(plan.batch.samples_per_step, plan.num_units)
     largest = np.partition(plan.unit_tokens, -count)[-count:]
     longest = row_length(int(plan.samples.lengths.max()))
-    most = largest.sum() if plan.layout.pass_tokens is None else plan.most_samples_per_step * longest
-    if int(most) <= plan.layout.micro_batch_tokens:
+    most = largest.sum() if plan.batch_layout.pass_tokens is None else plan.most_samples_per_step * longest
+    if int(most) <= plan.batch_layout.micro_batch_tokens:
         return
     for step in plan.steps():
         if (num_batches := len(step.by_rank[0])) > 1:
@@ -312,10 +312,10 @@ def plan_evaluation(
         lengths = eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]
         units = unit_numbers(eval_store.unit_offsets, eval_ids)
         sizes = Samples(lengths, lengths, units=units).unit_tokens(
-            is_padded=plan.layout.name == "rows", with_padding=False
+            is_padded=plan.batch_layout.is_padded, with_padding=False
         )
         budget = config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max()))
-        layout = replace(plan.layout, micro_batch_tokens=budget, prefixes=None)
+        layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
         own = select_samples(eval_store.lengths, eval_store.num_labels, eval_ids, layout, eval_store.unit_offsets)
         counted = make_normalizers(objective, eval_store)
         eval_sets.append(each := eval_set(name, eval_store, PlannedSamples(own, layout), counted))

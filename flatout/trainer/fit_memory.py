@@ -17,7 +17,6 @@ from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.devices import Device
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
-from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import (
     MemoryDecision,
     TokenStatistics,
@@ -25,6 +24,7 @@ from flatout.planner.memory.budget import (
     choose_parallel_layout,
     spend_spare_memory,
 )
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes

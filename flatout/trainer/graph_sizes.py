@@ -48,7 +48,7 @@ def plan_graphs(
     if not is_host_bound(plan, planned.shape, flops_per_s):
         return "the GPU is slower than the host", ()
     steps = list(plan.sampled_steps(32))
-    step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.layout.num_ranks / flops_per_s
+    step_s = sum(plan.flops(step) for step in steps) / len(steps) / plan.batch_layout.num_ranks / flops_per_s
     return None, make_size_buckets(count_sizes(plan, rank), plan.num_steps * step_s)
 
 
@@ -67,7 +67,7 @@ def _host_reads(model: PreTrainedModel) -> str | None:
 
 def _varies(planned: PlannedRun) -> str | None:
     """Return what differs from pass to pass too much for graphs; None if nothing."""
-    if planned.plan.layout.name == "rows":
+    if planned.plan.batch_layout.is_padded:
         return "rows have too many sizes"
     if planned.store.num_pictures:
         return "pictures differ from pass to pass"

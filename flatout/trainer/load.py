@@ -52,7 +52,7 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
         base=config.base,
         how=Loading(
             on_host=waits,
-            is_padded=planned.plan.layout.name == "rows",
+            is_padded=planned.plan.batch_layout.is_padded,
             num_rows=num_rows,
             keep_dense=config.lora.modules_to_save,
             context_ranks=planned.parallel_layout.context_ranks,

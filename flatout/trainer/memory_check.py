@@ -25,8 +25,8 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
 from flatout.planner.devices import Device
-from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.decide import PlannedRun

@@ -204,7 +204,7 @@ def useful_flops(run: TrainingRun, step: StepPlan) -> float:
     """
     if step.num_label_tokens == 0:
         return 0.0  # such a step computes nothing
-    cost, samples = run.plan.layout.cost.useful or run.plan.layout.cost, run.plan.samples
+    cost, samples = run.plan.batch_layout.cost.useful or run.plan.batch_layout.cost, run.plan.samples
     places = samples.indices_of(step.sample_ids)
     every = float(cost.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
     every += samples.tower_flops_of(places)

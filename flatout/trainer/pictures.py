@@ -24,7 +24,7 @@ from flatout.errors import DataError, UsageError
 from flatout.models.packed import PackedBatch
 from flatout.models.picture_check import PictureDocument
 from flatout.models.pictures import PicturePacker
-from flatout.planner.layout import ParallelLayout
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape
 from flatout.track.callback import Reporter
 

@@ -127,7 +127,7 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
             "progress": asdict(run.progress),
             "scaler": run.scaler.state_dict(),
             "micro_batch_caps": run.checkpoints.group.all_gather(run.state.micro_batch_cap),
-            "micro_batch_tokens": run.plan.layout.micro_batch_tokens,
+            "micro_batch_tokens": run.plan.batch_layout.micro_batch_tokens,
             "loss_history": asdict(run.state.loss_history),
         },
         places=places,
@@ -234,7 +234,7 @@ def _accepted_changes(
     refuse_changes(changes, allow)
     refuse_other_model(saved.pop("model"), now.pop("model"), allow)
     refuse_other_data(saved, now, allow=allow, explained_by=changes)
-    before, after = checkpoint.facts.get("micro_batch_tokens"), planned.plan.layout.micro_batch_tokens
+    before, after = checkpoint.facts.get("micro_batch_tokens"), planned.plan.batch_layout.micro_batch_tokens
     if before not in (None, after) and not any(change.key == "batch.micro_batch_tokens" for change in changes):
         why = "the memory of this machine allows other micro-batches, which changes rounding and dropout masks"
         planned_change = Change("micro-batch tokens", before, after, "rounding", why)

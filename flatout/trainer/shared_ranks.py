@@ -21,7 +21,7 @@ from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import mark_slice
 from flatout.parallel.strategies.protocol import Strategy
-from flatout.planner.layout import ParallelLayout
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
 

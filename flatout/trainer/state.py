@@ -176,7 +176,7 @@ class TrainingRun:
     @property
     def shares_passes(self) -> bool:
         """Whether other ranks take part in this one's passes, so that none may be left out or repeated."""
-        return self.plan.layout.lockstep or self.planned.parallel_layout.context_ranks > 1
+        return self.plan.batch_layout.lockstep or self.planned.parallel_layout.context_ranks > 1
 
     @property
     def parameters(self) -> list[nn.Parameter]:

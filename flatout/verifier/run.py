@@ -148,7 +148,7 @@ def _rows(
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
     if step is None:
         raise UsageError("verify: no step of this run has label tokens; check the data")
-    tokens = planned.plan.layout.micro_batch_tokens
+    tokens = planned.plan.batch_layout.micro_batch_tokens
     if device.type == "cpu":
         tokens = max(tokens, min(step.num_tokens, CPU_TOKENS))
     batch = config.batch.model_copy(update={"micro_batch_tokens": max(_largest_unit(planned), tokens)})
@@ -171,7 +171,7 @@ def _rows(
             for row in _cut_rows(run, step, reference):
                 yield row.judged(limit)
     except (UsageError, NumericError) as error:
-        yield Comparison(planned.plan.layout.name, limit=limit, note=str(error))
+        yield Comparison(planned.plan.batch_layout.name, limit=limit, note=str(error))
         return
     precision = resolve_precision(own.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):
@@ -194,14 +194,14 @@ def _plain_loss(
 def _plain_row(
     plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan, reference: Reference, case: str
 ) -> Comparison:
-    loss = _plain_loss(plain, config, planned, step, max_tokens=planned.plan.layout.micro_batch_tokens)
+    loss = _plain_loss(plain, config, planned, step, max_tokens=planned.plan.batch_layout.micro_batch_tokens)
     norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
     return reference.compare(case, loss, norm, plain.gradients.items())
 
 
 def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterator[Comparison]:
     """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per unit."""
-    layout, samples = run.plan.layout, run.plan.samples
+    layout, samples = run.plan.batch_layout, run.plan.samples
     items = samples.take(samples.indices_of(step.sample_ids)).items(layout.cost)
     longest, each = max(item.length for item in items), "sample" if samples.units is None else "unit"
     alone = tuple(layout.micro_batch([items[index] for index in bundle.members]) for bundle in make_bundles(items))
@@ -210,7 +210,7 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
     for wanted in range(1, MAX_MICRO_BATCHES + 1):
         # with some slack, or samples of uneven lengths would need one more micro-batch
         tokens = max(largest, -(-step.num_tokens // wanted) + longest // 8)
-        batches = run.plan.resplit(step, 0, min(run.plan.layout.micro_batch_tokens, tokens))
+        batches = run.plan.resplit(step, 0, min(run.plan.batch_layout.micro_batch_tokens, tokens))
         cuts.setdefault(len(batches), batches)
     if run.planned.objective.scope != "unit":
         cuts[len(alone)] = alone
@@ -222,7 +222,7 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
 
 def _largest_unit(planned: PlannedRun) -> int:
     """Return the tokens of the largest unit, if its samples share nothing."""
-    is_padded = planned.plan.layout.pass_tokens is not None
+    is_padded = planned.plan.batch_layout.is_padded
     return int(planned.plan.samples.unit_tokens(is_padded=is_padded, with_padding=False).max())
 
 
@@ -251,7 +251,7 @@ def _own_rows(
     least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
     limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:
-        yield measure(run, step, reference, f"{run.plan.layout.name} in {name}, as in the run").judged(limit)
+        yield measure(run, step, reference, f"{run.plan.batch_layout.name} in {name}, as in the run").judged(limit)
         if config.method == "lora":
             yield from adapter_rows(run, step, has_adapter=own.lora.continue_from is not None)
 
@@ -265,7 +265,7 @@ def _rank_cases(
     shards by its own file, so it has no case. Pairs of ranks share micro-batches in one more, if the model allows it.
     """
     cases = []
-    longest, budget = _largest_unit(planned), planned.plan.layout.micro_batch_tokens
+    longest, budget = _largest_unit(planned), planned.plan.batch_layout.micro_batch_tokens
 
     def add(name: str, strategy: str, world: int, context_ranks: int = 1) -> None:
         values = config.model_dump(mode="json")
@@ -288,7 +288,7 @@ def _rank_cases(
         for world in range(max(least, num_ranks) if traits.shards_state else least, num_ranks + 1):
             add(name, name, world)
     has_form = config.model.attention in ("auto", "varlen", "sdpa", "plain")
-    is_packed = planned.plan.layout.name == "packed"
+    is_packed = planned.plan.batch_layout.name == "packed"
     problem = whole_document_problem(read_text_config(config.model.name, config.model.revision))
     if num_ranks > 1 and has_form and is_packed and problem is None:
         add("ddp, context.parallel 2", "ddp", num_ranks // 2 * 2, context_ranks=2)

@@ -75,7 +75,7 @@ MAX_PACKAGE_LINES = {
     "objectives": 974,
     "optim": 653,
     "parallel": 1703,
-    "planner": 3345,
+    "planner": 3351,
     "profile": 303,
     "rollout": 1342,
     "studio": 1398,

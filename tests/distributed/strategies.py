@@ -110,7 +110,7 @@ def take_masked(run: TrainingRun) -> dict[str, Any]:
     (kept_length, kept), (other_length, other) = sorted(zip(lengths, first.sample_ids, strict=True))[-2:]
     num_label_tokens = int(run.plan.samples.num_label_tokens[run.plan.samples.indices_of((kept,))].sum())
     # ranks that share experts need passes of one size
-    fill = max(kept_length, other_length) if run.plan.layout.expert_ranks > 1 else 0
+    fill = max(kept_length, other_length) if run.plan.batch_layout.expert_ranks > 1 else 0
     labelled = MicroBatch((kept,), kept_length, num_label_tokens, fill_tokens=fill)
     silent = MicroBatch((other,), other_length, 0, is_filler=True, fill_tokens=fill)
     ranks = ((labelled,), *((silent,),) * (run.rank.world - 1))

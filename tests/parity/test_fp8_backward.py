@@ -18,9 +18,9 @@ from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, fuse_frozen
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
-from flatout.planner.layout import ALONE
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.parallel_layout import ALONE
 from flatout.track.callback import Callback, Reporter
 from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape

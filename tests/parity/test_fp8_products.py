@@ -18,9 +18,9 @@ from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.planner.layout import ALONE
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.parallel_layout import ALONE
 from flatout.track.callback import Reporter
 from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape

@@ -36,7 +36,7 @@ def test_training_equals_a_plain_loop(
 
     config = world.config(family, tmp_path / "run", batch={"layout": layout})
     planned = start_adapter(config, tmp_path / "start")
-    assert (planned.plan.layout.name, planned.store.num_pictures) == (layout, 24)
+    assert (planned.plan.batch_layout.name, planned.store.num_pictures) == (layout, 24)
     plain = PlainRun(planned, world.model(family), tmp_path / "start", world.rows)
     expected = plain.losses()
     train(config)

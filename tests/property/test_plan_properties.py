@@ -186,7 +186,7 @@ def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, se
 @settings(max_examples=60, deadline=None)
 def test_rows_hold_the_same_steps_within_the_budget(data, batch, seed, num_ranks, lockstep):
     packed = plan_of(data, batch, seed, num_ranks)
-    rows = replace(packed, layout=replace(packed.layout, pass_tokens=8, lockstep=lockstep))
+    rows = replace(packed, batch_layout=replace(packed.batch_layout, pass_tokens=8, lockstep=lockstep))
     assert rows.fingerprint == packed.fingerprint
     for one, other in zip(packed.steps(), rows.steps(), strict=True):
         assert (one.sample_ids, one.num_tokens, one.num_label_tokens) == (

@@ -19,7 +19,7 @@ from flatout.errors import ResourceError
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import is_slice, local_part, local_shard_of
-from flatout.planner.layout import ParallelLayout
+from flatout.planner.parallel_layout import ParallelLayout
 
 # elements per partial norm on a CPU
 NORM_PART = 1 << 14

@@ -10,11 +10,11 @@ import numpy as np
 from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
 from flatout.planner.devices import GIB, Device
-from flatout.planner.layout import ALONE, ParallelLayout, resolve_layout
 from flatout.planner.memory.constants import Precision
 from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
+from flatout.planner.parallel_layout import ALONE, ParallelLayout, resolve_layout
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.run_plan import NUM_STEPS_SEEN, RunPlan
 
@@ -62,7 +62,7 @@ class TokenStatistics:
             for rank in step.by_rank
         ]
         largest, row_pass = max(map(sum, ranks)), None
-        if plan.layout.pass_tokens is not None:
+        if plan.batch_layout.is_padded:
             row_pass = max(longest, *(max(rank, default=0) for rank in ranks))
         num_computed = num_tokens * (1.0 - plan.shared_share)
         label_share = int(plan.samples.num_label_tokens.sum()) / num_computed
@@ -205,13 +205,13 @@ def spend_spare_memory(
     model = decision.model
     if model is None or device is None:
         return decision
-    layout = model.parallel_layout
-    frees = config.method == "full" and layout.shards_weights and layout.reshard_after_forward
+    parallel_layout = model.parallel_layout
+    frees = config.method == "full" and parallel_layout.shards_weights and parallel_layout.reshard_after_forward
     if model.transposable_bytes:
         other = replace(model, transposed_weights=True)
         gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
     elif frees and config.sharding.reshard_after_forward == "auto":
-        other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
+        other = replace(model, parallel_layout=replace(parallel_layout, reshard_after_forward=False))
         gain = "gathered weights are kept within a step"
     else:
         return decision
@@ -222,9 +222,9 @@ def spend_spare_memory(
     other_layout, fits, enough = _decide(other, decision.recompute, tokens, device)
     cut = plan.with_layout(
         other_layout.micro_batch_tokens,
-        plan.layout.cost,
-        lockstep=plan.layout.lockstep,
-        expert_ranks=plan.layout.expert_ranks,
+        plan.batch_layout.cost,
+        lockstep=plan.batch_layout.lockstep,
+        expert_ranks=plan.batch_layout.expert_ranks,
     )
     if fits >= enough and num_micro_batches(cut) <= MORE_PASSES * num_micro_batches(plan):
         return replace(other_layout, reason=f"{other_layout.reason}; {gain}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flatout.config.schema import Config, Recompute
-from flatout.planner.layout import ALONE, ParallelLayout
 from flatout.planner.memory.constants import (
     ADAM_8BIT_BLOCKS,
     ADAM_8BIT_BYTES,
@@ -25,6 +24,7 @@ from flatout.planner.memory.constants import (
 from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.float8_inputs import Float8Inputs, float8_inputs
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize, Widths
+from flatout.planner.parallel_layout import ALONE, ParallelLayout
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 

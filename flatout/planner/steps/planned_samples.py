@@ -18,7 +18,7 @@ class PlannedSamples:
     """The samples of a run or an evaluation, by ascending id, and how they are laid out in micro-batches."""
 
     samples: Samples
-    layout: BatchLayout
+    batch_layout: BatchLayout
 
     @cached_property
     def unit_offsets(self) -> NDArray[np.int64] | None:
@@ -28,14 +28,14 @@ class PlannedSamples:
     @cached_property
     def unit_tokens(self) -> NDArray[np.int64]:
         """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
-        is_padded = self.layout.pass_tokens is not None
-        return self.samples.unit_tokens(is_padded=is_padded, prefixes=self.layout.unit_prefixes)
+        layout = self.batch_layout
+        return self.samples.unit_tokens(is_padded=layout.is_padded, prefixes=layout.unit_prefixes)
 
     def flops(self, step: StepPlan) -> float:
         """Return the FLOPs of one step by the cost model, with those of padding."""
         indices = self.samples.indices_of(step.sample_ids)
-        cost, lengths = self.layout.cost, self.samples.lengths[indices]
-        if self.layout.pass_tokens is not None:
+        cost, lengths = self.batch_layout.cost, self.samples.lengths[indices]
+        if self.batch_layout.is_padded:
             batches = [batch for batch in step.micro_batches if not batch.is_filler]
             lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
         every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
@@ -43,8 +43,8 @@ class PlannedSamples:
 
     def forward_flops(self, step: StepPlan) -> float:
         """Return the FLOPs of passes without gradients over a step."""
-        cost = self.layout.cost.forward or self.layout.cost
-        return replace(self, layout=replace(self.layout, cost=cost)).flops(step)
+        cost = self.batch_layout.cost.forward or self.batch_layout.cost
+        return replace(self, batch_layout=replace(self.batch_layout, cost=cost)).flops(step)
 
     def resplit(self, step: StepPlan, rank: int, micro_batch_tokens: int) -> tuple[MicroBatch, ...]:
         """Split one rank's samples of a step into smaller micro-batches, as a plan with this token budget would.
@@ -56,7 +56,9 @@ class PlannedSamples:
         real = [batch for batch in step.by_rank[rank] if not batch.is_filler]
         ids = sorted((i for batch in real for i in batch.sample_ids), key=position.__getitem__)
         samples = self.samples.take(self.samples.indices_of(ids))
-        return tuple(self.layout.micro_batches(samples.items(self.layout.cost), max_tokens=micro_batch_tokens))
+        return tuple(
+            self.batch_layout.micro_batches(samples.items(self.batch_layout.cost), max_tokens=micro_batch_tokens)
+        )
 
     def largest_unit(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Return the tokens of the largest unit in these micro-batches, as rows with their padding: none is smaller."""

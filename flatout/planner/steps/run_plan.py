@@ -72,7 +72,7 @@ class RunPlan(PlannedSamples):
     @property
     def shares_prefixes(self) -> bool:
         """Whether samples of a micro-batch share their common prefixes."""
-        return self.layout.prefixes is not None
+        return self.batch_layout.prefixes is not None
 
     @property
     def batch_bounds(self) -> dict[str, int]:
@@ -81,7 +81,7 @@ class RunPlan(PlannedSamples):
             num_samples = self.most_samples_per_step
             # two samples at least have each
             return {"max_documents": num_samples, "max_prefixes": num_samples // 2}
-        most = self.layout.micro_batch_tokens // int(self.samples.lengths.min())
+        most = self.batch_layout.micro_batch_tokens // int(self.samples.lengths.min())
         return {"max_documents": min(self.most_samples_per_step, most), "max_prefixes": 0}
 
     @property
@@ -129,13 +129,13 @@ class RunPlan(PlannedSamples):
         budget when padded, and pads each batch to its longest sample.
         """
         lengths = self.samples.lengths[self.samples.indices_of(step.sample_ids)].tolist()
-        num_ranks, ranks = self.layout.num_ranks, []
+        num_ranks, ranks = self.batch_layout.num_ranks, []
         for rank in range(num_ranks):
             batches: list[list[int]] = []
             longest = 0
             for length in lengths[rank * len(lengths) // num_ranks : (rank + 1) * len(lengths) // num_ranks]:
                 longest = max(longest, length)
-                if not batches or (len(batches[-1]) + 1) * longest > self.layout.micro_batch_tokens:
+                if not batches or (len(batches[-1]) + 1) * longest > self.batch_layout.micro_batch_tokens:
                     batches.append([])
                     longest = length
                 batches[-1].append(length)
@@ -159,15 +159,15 @@ class RunPlan(PlannedSamples):
         self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False, expert_ranks: int = 1
     ) -> RunPlan:
         """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
-        layout = replace(self.layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
+        layout = replace(self.batch_layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
         check_fits(self.samples, layout)
-        return replace(self, layout=replace(layout, expert_ranks=expert_ranks))
+        return replace(self, batch_layout=replace(layout, expert_ranks=expert_ranks))
 
     def of_lengths(self, lengths: Integers, num_label_tokens: Integers) -> RunPlan:
         """Return the same steps for another sample of each id; arrays as for `make_plan`. Nothing is shared."""
         ids = np.arange(len(lengths)) if self.samples.ids is None else self.samples.ids
         samples = replace(self.samples, lengths=lengths[ids], num_label_tokens=num_label_tokens[ids])
-        return replace(self, samples=samples, layout=self.layout.for_others(int(samples.lengths.max())))
+        return replace(self, samples=samples, batch_layout=self.batch_layout.for_others(int(samples.lengths.max())))
 
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line; balance and padding come from a sample of its steps.
@@ -182,7 +182,7 @@ class RunPlan(PlannedSamples):
         unit, whole = ("samples", "") if self.unit_offsets is None else ("units", f" ({self.num_samples:,} samples)")
         return (
             f"{self.num_steps:,} steps of {self.batch.samples_per_step} {unit}, {epochs:.4g} epochs of "
-            f"{self.num_units:,}{whole}; {self.layout.num_ranks} {ranks}, balance {balance:.3f}, "
+            f"{self.num_units:,}{whole}; {self.batch_layout.num_ranks} {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 
@@ -224,7 +224,7 @@ class RunPlan(PlannedSamples):
             sizes = np.diff(offsets)[positions]
             first_of = np.repeat(offsets[positions] - (np.cumsum(sizes) - sizes), sizes)
             positions = first_of + np.arange(len(first_of))
-        return assemble(self.samples.take(positions), per_step, self.layout, epoch=epoch, first_index=first)
+        return assemble(self.samples.take(positions), per_step, self.batch_layout, epoch=epoch, first_index=first)
 
 
 def make_plan(

@@ -139,9 +139,14 @@ class BatchLayout:
         return replace(self, prefixes=None, micro_batch_tokens=max(self.micro_batch_tokens, longest))
 
     @property
+    def is_padded(self) -> bool:
+        """Whether each sample is a padded row."""
+        return self.pass_tokens is not None
+
+    @property
     def name(self) -> Literal["packed", "rows"]:
         """The name of the layout in settings."""
-        return "packed" if self.pass_tokens is None else "rows"
+        return "rows" if self.is_padded else "packed"
 
     def micro_batches(
         self, items: Sequence[Item], *, at_least: int = 1, max_tokens: int | None = None
@@ -149,11 +154,11 @@ class BatchLayout:
         """Split one rank's units into micro-batches within the budget or `max_tokens`, largest first."""
         budget = max_tokens or self.micro_batch_tokens
         groups = self._groups(items)
-        if not groups and self.pass_tokens is None and items and items[0].unit is None:  # most runs: none to bundle
+        if not groups and not self.is_padded and items and items[0].unit is None:  # most runs: none to bundle
             packed = bin_pack([item.length for item in items], budget, at_least=at_least)
             return [self.micro_batch([items[index] for index in part]) for part in packed]
         bundles = make_bundles(items, groups, budget)
-        if self.pass_tokens is not None:
+        if self.is_padded:
             longest = [max([items[index].length for index in bundle.members]) for bundle in bundles]
             counts = [len(bundle.members) for bundle in bundles]
             limits: dict[str, Any] = {"cost": self.cost, "pass_tokens": self.pass_tokens}
@@ -172,7 +177,7 @@ class BatchLayout:
             tuple([item.sample_id for item in items]),
             sum([item.length for item in items]),
             sum([item.num_label_tokens for item in items]),
-            row_length=None if self.pass_tokens is None else row_length(max([item.length for item in items])),
+            row_length=row_length(max([item.length for item in items])) if self.is_padded else None,
         )
 
     def deal(self, items: Sequence[Item]) -> list[list[Item]]:
@@ -231,7 +236,7 @@ def assemble(
     tower = {item.sample_id: own for item, own in zip(items, flops, strict=bool(flops))}
     for offset, (start, stop) in enumerate(pairwise([*starts, len(items)])):
         group = items[start:stop]
-        if layout.pass_tokens is None:
+        if not layout.is_padded:
             of_ranks = layout.deal(group)
             by_rank = [layout.micro_batches(of_rank) for of_rank in of_ranks]
             saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in by_rank]
@@ -286,7 +291,7 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
     They hold consecutive units, or as rows units of similar lengths.
     """
     items = samples.items(layout.cost)
-    if layout.pass_tokens is not None:
+    if layout.is_padded:
         rows = layout.micro_batches(items)
         return _step(0, 0, items, *_deal(rows, [layout.load(batch) for batch in rows], layout.num_ranks), layout)
     bins: list[list[Item]] = []
@@ -342,8 +347,7 @@ def _check_units(samples: Samples, layout: BatchLayout, named: Callable[[int], s
         return
     starts = samples.unit_starts
     # padding may lift a unit over the budget
-    is_padded = layout.pass_tokens is not None
-    sizes = samples.unit_tokens(is_padded=is_padded, prefixes=layout.unit_prefixes, with_padding=False)
+    sizes = samples.unit_tokens(is_padded=layout.is_padded, prefixes=layout.unit_prefixes, with_padding=False)
     largest, budget = int(np.argmax(sizes)), layout.micro_batch_tokens
     if sizes[largest] > budget:
         raise UsageError(

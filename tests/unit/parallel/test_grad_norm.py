@@ -6,7 +6,7 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.single import Single
-from flatout.planner.layout import ALONE
+from flatout.planner.parallel_layout import ALONE
 
 
 def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:

@@ -15,7 +15,7 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import strategy_class
 from flatout.parallel.strategies.single import Single
-from flatout.planner.layout import ALONE
+from flatout.planner.parallel_layout import ALONE
 
 
 def test_rank_is_read_from_the_environment() -> None:

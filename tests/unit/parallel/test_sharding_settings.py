@@ -15,7 +15,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.buckets import BucketedSum, into_buckets
 from flatout.parallel.strategies.ddp import DDP
 from flatout.parallel.strategies.sharded import Sharded
-from flatout.planner.layout import ParallelLayout
+from flatout.planner.parallel_layout import ParallelLayout
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,6 @@ from qwen3_8b import QWEN3_8B
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
 from flatout.planner.devices import DEVICES, GIB, Device
-from flatout.planner.layout import ALONE, ParallelLayout
 from flatout.planner.memory.budget import (
     MARGIN,
     NUM_STEPS_SEEN,
@@ -21,6 +20,7 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.parallel_layout import ALONE, ParallelLayout
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)
@@ -173,9 +173,9 @@ def decided(gib, *, parallel_layout=ALONE, **sections):
     whole = make_plan(LENGTHS, LENGTHS // 2, config.batch, micro_batch_tokens=10**6, seed=0, num_ranks=1)
     tokens = TokenStatistics.of(whole)
     before = choose_micro_batch(config, SHAPE, tokens, device, parallel_layout)
-    plan = whole.with_layout(before.micro_batch_tokens, whole.layout.cost)
+    plan = whole.with_layout(before.micro_batch_tokens, whole.batch_layout.cost)
     after = spend_spare_memory(before, config, tokens, device, plan)
-    return before, after, plan, plan.with_layout(after.micro_batch_tokens, whole.layout.cost)
+    return before, after, plan, plan.with_layout(after.micro_batch_tokens, whole.batch_layout.cost)
 
 
 @pytest.mark.parametrize("gib", [20, 28, 36, 44, 52, 60, 68, 79, 90, 100, 120, 139])

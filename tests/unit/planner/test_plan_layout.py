@@ -8,10 +8,10 @@ from qwen3_8b import QWEN3_8B
 from flatout.config.read import make_config
 from flatout.errors import ProblemsError, UsageError
 from flatout.planner.devices import DEVICES, GIB, Device
-from flatout.planner.layout import ParallelLayout
 from flatout.planner.memory.budget import TokenStatistics, choose_micro_batch, choose_parallel_layout
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)

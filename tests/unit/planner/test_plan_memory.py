@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flatout.config.read import make_config
 from flatout.kernels import low_rank, segmented
 from flatout.planner.devices import GIB
-from flatout.planner.layout import ALONE, resolve_layout
 from flatout.planner.memory.constants import FLOAT8_LAYERS, FLOAT8_RANK, FLOAT8_RANK_MULTIPLE
 from flatout.planner.memory.estimate import MemoryModel, activation_elements
 from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.parallel_layout import ALONE, resolve_layout
 from flatout.trainer.model_shape import make_shape
 
 SMALL = {

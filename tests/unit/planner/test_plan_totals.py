@@ -100,5 +100,5 @@ def test_a_step_is_told_rank_by_rank(plan):
     ],
 )
 def test_padding_is_told_with_its_own_cause(plan, words, why):
-    told = dict(totals_lines(add_up(replace(plan, layout=replace(plan.layout, **words)), rank_counts=())))
+    told = dict(totals_lines(add_up(replace(plan, batch_layout=replace(plan.batch_layout, **words)), rank_counts=())))
     assert told.get("padding", "").rpartition(", as ")[2] == (why or "")

@@ -158,7 +158,9 @@ def test_ranks_are_balanced_by_tower_and_decoder(world: PictureWorld, tmp_path: 
         """Return how much more the busier rank computes, over all steps."""
         found = []
         for step in plan.steps():
-            costs = dict(zip(range(len(samples)), (item.cost for item in samples.items(plan.layout.cost)), strict=True))
+            costs = dict(
+                zip(range(len(samples)), (item.cost for item in samples.items(plan.batch_layout.cost)), strict=True)
+            )
             sums = [sum(costs[i] for batch in rank for i in batch.sample_ids) for rank in step.by_rank]
             found.append(max(sums) / (sum(sums) / len(sums)))
         return float(np.mean(found))

@@ -93,11 +93,11 @@ def plain_step(tiny: Any) -> Callable[..., PlainStep]:
 
 def cut(plan: RunPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ...]:
     """The step in as many micro-batches of whole units, of unequal sizes."""
-    items = plan.samples.take(plan.samples.indices_of(step.sample_ids)).items(plan.layout.cost)
+    items = plan.samples.take(plan.samples.indices_of(step.sample_ids)).items(plan.batch_layout.cost)
     units = [[items[index] for index in bundle.members] for bundle in make_bundles(items)]
     bounds = [0, *(PER_STEP - wanted + one for one in range(1, wanted + 1))]
     parts = [[item for unit in units[first:last] for item in unit] for first, last in pairwise(bounds)]
-    layout = plan.layout
+    layout = plan.batch_layout
     return tuple(
         layout.micro_batch(part) if layout.pass_tokens is not None else layout.micro_batches(part)[0] for part in parts
     )

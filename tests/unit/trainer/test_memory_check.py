@@ -90,7 +90,7 @@ class Start:
         checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
         run = build_run(Setup(config, planned, checkpoints, reporter, rank), memory_check=check)
         self.planned: PlannedRun = run.planned
-        assert run.plan.layout == run.planned.plan.layout
+        assert run.plan.batch_layout == run.planned.plan.batch_layout
         run.close()
 
     def measure(self, run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:

@@ -31,7 +31,7 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     samples = Samples(np.array([4, 1, 7, 2]), np.array([2, 1, 3, 0]))
     layout = BatchLayout(2, 100, COST)
     plan = SimpleNamespace(
-        samples=samples, layout=layout, num_steps=2, epoch_after=lambda _: 1.0, padding_avoided=lambda _: 0.5
+        samples=samples, batch_layout=layout, num_steps=2, epoch_after=lambda _: 1.0, padding_avoided=lambda _: 0.5
     )
     told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
     reporter = SimpleNamespace(**told)
@@ -45,7 +45,7 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
 
 
 def steps(run: Any) -> list[Any]:
-    return list(assemble(run.plan.samples, 3, run.plan.layout, epoch=0, first_index=0))
+    return list(assemble(run.plan.samples, 3, run.plan.batch_layout, epoch=0, first_index=0))
 
 
 def test_flops_by_hand() -> None:

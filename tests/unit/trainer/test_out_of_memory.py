@@ -286,7 +286,7 @@ def test_ranks_split_alone(tiny: Any, tmp_path: Path) -> None:
     """A rank that ran out of memory cuts only its own samples: the sum over ranks stays what it was."""
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     whole = run.plan.step(0)
-    plan = replace(run.plan, layout=replace(run.plan.layout, num_ranks=2))
+    plan = replace(run.plan, batch_layout=replace(run.plan.batch_layout, num_ranks=2))
     run, step = replace(run, planned=replace(run.planned, plan=plan)), plan.step(0)
     totals = []
     for caps in ((None, None), (None, 300), (500, 400)):

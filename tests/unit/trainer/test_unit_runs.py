@@ -126,8 +126,8 @@ def test_any_cut_gives_what_units_give_one_by_one(tiny: Any, tmp_path: Path, sha
     largest = int(planned.plan.unit_tokens.max())
     for num_ranks in (1, 2):
         for budget in range(largest, 2400, 20):
-            layout = replace(planned.plan.layout, num_ranks=num_ranks, lockstep=num_ranks == 2)
-            plan = replace(planned.plan, layout=layout).with_layout(budget, layout.cost, lockstep=layout.lockstep)
+            layout = replace(planned.plan.batch_layout, num_ranks=num_ranks, lockstep=num_ranks == 2)
+            plan = replace(planned.plan, batch_layout=layout).with_layout(budget, layout.cost, lockstep=layout.lockstep)
             cut = plan.step(0)
             count = max(map(len, cut.by_rank))
             if (num_ranks, count) in found:
@@ -152,7 +152,7 @@ def test_rows_and_resplit_keep_units_and_the_loss(tiny: Any, tmp_path: Path, sha
     )
     run, planned = made(config, tmp_path)
     step = planned.plan.step(1)
-    assert planned.plan.layout.name == ("rows" if share == "off" else "packed")
+    assert planned.plan.batch_layout.name == ("rows" if share == "off" else "packed")
     whole, expected = summed(run, store, step.by_rank)
     cut = planned.plan.resplit(step, 0, planned.plan.largest_unit(step.by_rank[0]))
     assert len(cut) > len(step.by_rank[0])

@@ -15,7 +15,7 @@ from flatout.optim.build import layer_norm_parameters, make_optimizer, split_by_
 from flatout.optim.update import BackwardUpdate
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.single import Single
-from flatout.planner.layout import ALONE
+from flatout.planner.parallel_layout import ALONE
 from flatout.trainer.run import train
 
 TEXT = {
