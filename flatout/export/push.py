@@ -24,7 +24,7 @@ ANSWER_S = 60.0
 
 
 def push(
-    run: Path,
+    run_dir: Path,
     repo: str,
     *,
     merged: bool = False,
@@ -42,7 +42,7 @@ def push(
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
-    trained, log = resolve_model_paths(str(run), results=results), read_run(run)
+    trained, log = resolve_model_paths(str(run_dir), results=results), read_run(run_dir)
     folder = trained.adapter or Path(trained.base)
     results_files = verify_final(folder).files
     is_adapter = trained.adapter is not None and not merged
@@ -53,10 +53,10 @@ def push(
             "--base ORG/NAME, or push the whole model with --merged"
         )
     if merged and trained.adapter is None:
-        raise UsageError(f"--merged: {run} has no adapter to merge; leave it out")
+        raise UsageError(f"--merged: {run_dir} has no adapter to merge; leave it out")
     if (token := get_token()) is None:
         raise UsageError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
-    api, durable_io, scratch = HfApi(), DurableIO(), run / ".push.tmp"
+    api, durable_io, scratch = HfApi(), DurableIO(), run_dir / ".push.tmp"
     on_phase("asking the hub")
     with _hub_errors(repo, token):
         repo, parent, old_files = _look_at(api, repo, private=private, replace=replace)
@@ -68,7 +68,7 @@ def push(
         with _hub_errors(repo, token):
             if parent is None:
                 api.create_repo(repo, private=private)
-            done = api.create_commit(repo, changes, commit_message=f"Upload {run.name}", parent_commit=parent)
+            done = api.create_commit(repo, changes, commit_message=f"Upload {run_dir.name}", parent_commit=parent)
     finally:
         durable_io.remove_tree(scratch)
     return f"{api.endpoint}/{repo} ({len(files)} files, commit {done.oid[:8]})"

@@ -15,15 +15,15 @@ _libraries: dict[str, torch.library.Library] = {}
 def define_operator(
     name: str,
     schema: str,
-    run: Callable[..., Any],
+    compute: Callable[..., Any],
     fake: Callable[..., Any],
     num_flops: Callable[..., Any] | None = None,
 ) -> Any:
     """Register and return torch.ops.NAMESPACE.OPERATOR of `name` "NAMESPACE::OPERATOR", with this schema.
 
-    `run` computes it on every device; `fake` returns empty results with the same shapes, dtypes and strides. It has no
-    derivative: call it in a `torch.autograd.Function`. torch's `custom_op` takes several times as long per call, which
-    short micro-batches cannot hide. `num_flops` takes the arguments with shapes in place of tensors, and an operator
+    `compute` is called on every device; `fake` returns empty results with the same shapes, dtypes and strides. It has
+    no derivative: call it in a `torch.autograd.Function`. torch's `custom_op` takes several times as long per call,
+    which short micro-batches cannot hide. `num_flops` takes the arguments with shapes in place of tensors; an operator
     without it computes no product. By these FLOPs `recompute: budget` chooses what the backward pass computes again.
     """
     namespace, operator = name.split("::")
@@ -31,7 +31,7 @@ def define_operator(
     _libraries.pop(name, None)
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(operator + schema)
-    library.impl(operator, run, "CompositeExplicitAutograd")
+    library.impl(operator, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=library)
     _libraries[name] = library
     packet = getattr(getattr(torch.ops, namespace), operator)

@@ -276,28 +276,28 @@ def chat(
 def out(folder: str, to: str, emit: Emit) -> dict[str, str]:
     """Merge a run's adapter, or write the run for another program; return where, and the command to use it."""
     workspace = _workspace()
-    run = workspace.inside(folder)
-    target = free_folder(run / to) if (run / to).exists() else run / to
+    run_dir = workspace.inside(folder)
+    target = free_folder(run_dir / to) if (run_dir / to).exists() else run_dir / to
     emit(log=f"writing {workspace.relative(target)}")
     if to == "merged":
         from flatout.models.export import merge_adapter
 
-        said = merge_adapter(str(run), target, device="cpu")
+        said = merge_adapter(str(run_dir), target, device="cpu")
         return {"path": workspace.relative(target), "command": said}
     from flatout.export.write import export
 
     program, _, kind = to.partition("-")
-    written = export(str(run), program, target, kind=kind or None)
+    written = export(str(run_dir), program, target, kind=kind or None)
     return {"path": workspace.relative(target), "command": written.command}
 
 
 def push(folder: str, repo: str, merged: bool, private: bool, emit: Emit) -> dict[str, str]:
     """Push a run to the hub with the token of this user; return its address."""
-    run = _workspace().inside(folder)
+    run_dir = _workspace().inside(folder)
     emit(log=f"pushing to {repo}")
     from flatout.export.push import push as push_run
 
-    return {"path": push_run(run, repo, merged=merged, private=private), "command": ""}
+    return {"path": push_run(run_dir, repo, merged=merged, private=private), "command": ""}
 
 
 if __name__ == "__main__":

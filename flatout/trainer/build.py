@@ -144,8 +144,8 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
             reason = str(error).partition("; ")[0]
         # here no frame of the failed check holds the model any more
         free_memory(setup.device)
-        problems = (None, reason) if shared else (reason, None)
-        setup = setup.plan_again(setup.planned.device, problems)
+        inexact = setup.planned.inexact._replace(**{"sharing" if shared else "packing": reason})
+        setup = setup.plan_again(setup.planned.device, inexact)
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:

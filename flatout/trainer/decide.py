@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from flatout.checkpoint.compatibility import config_changes
+from flatout.checkpoint.resume_check import config_changes
 from flatout.checkpoint.write import data_of
 from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
@@ -41,7 +41,7 @@ from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.data_sets import EvalSet, MismatchedSteps, eval_set, plan_mismatched
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
-from flatout.trainer.fit_memory import SplitStore, plan_training
+from flatout.trainer.fit_memory import EXACT, Inexact, SplitStore, plan_training
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.pictures import with_pictures
@@ -65,7 +65,7 @@ class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
     `mismatched` has the same steps of prompts with answers to other ones, if the objective estimates something of them.
-    `sharing` says whether samples share prefixes, and why. `problems` are what `plan_run` was told.
+    `sharing` says whether samples share prefixes, and why. `inexact` is as `plan_run` has it.
     """
 
     shape: ModelShape
@@ -81,7 +81,7 @@ class PlannedRun:
     scoring: Scoring | None = None
     device: Device | None = None
     sharing: str = ""
-    problems: tuple[str | None, str | None] = (None, None)
+    inexact: Inexact = EXACT
     mismatched: MismatchedSteps | None = None
 
     @property
@@ -113,21 +113,21 @@ def plan_run(
     reporter: Reporter,
     rank: Rank,
     device_of: Callable[[], Device | None] = lambda: None,
-    problems: tuple[str | None, str | None] = (None, None),
+    inexact: Inexact = EXACT,
     identity_of: Callable[[], dict[str, Any]] = dict,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `problems` say
-    why a model that its config would allow to pack, and to share prefixes, must not with `auto`. `identity_of` is
-    called last and returns what else identifies the run.
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `inexact` is
+    of a model that its config would allow to pack and to share prefixes. `identity_of` is called last and returns what
+    else identifies the run.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
     objective = checked_objective(config, reporter)
     check_context(config, rank, objective)
     shape, store, scoring = open_training_data(config, objective, rank, reporter)
     data, device = hold_out_samples(store, config, reporter), device_of()
-    plan, parallel_layout, memory, sharing = plan_training(config, shape, data, rank, device, reporter, problems)
+    plan, parallel_layout, memory, sharing = plan_training(config, shape, data, rank, device, reporter, inexact)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     report_plan(config, plan, parallel_layout, memory, reporter)
@@ -140,7 +140,7 @@ def plan_run(
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
         memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
-        scoring=scoring, device=device, sharing=sharing, problems=problems, mismatched=others,
+        scoring=scoring, device=device, sharing=sharing, inexact=inexact, mismatched=others,
     )  # fmt: skip
 
 

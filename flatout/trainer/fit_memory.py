@@ -46,6 +46,16 @@ class SplitStore(NamedTuple):
     eval_ids: NDArray[np.int64] | None
 
 
+class Inexact(NamedTuple):
+    """Why a model must not pack samples, and not share prefixes, as its self-test found; None: it may."""
+
+    packing: str | None = None
+    sharing: str | None = None
+
+
+EXACT = Inexact()
+
+
 def plan_training(
     config: Config,
     shape: ModelShape,
@@ -53,18 +63,17 @@ def plan_training(
     rank: Rank,
     device: Device | None,
     reporter: Reporter,
-    problems: tuple[str | None, str | None],
+    inexact: Inexact,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
     """Decide how samples share a micro-batch, the steps, the strategy and the memory; also a line on shared prefixes.
 
-    Prefixes are shared where that pays. `problems` are why samples must not be packed and must not share.
+    Prefixes are shared where that pays.
     """
     reporter.phase("planning")
-    unpackable, unsharable = problems
     text_config = read_text_config(config.model.name, config.model.revision)
-    is_padded = pads_samples(config, text_config, reporter, unpackable, has_pictures=bool(data.store.num_pictures))
+    is_padded = pads_samples(config, text_config, reporter, inexact.packing, has_pictures=bool(data.store.num_pictures))
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, inexact=unsharable)
+    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, inexact=inexact.sharing)
     reporter.phase("planning")
     plan, parallel_layout, memory = plan_steps(
         config, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes

@@ -11,7 +11,11 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, with_config
 from torch import Tensor, nn
 
-from flatout.checkpoint.compatibility import (
+from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
+from flatout.checkpoint.read import SavedCheckpoint
+from flatout.checkpoint.replicas import refuse_drift
+from flatout.checkpoint.resume_check import (
     Change,
     OtherRunError,
     config_changes,
@@ -20,10 +24,6 @@ from flatout.checkpoint.compatibility import (
     refuse_other_model,
     refuse_without_effect,
 )
-from flatout.checkpoint.final import verify_final
-from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
-from flatout.checkpoint.read import SavedCheckpoint
-from flatout.checkpoint.replicas import refuse_drift
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.config.folders import free_folder
 from flatout.config.read import make_config

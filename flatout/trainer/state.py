@@ -27,6 +27,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet, MismatchedSteps
 from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.fit_memory import Inexact
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.stop_request import StopRequest
 
@@ -104,11 +105,11 @@ class Setup:
     def device(self) -> torch.device:
         return choose_device(self.config.wanted_device, self.rank)
 
-    def plan_again(self, device: Device | None, problems: tuple[str | None, str | None] | None = None) -> Setup:
-        """Plan again for this device or with these `problems` (None: those known before)."""
-        fingerprints, problems = self.planned.fingerprints, problems or self.planned.problems
+    def plan_again(self, device: Device | None, inexact: Inexact | None = None) -> Setup:
+        """Plan again for this device, or with what a self-test found `inexact` (None: what is known)."""
+        fingerprints, inexact = self.planned.fingerprints, inexact or self.planned.inexact
         identity = {name: fingerprints[name] for name in ("model",) if name in fingerprints}
-        planned = plan_run(self.config, self.reporter, self.rank, lambda: device, problems, lambda: identity)
+        planned = plan_run(self.config, self.reporter, self.rank, lambda: device, inexact, lambda: identity)
         return replace(self, planned=planned)
 
 

@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1398,
     "track": 2672,
-    "trainer": 6229,
+    "trainer": 6239,
     "verifier": 1151,
     "view": 1525,
 }

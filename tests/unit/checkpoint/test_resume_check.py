@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flatout.checkpoint.compatibility import OtherRunError, config_changes, refuse_changes, refuse_other_data
+from flatout.checkpoint.resume_check import OtherRunError, config_changes, refuse_changes, refuse_other_data
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.schema import Config
 from flatout.errors import CheckpointError
