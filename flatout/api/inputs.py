@@ -168,6 +168,8 @@ def _write_rows(data: Any, kind: str, path: Path) -> None:
         return
     with path.open("x", encoding="utf-8") as file:
         for number, row in enumerate(data, start=1):
+            if isinstance(row, str):
+                raise DataError(f'data: row {number} is a text; write rows such as {{"text": {json.dumps(row[:40])}}}')
             if not isinstance(row, Mapping):
                 raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as a dict")
             try:

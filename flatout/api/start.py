@@ -72,7 +72,13 @@ def resolve_config(
         if name != model.name_or_path and tokenizer is None:
             tokenizer = model.name_or_path or None
     if data is not None and "data" not in sections:
-        is_paths = isinstance(data, list) and bool(data) and all(isinstance(one, str | Path) for one in data)
+        is_paths = (
+            isinstance(data, list)
+            and bool(data)
+            and all(
+                isinstance(one, Path) or (isinstance(one, str) and (Path(one).suffix or "/" in one)) for one in data
+            )
+        )
         paths = [str(path) for path in data] if is_paths else [data_file(data, root / "in_memory")]
         by_section["data"]["sources"] = [{"path": path} for path in paths]
     if tokenizer is not None:

@@ -144,7 +144,8 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
     first = next(iter(all_paths.values()))
     if args.compare:
         if first.adapter is None:
-            raise UsageError(f"--compare base: {args.targets[0]} has no adapter; name the other model instead")
+            step = next_steps(("instead of --compare base", ""))
+            raise UsageError(f"--compare base: {args.targets[0]} has no adapter; leave it out{step}")
         all_paths["base"] = replace(first, adapter=None)
     sampling, speakers = Sampling(args.temperature, args.top_p, args.top_k, args.seed), list[_Speaker]()
     for target, paths in all_paths.items():

@@ -168,9 +168,11 @@ def write_new(path: Path, text: str) -> None:
         if isinstance(error.__cause__, FileExistsError):
             free = next(name for k in range(2, 10**6) if not (name := path.with_stem(f"{path.stem}-{k}")).exists())
             step = next_steps((shlex.join([str(free), "instead", "of", str(path)]), ""))
-            raise UsageError(f"{path}: already exists; choose a different file, or remove it{step}") from None
+            raise UsageError(
+                f"{path}: already exists; choose a different file, such as {free}, or remove it{step}"
+            ) from None
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise UsageError(f"{path}: there is no folder {path.parent}; create it, or choose another") from None
+            raise UsageError(f"{path}: there is no folder {path.parent}; create it: mkdir -p {path.parent}") from None
         raise
 
 

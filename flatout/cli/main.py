@@ -121,6 +121,7 @@ def _parse_and_run(argv: list[str]) -> int:
             verb, description=f"{what[:1].upper()}{what[1:]}.", epilog=example, formatter_class=form
         )
         module.add_arguments(subparser)
+        parser.typed = subparser.typed = argv
         if verb in WITH_OVERRIDES:
             _refuse_settings_as_options(argv, subparser)
         parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[0] != "-"]

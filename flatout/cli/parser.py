@@ -44,10 +44,11 @@ _ACTION_EXAMPLES = {
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are as all others, with the example of the verb.
 
-    `verb_words` are those of the command line that the first parser leaves to those of verbs.
+    `verb_words` are those of the command line that the first parser leaves to those of verbs; `typed` are all.
     """
 
     verb_words: Sequence[str] = ()
+    typed: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         words = self.prog.split()[1:] or self.verb_words
@@ -56,11 +57,12 @@ class Parser(argparse.ArgumentParser):
             message, hint, step = self._unknown(shlex.split(match[1]), hint)
         elif match := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
             message, hint, step, words = self._choice(match[1].rpartition("/")[2], match[2], match[3], words)
-        elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected one argument", message):
+        elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected (?:one|\d+|at least one) arguments?", message):
             one = self._option(match[1])
-            value = self._sample(one)
+            value = self._sample(one) if one.nargs is None else None
             message = f"{match[1]} needs a value"
-            hint = f"write {match[1]} {one.metavar or one.dest.upper()}"
+            shown = [one.metavar or one.dest.upper()] if isinstance(one.metavar, str | None) else one.metavar
+            hint = f"write {' '.join([match[1], *shown])}"
             step = f"{match[1]} {value} instead of {match[1]}" if value else None
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): invalid (?:int|float) value: '(.*)'", message):
             value = self._sample(self._option(match[1]))
@@ -104,8 +106,10 @@ class Parser(argparse.ArgumentParser):
         pairs = [word.partition("=") for word in words]
         meant = [(f"--{name}", value) for name, _, value in pairs if value and f"--{name}" in known]
         hint = f"write {' '.join(meant[0])}" if meant else "leave it out"
-        step = shlex.join([*(part for pair in meant for part in pair), "instead", "of", *words])
-        return f"unexpected argument {words[0]!r}", hint, step
+        # a word that is also at its place would go as well
+        is_sure = not {*words} & {*self.typed[: -len(words)]}
+        without = shlex.join([*(part for pair in meant for part in pair), "instead", "of", *words])
+        return f"unexpected argument {words[0]!r}", hint, without if is_sure else None
 
     def _missing(self, names: Sequence[str]) -> tuple[str, str, str]:
         """Return that arguments are missing, a hint, and the step that adds them, as the verb's example has them."""
@@ -118,10 +122,23 @@ class Parser(argparse.ArgumentParser):
             return f"{names[0]} is missing", what, f"{EXAMPLES[self.prog.split()[-1]]} instead of"
         needed = [one for one in self._actions if one.option_strings or one.nargs != "*"]
         missing = [one for one in needed if {one.dest, one.metavar, *one.option_strings} & {*names}]
-        samples = [[*one.option_strings[:1], self._sample(one) or one.dest.upper()] for one in missing]
+        spare = self._spare()
+        values = [*spare, *(self._sample(one) or one.dest.upper() for one in missing[len(spare) :])]
+        samples = [[*one.option_strings[:1], value] for one, value in zip(missing, values, strict=False)]
         words = shlex.join(word for sample in samples for word in sample)
         what = f"{', '.join(names)} {'are' if names[1:] else 'is'} missing"
-        return what, f"give {'them' if names[1:] else 'it'}, such as {words}", f"{words} instead of"
+        return (
+            what,
+            f"give {'them' if names[1:] else 'it'}, such as {words}",
+            shlex.join([*shlex.split(words), "instead", "of", *spare]),
+        )
+
+    def _spare(self) -> list[str]:
+        """Return the typed words beyond the arguments without a name: values whose option was left out."""
+        takes = {name for one in self._actions if one.nargs != 0 for name in one.option_strings}
+        plain = [word for before, word in pairwise(self.typed) if word[0] != "-" and before not in takes]
+        places = [one for one in self._actions if not one.option_strings]
+        return [] if any(one.nargs in ("*", "+") for one in places) else plain[len(places) :]
 
     def _option(self, name: str) -> argparse.Action:
         return next(one for one in self._actions if name in one.option_strings)
@@ -132,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         example = shlex.split(_ACTION_EXAMPLES.get(" ".join(words)) or EXAMPLES.get(words[0], ""))
         after = {word: value for word, value in pairwise(example) if word[0] == "-"}
         if action.option_strings:
-            shown = re.search(r"\((\d[\d.]*)\)", action.help or "")
+            shown = re.search(r"\((?:default )?(\d[\d.e-]*)[ )]", action.help or "")
             named = next((after[name] for name in action.option_strings if name in after), None)
             return named or (str(action.default) if action.default is not None else shown[1] if shown else None)
         plain = [word for at, word in enumerate(example) if word[0] != "-" and (at == 0 or example[at - 1][0] != "-")]

@@ -28,6 +28,8 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     for setting, values in _TABLE["values"].items()
 }
 _WHY: Mapping[str, str] = _TABLE["why"]
+SAMPLES: Mapping[str, str] = _TABLE["samples"]
+"""What to propose for a setting whose default says nothing."""
 _NEEDS: Mapping[str, list[str]] = _TABLE["needs"]
 OPTIONS_OF_OTHERS: Mapping[str, Mapping[str, str]] = {
     verb: {other: ours for ours, others in options.items() for other in others.split()}
@@ -73,7 +75,7 @@ def our_name(
             SourceConfig.model_validate(changed[0])
             return OurName("data.sources", as_yaml(changed), "it belongs to a source")
     if leaf in _INSTEAD:
-        return OurName(None, why=_INSTEAD[leaf])
+        return OurName(None, why=_INSTEAD[leaf].replace("VALUE", value))
     ours = OF_OTHERS.get(leaf) or OF_OTHERS.get(name.replace(".", "_")) or SHORTCUTS.get(name)
     if ours is None:
         names = list(dotted_names())

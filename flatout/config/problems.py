@@ -10,6 +10,7 @@ from typing import Any
 
 from flatout.config.names import (
     OF_OTHERS,
+    SAMPLES,
     OurName,
     as_yaml,
     default_of,
@@ -28,6 +29,7 @@ _MAIN = {
     "batch": "batch.samples_per_step", "lora": "lora.rank", "eval": "eval.fraction", "schedule": "schedule.kind",
     "base": "base.storage",
 }  # fmt: skip
+_SHARES = ("eval.fraction", "schedule.warmup_ratio", "lora.dropout", "schedule.decay_ratio", "schedule.min_lr_ratio")
 _LEAVE_OUT = "leave it out"
 _PLAIN = (bool, int, float, str, list, dict, type(None))
 # stands for the model that a person has to choose
@@ -71,6 +73,7 @@ def describe_error(
         message += f", such as {inner[0]}={default_of(inner[0])}" if inner else ""
     elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in message:
         message = "use letters, digits, dots, dashes and underscores, at most 64"
+    message = message.removeprefix(f"{name}: ")
     if knows_value(name, _written(item, given)):
         message = message.partition(":")[0]
     where = f"{name}: " if name else ""
@@ -104,6 +107,8 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
     name, value, kind = _name_of(item, given), _written(item, given), item["type"]
     if kind == "missing" and name == "model":
         return OurName(name, _SOME_MODEL)
+    if kind == "value_error" and name.startswith("objective.") and name != "objective.kind":
+        return _of_objective(str(item["msg"]), value)
     if kind == "extra_forbidden":
         return our_name(name, value, settings=settings) or OurName(None, why=_LEAVE_OUT)
     if kind == "model_type":
@@ -114,12 +119,29 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
         return our_value(name, "epoch")
     if meant := _number_meant(item, name, value) or _text_meant(item, name, value):
         return meant
-    default = "" if kind in ("value_error", "string_pattern_mismatch") else default_of(name)
-    return OurName(name, default, "the default") if default else None
+    return None if kind in ("value_error", "string_pattern_mismatch") else _example_of(name)
+
+
+def _example_of(name: str) -> OurName | None:
+    """Return a setting with its default, or with a value that says more; None if there is neither."""
+    if name.partition(".")[0] == "gpus":
+        return OurName("gpus", "1", "one GPU")
+    default = default_of(name)
+    shown = SAMPLES.get(name) or default
+    return OurName(name, shown, "the default" if shown == default else "for example") if shown else None
+
+
+def _of_objective(message: str, value: str) -> OurName | None:
+    """Return what to set instead of a field that an objective does not have."""
+    if near := re.search(r"did you mean (\w+)\?", message):
+        return OurName(f"objective.{near[1]}", value)
+    return OurName(None, why=_LEAVE_OUT) if _LEAVE_OUT in message else None
 
 
 def _of_section(given: Any, name: str, value: str) -> OurName | None:
     """Return the setting that a value in the place of its section stands for."""
+    if given is None and name in ("model", "data"):
+        return OurName(name, _SOME_MODEL if name == "model" else "chats.jsonl", "for example")
     if name in OF_OTHERS:
         return our_name(name, value)
     fits = isinstance(given, float if name == "eval" else int | str)
@@ -129,6 +151,9 @@ def _of_section(given: Any, name: str, value: str) -> OurName | None:
 def _number_meant(item: Any, name: str, value: str) -> OurName | None:
     if item["type"] == "float_parsing" and re.fullmatch(r"\d+,\d+|[\d.e-]+,", value):
         return OurName(name, value.rstrip(",").replace(",", "."))
+    if item["type"] in ("float_parsing", "int_parsing") and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)):
+        name = "schedule.warmup_ratio" if name == "schedule.warmup_steps" else name
+        return OurName(name, f"{float(percent[1]) / 100:g}", "a share") if name in _SHARES else None
     if item["type"] == "int_from_float" and round(item["input"]):
         return OurName(name, str(round(item["input"])))
     if item["type"] in ("less_than", "less_than_equal"):
@@ -142,10 +167,15 @@ def _number_meant(item: Any, name: str, value: str) -> OurName | None:
 def _text_meant(item: Any, name: str, value: str) -> OurName | None:
     if knows_value(name, value):
         return our_value(name, value)
+    is_item = isinstance(next(reversed(item["loc"]), None), int)
+    if item["type"] == "literal_error" and is_item and "," in value:
+        return OurName(re.sub(r"\.\d+$", "", name), f"[{value}]")
     if item["type"] == "literal_error" and not name[-1].isdigit():
         allowed = re.findall(r"'([^']*)'", str(item.get("ctx", {}).get("expected")))
         near = difflib.get_close_matches(value.lower(), allowed, n=1)
         return OurName(name, near[0]) if near else None
+    if item["type"] == "list_type" and name == "checkpoint.allow_change":
+        return OurName(name, f"[{OF_OTHERS.get(value, value)}]")
     if item["type"] == "list_type" and isinstance(item["input"], str):
         return OurName("data", value) if name == "data.sources" else our_value(name, f"[{value}]")
     if item["type"] == "string_pattern_mismatch" and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")):
@@ -157,7 +187,11 @@ def _name_of(item: Any, given: Mapping[str, str]) -> str:
     """Return the dotted name of a refused setting: of the override, if a short form such as `track=wandb` set it."""
     # pydantic adds the kind of a value that may have several kinds
     parts = [str(part) for part in item["loc"] if not str(part).startswith("constrained-")]
+    if parts[-1:] and parts[-1].isdigit() and ".".join(parts[:-1]) in given:
+        parts.pop()  # an item of a list that stands in one override
     name, section = ".".join(parts), str(*parts[:1])
+    if field := re.match(r"Value error, (objective\.\w+): ", item["msg"]):
+        return field[1]
     if name == "objective" and "objective.kind" in given:
         return "objective.kind"
     is_short = section in LONG_FORMS and section in given and not given[section].startswith(("{", "["))

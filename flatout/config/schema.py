@@ -335,7 +335,7 @@ class Config(Section):
         if self.strategy == "single" and self.comm != CommConfig():
             raise ValueError("comm.compress has no effect with strategy: single, which does not communicate")
         if self.sharding.offload and not shards:
-            raise ValueError(f"sharding.offload needs strategy: zero2, zero3, fsdp or hsdp; got {self.strategy}")
+            raise ValueError(f"sharding.offload needs a strategy that shards, not {self.strategy}; set strategy: fsdp")
         return self
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ RESTART = "--restart"
 _WITH_SETTINGS = ("train", "plan", "verify", "doctor", "launch")
 # an option with a value that is refused: its name, the value, and values that are allowed
 _OPTION = re.compile(
-    r"(--[\w-]+) is ('[^']*'|\S+); expected "
+    r"(--?[\w-]+) is ('[^']*'|\S+); expected "
     r"(?:one of ([\w.-]+(?:, [\w.-]+)*)|(?:more than 0, at most |[^\d;]*)(\d[\d.]*))"
 )
 # what a form of studio calls a setting that has no field of its own name

@@ -106,6 +106,8 @@ def find(root: Path, name: str) -> Entry:
         return entries[name]
     if Path(name).suffix and (suggestion := did_you_mean(name)):
         raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
+    if Path(name, "config.json").is_file():
+        raise DataError(f"{name} is a model, not data; name a file, such as {(_files_of_rows() or ['chats.jsonl'])[0]}")
     if Path(name).exists():
         raise DataError(
             f"{name} contains rows and is not a built data set; build one with "

@@ -124,7 +124,7 @@ exit "$code"
 def _notice_s(time: str) -> int:
     """Return how many seconds before the time limit a run is asked to save. Raises UsageError for the limit."""
     if not TIME.fullmatch(time):
-        raise UsageError(f"--time {time!r}: expected Slurm's format, such as 90 (minutes), 12:00:00 or 2-00:00:00")
+        raise UsageError(f"--time is {time!r}; expected Slurm's format, such as 90 (minutes), 12:00:00 or 2-00:00:00")
     days, dash, rest = time.rpartition("-")
     parts = rest.split(":")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)

@@ -85,7 +85,7 @@ class Objective(Section):
             return f"objective.{name}: {NO_MOVING}"
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            known = f"its fields are {', '.join(fields)}" if fields else "it has none; leave it out"
+            known = f"its fields are {', '.join(fields)}" if fields else "it has no fields; leave it out"
             return f"objective.{name}: {cls.name} has no such field; {f'did you mean {near[0]}?' if near else known}"
         if item["type"] == "missing":
             return f"objective.{name}: missing; {cls.name} needs it"
