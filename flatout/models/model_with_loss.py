@@ -81,6 +81,10 @@ class ModelWithLoss(nn.Module):
             # a pass that ran out of memory is repeated too
             self.term.end_pass()
 
+    def label_tokens(self, batch: PackedBatch, states: torch.Tensor) -> LabelTokens:
+        """Return what an objective reads of a batch whose last hidden states (T, D) are these."""
+        return LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+
     def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
         states = hidden_states(self.model, batch)
         for observe in self.term.observing:
@@ -96,7 +100,7 @@ class ModelWithLoss(nn.Module):
         if self.objective.reads == "scores":
             readings = SampleScores(states, batch, ScoreHead(self.model))
         else:
-            readings = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+            readings = self.label_tokens(batch, states)
             readings.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
         readings.estimates = self.term.estimates
         loss_sum, *others = sums_of(self.objective, readings)

@@ -12,9 +12,6 @@ from transformers import PreTrainedModel
 
 from flatout.models.model_with_loss import sums_of
 from flatout.models.packed import PackedBatch
-from flatout.models.token_head import TokenHead
-from flatout.objectives.labels import LabelTokens
-from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
@@ -52,7 +49,7 @@ def _estimate(
         sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=run.device)
 
         def add(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            tokens = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
+            tokens = run.loss.label_tokens(batch, states)
             sums.add_(torch.stack(sums_of(objective, tokens, estimates=True)).double())
 
         # in lockstep every rank must run every pass of a step, or the others would hang

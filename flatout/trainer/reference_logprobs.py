@@ -30,9 +30,6 @@ from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
 from flatout.models.packed import PackedBatch
-from flatout.models.token_head import TokenHead
-from flatout.objectives.labels import LabelTokens
-from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
@@ -181,7 +178,7 @@ def _take(
         logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
 
         def read(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            tokens = LabelTokens(states, batch, TokenHead(model, HEAD_TILE_ROWS[run.planned.memory.recompute]))
+            tokens = run.loss.label_tokens(batch, states)
             of_pass[:] = [tokens.by_sample(tokens.logprobs).detach().double()]
 
         with run.term.observed_by(read):

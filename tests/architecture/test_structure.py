@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "io": 1972,
     "kernels": 4069,
     "launch": 1155,
-    "models": 9184,
+    "models": 9188,
     "objectives": 974,
     "optim": 653,
     "parallel": 1703,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1398,
     "track": 2672,
-    "trainer": 6239,
+    "trainer": 6233,
     "verifier": 1151,
     "view": 1525,
 }
