@@ -310,7 +310,7 @@ def overrides_first(argv: list[str]) -> list[str]:
     overrides = [word for word in argv[1:] if OVERRIDE.match(word)]
     rest = [word for word in argv[1:] if not OVERRIDE.match(word)]
     is_named = argv[0] in _NEED_A_FILE or any(word.endswith((".yaml", ".yml", ".py")) for word in rest)
-    if overrides and not is_named and (not rest or rest[0].startswith("-")):
+    if overrides and not is_named and rest[:1] != [NO_FILE] and (not rest or rest[0].startswith("-")):
         rest = [NO_FILE, *rest]
     return [argv[0], rest[0], *overrides, *rest[1:]] if rest and rest[0][:2] != "--" else argv
 

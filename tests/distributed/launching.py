@@ -1,5 +1,6 @@
 """Starting `flatout train` and waiting for it."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.config.read import dump_config
+import yaml
+
+from flatout.config.read import dump_config, flatten
 
 # a bound on a hang, not a wait: each test waits for what happened
 DEADLINE_S = 600
@@ -16,10 +19,15 @@ DEADLINE_S = 600
 STARTED: list[subprocess.Popen[str]] = []
 
 
-def launch(config: Any, folder: Path, options: Sequence[str] = (), **popen: Any) -> subprocess.Popen[str]:
+def launch(
+    config: Any, folder: Path, options: Sequence[str] = (), *, in_words: bool = False, **popen: Any
+) -> subprocess.Popen[str]:
+    """Start a run of the settings in a file, or `in_words` of the command line alone."""
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(dump_config(config))
-    command = [sys.executable, *options, "-m", "flatout", "train", str(folder / "run.yaml")]
+    settings = flatten(yaml.safe_load(dump_config(config)))
+    words = [f"{name}={json.dumps(value)}" for name, value in settings] if in_words else [str(folder / "run.yaml")]
+    command = [sys.executable, *options, "-m", "flatout", "train", *words]
     process = subprocess.Popen(
         command,
         stderr=subprocess.STDOUT,

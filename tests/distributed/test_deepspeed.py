@@ -4,6 +4,7 @@ On a CPU DeepSpeed compiles an operation of its own at its first start (a minute
 """
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from launching import DEADLINE_S, launch
 from strategies import difference, reference, run_cases, spawn
 from test_strategies import Cases, assert_close, values
 from test_strategies_gpu import LIMITS, run_near_one
+
+from flatout.trainer.run import train
 
 pytestmark = [
     pytest.mark.skipif(
@@ -108,3 +112,23 @@ def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
     compiled = values(tiny, "full", "bf16", **zero(2), device="cuda")
     cases.add("bf16 full 2 compiled", 4, compiled, like={**compiled, "compile": "off"})
     run_near_one(cases, num_ranks)
+
+
+def test_pairs_of_answers_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """An objective of many sums, its reference, and the worst pairs of an evaluation."""
+    rows = [
+        {"prompt": f"What is {i}?", "chosen": f"It is {i}. " * (1 + i % 3), "rejected": "No. " * (1 + i % 4)}
+        for i in range(24)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"name": "pairs", "root": str(tmp_path / "data"), "sources": [{"path": str(tmp_path / "pairs.jsonl")}]}
+    batch = {"samples_per_step": 4, "micro_batch_tokens": 200, "max_steps": 3}
+    given = {"data": data, "batch": batch, "objective": "dpo", "eval": {"fraction": 0.2}}
+    train(tiny.config(tmp_path / "alone", **given))
+    process = launch(tiny.config(tmp_path / "ranks", **given, **zero(2), gpus=[0, 1]), tmp_path / "launched")
+    output = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 0, output
+    for alone, ranks in zip(*(metrics_of(tmp_path / name, "eval") for name in ("alone", "ranks")), strict=True):
+        assert ranks["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+        assert ranks["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+        assert len(ranks["worst"]) == len(alone["worst"]) > 0

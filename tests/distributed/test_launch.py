@@ -1,4 +1,4 @@
-"""`flatout train run.yaml` with `gpus`: real launchers, real ranks."""
+"""`flatout train` with `gpus`: real launchers, real ranks."""
 
 import ipaddress
 import json
@@ -33,7 +33,8 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
     work.mkdir()
     (work / "random.py").write_text("raise RuntimeError('a file of the working folder')")
     env = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
-    right = launch(tiny.config(tmp_path / "right", **settings(tiny)), tmp_path / "a", ("-P",), cwd=work, env=env)
+    config = tiny.config(tmp_path / "right", **settings(tiny))
+    right = launch(config, tmp_path / "a", ("-P",), in_words=True, cwd=work, env=env)
     wrong = launch(tiny.config(tmp_path / "wrong", **settings(tiny, data=data)), tmp_path / "b")
     train(tiny.config(tmp_path / "alone", **settings(tiny, gpus=None)))
     output = wrong.communicate(timeout=DEADLINE_S)[0]

@@ -61,7 +61,7 @@ class DeepSpeed(Strategy):
             model=model, optimizer=optimizer, config=self._settings, dist_init_required=False
         )
         self.engine_state = partitioned = PartitionedOptimizer(self._engine, optimizer, self._trained)
-        return EngineLoss(self._engine, self.rank.world), partitioned
+        return EngineLoss(self._engine, model, self.rank.world), partitioned
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
         # stage 3 empties a weight and keeps its shape in `ds_shape`
@@ -100,16 +100,26 @@ class EngineLoss(nn.Module):
     # an attribute of ModelWithLoss; None: no CUDA graphs
     decoder = None
 
-    def __init__(self, engine: nn.Module, num_ranks: int) -> None:
+    def __init__(self, engine: nn.Module, model: nn.Module, num_ranks: int) -> None:
         super().__init__()
         self.engine, self._num_ranks = engine, num_ranks
+        # in a tuple, as the engine holds its weights
+        self._models = (model,)
 
-    def forward(self, batch: Any, predict: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (loss_sum, num_correct), or with `predict` the next logits, as ModelWithLoss does."""
-        loss_sum, num_correct = self.engine(batch, predict)
-        if loss_sum.requires_grad:
-            loss_sum.register_hook(lambda grad: grad * self._num_ranks)
-        return loss_sum, num_correct
+    def forward(self, batch: Any, predict: bool = False) -> tuple[Tensor, ...]:
+        """Return what ModelWithLoss does."""
+        sums: tuple[Tensor, ...] = self.engine(batch, predict)
+        if sums[0].requires_grad:
+            sums[0].register_hook(lambda grad: grad * self._num_ranks)
+        return sums
+
+    @property
+    def on_losses(self) -> Any:
+        return self._models[0].on_losses
+
+    @on_losses.setter
+    def on_losses(self, reader: Any) -> None:
+        self._models[0].on_losses = reader
 
 
 class PartitionedOptimizer(Optimizer):
