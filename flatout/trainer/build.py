@@ -64,9 +64,9 @@ def build_run(
         run, no_graphs, sizes = assemble_run(setup)
         if memory_check is None or saved is not None:
             break
-        measured, is_off = memory_check.check(run, stood_bytes)
+        measured, needs_replan = memory_check.check(run, stood_bytes)
         setup = replace(setup, planned=replace(run.planned, device=measured))
-        setup = setup.plan_again(measured) if is_off else setup
+        setup = setup.plan_again(measured) if needs_replan else setup
         if setup.planned.pass_settings == run.planned.pass_settings:
             memory_check.record(measured)
             memory = replace(setup.planned.memory, recompute=run.memory.recompute)

@@ -151,14 +151,14 @@ class MemoryCheck:
         if correction is None:
             self._reporter.stage("memory", f"{large}; not used, because the difference is too large for any GPU")
             return device, False
-        line, is_off = str(large), correction != Correction()
-        self._reporter.stage("memory", f"{line}; planned again with {correction}" if is_off else line)
+        line, needs_replan = str(large), correction != Correction()
+        self._reporter.stage("memory", f"{line}; planned again with {correction}" if needs_replan else line)
         assert planned.memory.model is not None
         kind = planned.memory.model.kind_of_pass(planned.memory.recompute)
         device = replace(device, corrections={**device.corrections, kind: correction})
         if self._key is not None:
             keep_facts(KIND, self._key, asdict(device)["corrections"], self._tell)
-        return device, is_off
+        return device, needs_replan
 
     def record(self, device: Device | None) -> None:
         """Write the device that a run is planned for to its folder, for a resumed run and for `flatout plan`."""
