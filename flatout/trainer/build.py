@@ -61,7 +61,7 @@ def build_run(
     device, reporter = setup.device, setup.reporter
     while True:
         stood_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run, no_graphs, sizes = assemble_run(setup)
+        run, why_no_graphs, sizes = assemble_run(setup)
         if memory_check is None or saved is not None:
             break
         measured, needs_replan = memory_check.check(run, stood_bytes)
@@ -83,7 +83,7 @@ def build_run(
     if saved is not None:
         restore(run, saved)
     reporter.phase("recording graphs")
-    reporter.stage("graphs", record_graphs(run, no_graphs))
+    reporter.stage("graphs", record_graphs(run, why_no_graphs))
     run.saver.reserve(sizes)
     return run
 
@@ -96,7 +96,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
     loaded, setup, proofs = load_or_replan(setup)
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
-    no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
+    why_no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     loaders = make_loaders(setup, loaded.model, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
@@ -127,7 +127,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
         term=loss.term,
     )
     run.model.train()
-    return run, no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
+    return run, why_no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
 
 
 def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
