@@ -178,7 +178,7 @@ def open_training_data(
     shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
-    scoring = scoring_of(config, objective, store, reporter)
+    scoring = scoring_of(config, objective, store)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
     _report_tokens(store, reporter)
     shape = with_pictures(shape, store, config, reporter)

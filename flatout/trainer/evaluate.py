@@ -85,12 +85,11 @@ def _is_better(run: TrainingRun, judged: float) -> bool:
     return best is None or gain > run.config.eval.min_delta
 
 
-def evaluate(run: TrainingRun, worst: WorstSamples | None = None) -> tuple[EvalFigures, dict[str, EvalFigures]]:
+def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[str, EvalFigures]]:
     """Return figures over all evaluation data sets and of each, without dropout; collective. Raises PassesStopped.
 
     `worst` reads the losses of their tokens.
     """
-    worst = worst or WorstSamples(run)
     num_sums = len(run.planned.objective.sum_names)
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):

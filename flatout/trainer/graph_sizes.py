@@ -18,13 +18,12 @@ from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size, segment_lengths
 from flatout.models.rope import DocumentRope
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
-from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.run_plan import NUM_STEPS_SEEN, RunPlan
 from flatout.trainer.decide import PlannedRun
 from flatout.trainer.state import TrainingRun
 
 # each recording holds memory and takes 0.3 s, measured on an H200
 MIN_RECORDINGS, MAX_RECORDINGS, RECORD_S = 16, 40, 0.3
-NUM_STEPS_SEEN = 400
 NOT_COMPILED = "layers are not compiled"
 
 
@@ -149,7 +148,6 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     """
     if why_not:
         return f"off: {why_not}"
-    run.reporter.phase("recording graphs")
     assert run.loader.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     parameters, gradients = zip(*places, strict=True)

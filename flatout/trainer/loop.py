@@ -40,7 +40,7 @@ def run_steps(run: TrainingRun) -> None:
             if run.progress.stopped_early:
                 break
             run.watch.set_phase("step", step.index)
-            launched.append((step, launch(run, step)))
+            launched.append((step, launch(step)))
             # `finish` evaluates and saves after the last step
             completed, is_last = step.index + 1, step.index + 1 == run.plan.num_steps
             evaluates = not is_last and is_due(completed, run.config.eval.every_steps, run.plan.num_steps)

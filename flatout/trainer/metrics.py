@@ -12,7 +12,7 @@ import torch
 from flatout.planner.devices import GIB, Peak, nominal_peak
 from flatout.planner.memory.correction import TOLERANCE
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.step_plan import StepPlan, shared_flops
 from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
 from flatout.trainer.passes import micro_batches_of
 from flatout.trainer.rank_meter import RankFigures, StepClock, mean_figures
@@ -211,7 +211,7 @@ def useful_flops(run: TrainingRun, step: StepPlan) -> float:
     if run.planned.mismatched is not None and cost.forward is not None:
         samples = run.planned.mismatched.plan.samples
         every += float(cost.forward.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
-    return every - step.shared_flops(cost)
+    return every - shared_flops(step.micro_batches, cost)
 
 
 def device_peak(run: TrainingRun) -> Peak | None:

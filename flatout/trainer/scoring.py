@@ -42,7 +42,7 @@ def check_scoring(config: Config, objective: Objective) -> None:
         )
 
 
-def scoring_of(config: Config, objective: Objective, store: TokenStore, reporter: Reporter) -> Scoring | None:
+def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scoring | None:
     """Return what the run's model scores; None for a model that writes.
 
     Batches are padded by the tokenizer's own padding token, or if it has none by its end token. Raises DataError for a

@@ -59,11 +59,11 @@ class StepOutcome:
 Pending = Callable[[], StepOutcome | None]
 
 
-def step_launcher(run: TrainingRun) -> Callable[[TrainingRun, StepPlan], Pending]:
+def step_launcher(run: TrainingRun) -> Callable[[StepPlan], Pending]:
     """Return what launches this run's steps: it updates after all gradients, or each weight in the backward pass."""
     if run.config.full.update == "backward":
-        return partial(launch_backward_update, BackwardUpdate(run.optimizer, run.parameters))
-    return launch_step
+        return partial(launch_backward_update, run, BackwardUpdate(run.optimizer, run.parameters))
+    return partial(launch_step, run)
 
 
 def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
@@ -274,7 +274,7 @@ def seed_micro_batch(seed: int, *, step: int, rank: int, micro_batch: int) -> No
     torch.manual_seed(int(state[0]) << 32 | int(state[1]))
 
 
-def launch_backward_update(update: BackwardUpdate, run: TrainingRun, step: StepPlan) -> Pending:
+def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepPlan) -> Pending:
     """Run a step with `full.update: backward`: a forward pass, and a backward pass that updates.
 
     The step is one micro-batch of one process (`check_backward_update`). The host waits for the loss before the

@@ -34,6 +34,7 @@ from flatout.trainer.decide import plan_run
 from flatout.trainer.evaluate import evaluate
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
+from flatout.trainer.worst_samples import WorstSamples
 
 
 def build(values: dict[str, Any], folder: Path, rank: Rank) -> TrainingRun:
@@ -92,7 +93,7 @@ def take(run: TrainingRun, num_steps: int) -> dict[str, Any]:
             named = run.named_parameters.items()
             # after the clip, which scales all alike
             grads = {name: whole(parameter.grad, parameter) for name, parameter in named if parameter.grad is not None}
-    total, _ = evaluate(run)
+    total, _ = evaluate(run, WorstSamples(run))
     return {
         "loss": torch.tensor(losses, dtype=torch.float64),
         "norm": torch.tensor(norms, dtype=torch.float64),

@@ -64,7 +64,7 @@ def test_gradients_never_exist_together(tiny: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         run.optimizer, "step", lambda: (live.append(sum(p.grad is not None for p in run.parameters)), ordinary())
     )
-    assert step_launcher(run)(run, run.plan.step(0))() is not None
+    assert step_launcher(run)(run.plan.step(0))() is not None
     assert live == [1] * len(run.parameters)
     assert all(parameter.grad is None for parameter in run.parameters)
 
@@ -81,7 +81,7 @@ def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, when: str) -
         stop()
     else:
         run.loss.register_forward_pre_hook(stop)
-    assert step_launcher(run)(run, run.plan.step(0))() is None
+    assert step_launcher(run)(run.plan.step(0))() is None
     assert all(torch.equal(parameter, old) for parameter, old in zip(run.parameters, before, strict=True))
 
 
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: 
     run.parameters[0].data[:] = float("nan")
     before = [parameter.detach().clone() for parameter in run.parameters]
     with pytest.raises(NumericError, match=r"step 1: loss nan; the weights were not updated"):
-        step_launcher(run)(run, run.plan.step(0))
+        step_launcher(run)(run.plan.step(0))
     assert all(torch.equal(p, old) for p, old in zip(run.parameters[1:], before[1:], strict=True))
 
 
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: P
     run = make_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after the update.*newest checkp"):
-        step_launcher(run)(run, run.plan.step(0))
+        step_launcher(run)(run.plan.step(0))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -113,7 +113,7 @@ def test_running_out_of_memory_ends_with_what_to_do(tiny: Any, tmp_path: Path, w
     with pytest.raises(
         ResourceError, match=r"step 1: out .* full\.update: backward takes .* batch\.samples_per_step or"
     ):
-        step_launcher(run)(run, run.plan.step(0))
+        step_launcher(run)(run.plan.step(0))
     handle.remove()
 
 
@@ -122,7 +122,7 @@ def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny: Any
     for cap in (None, 50):
         run = make_run(full_config(tiny, tmp_path, "backward"))
         run.state.micro_batch_cap = cap
-        outcome = step_launcher(run)(run, run.plan.step(0))()
+        outcome = step_launcher(run)(run.plan.step(0))()
         assert outcome is not None
         losses.append((outcome.loss, outcome.grad_norm))
     assert losses[0] == losses[1]

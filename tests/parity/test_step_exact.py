@@ -23,6 +23,7 @@ from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.evaluate import evaluate
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step, step_launcher
+from flatout.trainer.worst_samples import WorstSamples
 
 
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[TrainingRun, PlannedRun]:
@@ -176,7 +177,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
     wake_adapter(run)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    total, _ = evaluate(run)
+    total, _ = evaluate(run, WorstSamples(run))
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None or not p.grad.any() for p in run.parameters)
     assert run.model.training
@@ -223,11 +224,11 @@ def test_a_stop_is_heard_in_a_step_without_labels(tiny: Any, tmp_path: Path, upd
     run, planned = make_run(config, tmp_path)
     empty = replace(planned.plan.step(0), num_label_tokens=0)
     launch = step_launcher(run)
-    outcome = launch(run, empty)()
+    outcome = launch(empty)()
     assert outcome is not None
     assert outcome.skipped == "no label tokens"
     run.stop.number = signal.SIGTERM
-    assert launch(run, empty)() is None
+    assert launch(empty)() is None
 
 
 def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.planner.steps.step_plan import BatchLayout, MicroBatch, StepPlan
+from flatout.planner.steps.step_plan import BatchLayout, MicroBatch, StepPlan, shared_flops
 from flatout.planner.steps.units import Samples
 
 
@@ -39,7 +39,7 @@ class PlannedSamples:
             batches = [batch for batch in step.micro_batches if not batch.is_filler]
             lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
         every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
-        return every + self.samples.tower_flops_of(indices) - step.shared_flops(cost)
+        return every + self.samples.tower_flops_of(indices) - shared_flops(step.micro_batches, cost)
 
     def forward_flops(self, step: StepPlan) -> float:
         """Return the FLOPs of passes without gradients over a step."""

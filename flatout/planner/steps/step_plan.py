@@ -96,19 +96,17 @@ class StepPlan:
         """The tokens that all passes compute, without padding and fillers."""
         return self.num_tokens - self.num_shared_tokens
 
-    def shared_flops(self, cost: CostModel) -> float:
-        """Return the FLOPs, by `cost`, that no pass computes, as samples share tokens."""
-        return sum(shared_flops(batch, cost) for batch in self.micro_batches)
-
 
 def padding_share(steps: Sequence[StepPlan]) -> float:
     """Return the share of padding in the tokens that the passes of these steps compute, without fillers."""
     return 1.0 - sum(step.num_real_tokens for step in steps) / sum(step.num_padded_tokens for step in steps)
 
 
-def shared_flops(batch: MicroBatch, cost: CostModel) -> float:
-    """Return the FLOPs, by `cost`, of the tokens that a pass does not compute again."""
-    return sum((count - 1) * float(cost.flops(num_tokens, 0)) for num_tokens, count in batch.shared)
+def shared_flops(batches: Sequence[MicroBatch], cost: CostModel) -> float:
+    """Return the FLOPs, by `cost`, that these passes do not compute, as samples share tokens."""
+    return sum(
+        (count - 1) * float(cost.flops(num_tokens, 0)) for batch in batches for num_tokens, count in batch.shared
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +237,7 @@ def assemble(
         if not layout.is_padded:
             of_ranks = layout.deal(group)
             by_rank = [layout.micro_batches(of_rank) for of_rank in of_ranks]
-            saved = [sum(shared_flops(batch, layout.cost) for batch in rank) for rank in by_rank]
+            saved = [shared_flops(batches, layout.cost) for batches in by_rank]
             loads = [sum([item.cost for item in of_rank]) - less for of_rank, less in zip(of_ranks, saved, strict=True)]
         else:
             by_rank, loads = _deal_rows(group, layout, tower)

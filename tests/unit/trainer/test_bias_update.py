@@ -145,13 +145,13 @@ def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: P
     run = build_run(Setup(config, plan_run(config, Reporter(), Rank()), checkpoints, Reporter(), Rank()))
     step = next(iter(run.plan.steps()))
     before = run.term.buffers[BIAS].clone()
-    step_launcher(run)(run, step)()
+    step_launcher(run)(step)()
     after = run.term.buffers[BIAS].clone()
     assert not torch.equal(after, before)
     with torch.no_grad():
         run.model.lm_head.weight[0] = torch.nan
     with pytest.raises(NumericError):
-        step_launcher(run)(run, step)()
+        step_launcher(run)(step)()
     assert torch.equal(run.term.buffers[BIAS], after)
     assert run.model.get_buffer(BIAS) is run.term.buffers[BIAS]
 

@@ -144,10 +144,10 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     def stop_at(run: TrainingRun) -> Any:
         launch = original(run)
 
-        def launch_or_stop(run: TrainingRun, planned: Any) -> Any:
+        def launch_or_stop(planned: Any) -> Any:
             if planned.index == at:
                 run.stop.number = SIGNAL
-            return launch(run, planned)
+            return launch(planned)
 
         return launch_or_stop
 
