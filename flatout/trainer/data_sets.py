@@ -19,27 +19,27 @@ from flatout.trainer.normalizers import Normalizers
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One evaluation data set; `plan` is one pass over its `planned` samples.
+    """One evaluation data set; `step` is one pass over the samples of `plan`.
 
     `mismatched` has its prompts with answers to other ones.
     """
 
     name: str
     store: TokenStore
-    planned: PlannedSamples
-    plan: StepPlan
+    plan: PlannedSamples
+    step: StepPlan
     normalizers: Normalizers
     mismatched: EvalSet | None = None
 
     @property
     def max_documents(self) -> int:
         """The most samples of a micro-batch."""
-        return max(len(batch.sample_ids) for batch in self.plan.micro_batches)
+        return max(len(batch.sample_ids) for batch in self.step.micro_batches)
 
 
-def eval_set(name: str, store: TokenStore, planned: PlannedSamples, normalizers: Normalizers) -> EvalSet:
+def eval_set(name: str, store: TokenStore, plan: PlannedSamples, normalizers: Normalizers) -> EvalSet:
     """Return an evaluation data set with one pass over these samples, in the order of their ids."""
-    return EvalSet(name, store, planned, assemble_eval(planned.samples, planned.batch_layout), normalizers)
+    return EvalSet(name, store, plan, assemble_eval(plan.samples, plan.batch_layout), normalizers)
 
 
 class MismatchedSteps(NamedTuple):
@@ -58,13 +58,12 @@ def plan_mismatched(
     """
     if not objective.estimates:
         return None, tuple(eval_sets)
-    stores = {id(each): mismatched(each) for each in (store, *(each.store for each in eval_sets))}
-    planned = []
-    for each in eval_sets:
-        other, ids = stores[id(each.store)], np.sort(each.plan.sample_ids)
+    stores = {id(one): mismatched(one) for one in (store, *(own.store for own in eval_sets))}
+    with_others = []
+    for own in eval_sets:
+        other, ids = stores[id(own.store)], np.sort(own.step.sample_ids)
         layout = plan.batch_layout.for_others(int(other.lengths.max()))
-        own = PlannedSamples(select_samples(other.lengths, other.num_labels, ids, layout), layout)
-        planned.append(replace(each, mismatched=eval_set(each.name, other, own, each.normalizers)))
-    return MismatchedSteps(
-        stores[id(store)], plan.of_lengths(stores[id(store)].lengths, stores[id(store)].num_labels)
-    ), tuple(planned)
+        others_plan = PlannedSamples(select_samples(other.lengths, other.num_labels, ids, layout), layout)
+        with_others.append(replace(own, mismatched=eval_set(own.name, other, others_plan, own.normalizers)))
+    other = stores[id(store)]
+    return MismatchedSteps(other, plan.of_lengths(other.lengths, other.num_labels)), tuple(with_others)

@@ -134,7 +134,7 @@ def plan_run(
     report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     others, eval_sets = plan_mismatched(objective, store, plan, eval_sets)
-    evaluated = [(each.store, each.plan.sample_ids) for each in eval_sets if not scoring]  # which answers nothing
+    evaluated = [(each.store, each.step.sample_ids) for each in eval_sets if not scoring]  # which answers nothing
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints = fingerprints_of(config, objective, store, plan, eval_sets) | identity_of()
     return PlannedRun(
@@ -316,18 +316,18 @@ def plan_evaluation(
         )
         budget = config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max()))
         layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
-        own = select_samples(eval_store.lengths, eval_store.num_labels, eval_ids, layout, eval_store.unit_offsets)
-        counted = make_normalizers(objective, eval_store)
-        eval_sets.append(each := eval_set(name, eval_store, PlannedSamples(own, layout), counted))
-        eval_plan = each.plan
+        samples = select_samples(eval_store.lengths, eval_store.num_labels, eval_ids, layout, eval_store.unit_offsets)
+        normalizers = make_normalizers(objective, eval_store)
+        eval_sets.append(eval_set(name, eval_store, PlannedSamples(samples, layout), normalizers))
+        step = eval_sets[-1].step
         of_data = f"{name}: " if len(stores) > 1 else ""
-        counts = f"{len(eval_plan.sample_ids):,} samples, {eval_plan.num_label_tokens:,} label tokens"
+        counts = f"{len(step.sample_ids):,} samples, {step.num_label_tokens:,} label tokens"
         reporter.stage("eval", of_data + counts)
-        num_seen = int(np.isin(eval_store.hashes[list(eval_plan.sample_ids)], train_hashes).sum())
+        num_seen = int(np.isin(eval_store.hashes[list(step.sample_ids)], train_hashes).sum())
         if num_seen:
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
-    totals = [sum(own) for own in zip(*(each.normalizers.of(each.plan) for each in eval_sets), strict=True)]
+    totals = [sum(counts) for counts in zip(*(own.normalizers.of(own.step) for own in eval_sets), strict=True)]
     if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
         raise DataError(
             f"eval.best: {config.eval.best} has no value on the evaluation data, which lacks the answers that it is a "

@@ -33,11 +33,11 @@ def start_estimates(run: TrainingRun, step: StepPlan) -> None:
         _estimate(run, plan, own, loader, is_evaluation=False)
 
 
-def evaluation_estimates(run: TrainingRun, place: int) -> None:
+def evaluation_estimates(run: TrainingRun, set_index: int) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
-    each = run.eval_sets[place].mismatched
+    each = run.eval_sets[set_index].mismatched
     if each is not None:
-        _estimate(run, each.planned, each.plan, run.loader_of(each), is_evaluation=True)
+        _estimate(run, each.plan, each.step, run.loader_of(each), is_evaluation=True)
 
 
 def _estimate(

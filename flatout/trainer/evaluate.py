@@ -53,7 +53,7 @@ def evaluate_now(run: TrainingRun) -> bool:
             num_label_tokens=total.num_label_tokens,
             is_best=is_best,
             eval_s=eval_s,
-            eval_tokens_per_s=sum(each.plan.num_tokens for each in run.eval_sets) / eval_s,
+            eval_tokens_per_s=sum(eval_set.step.num_tokens for eval_set in run.eval_sets) / eval_s,
             by_data=by_data if len(by_data) > 1 else {},
             metrics=total.metrics,
             worst=worst_samples,
@@ -93,28 +93,28 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
     num_sums = len(run.planned.objective.sum_names)
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
-        for place, (total, each) in enumerate(zip(totals, run.eval_sets, strict=True)):
-            evaluation_estimates(run, place)
-            take = partial(_sum_each, run, worst, place)
-            total += take_passes(run, each.planned, each.plan, run.loader_of(each), "evaluation", take)
-    by_data, every = {}, []
-    for each, sums in zip(run.eval_sets, sum_unless_stopped(run, totals).tolist(), strict=True):
-        own = (sums, each.normalizers.of(each.plan), each.plan.num_label_tokens)
-        by_data[each.name] = _figures(run, *own)
-        every.append(own)
-    sums, counts = (
-        [sum(part) for part in zip(*parts, strict=True)] for parts in zip(*(own[:2] for own in every), strict=True)
-    )
-    return _figures(run, sums, counts, sum(own[2] for own in every)), by_data
+        for set_index, (total, eval_set) in enumerate(zip(totals, run.eval_sets, strict=True)):
+            evaluation_estimates(run, set_index)
+            take = partial(_sum_passes, run, worst, set_index)
+            total += take_passes(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
+    sums_by_set = sum_unless_stopped(run, totals).tolist()
+    counts_by_set = [eval_set.normalizers.of(eval_set.step) for eval_set in run.eval_sets]
+    label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]
+    by_data = {
+        eval_set.name: _figures(run, *figures)
+        for eval_set, *figures in zip(run.eval_sets, sums_by_set, counts_by_set, label_tokens, strict=True)
+    }
+    sums, counts = ([sum(values) for values in zip(*by_set, strict=True)] for by_set in (sums_by_set, counts_by_set))
+    return _figures(run, sums, counts, sum(label_tokens)), by_data
 
 
-def _sum_each(
-    run: TrainingRun, worst: WorstSamples, place: int, passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+def _sum_passes(
+    run: TrainingRun, worst: WorstSamples, set_index: int, passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]
 ) -> Tensor:
     total = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
-    worst.start(place)
+    worst.start(set_index)
     for micro_batch, batch in zip(passes, until_stopped(run, batches), strict=False):
-        with autocast(run), worst.reading(place, micro_batch):
+        with autocast(run), worst.reading(set_index, micro_batch):
             sums = run.loss(batch)
         total += torch.stack([value.double() for value in sums])
     return total

@@ -142,4 +142,4 @@ def _reference_passes(planned: PlannedRun) -> Iterator[tuple[PlannedSamples, Ste
     for plan in (planned.plan, *([planned.mismatched.plan] if planned.mismatched else [])):
         yield from ((plan, step) for step in islice(plan.steps(), num_steps))
     for own in planned.eval_sets:
-        yield from ((each.planned, each.plan) for each in (own, own.mismatched) if each is not None)
+        yield from ((each.plan, each.step) for each in (own, own.mismatched) if each is not None)

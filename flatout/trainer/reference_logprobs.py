@@ -59,7 +59,7 @@ def compute_reference(run: TrainingRun) -> None:
         for each, loader in zip(run.planned.sets, run.loaders, strict=True):
             if isinstance(each, EvalSet):
                 with inference(run):
-                    _fill_column(run, loader, each.planned, partial(_parts, each.plan))
+                    _fill_column(run, loader, each.plan, partial(_parts, each.step))
             else:
                 with as_in_training(run):
                     _fill_column(run, loader, each.plan, partial(_first_steps, each.plan, first_epoch))

@@ -100,7 +100,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     return PlanFacts(
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
-        num_eval_samples=sum(len(each.plan.sample_ids) for each in planned.eval_sets),
+        num_eval_samples=sum(len(each.step.sample_ids) for each in planned.eval_sets),
         samples_per_step=config.batch.samples_per_step,
         micro_batch_tokens=plan.batch_layout.micro_batch_tokens,
         epochs=epochs,

@@ -34,7 +34,7 @@ class WorstSamples:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self._count, self._scope = run, run.config.eval.worst_samples, run.planned.objective.scope
-        self._ids = [self._firsts(each.store, each.plan.sample_ids) for each in run.eval_sets] if self._count else []
+        self._ids = [self._firsts(each.store, each.step.sample_ids) for each in run.eval_sets] if self._count else []
         self._sums = [torch.zeros(len(ids), dtype=torch.float64, device=run.device) for ids in self._ids]
 
     def _firsts(self, store: TokenStore, sample_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -44,36 +44,36 @@ class WorstSamples:
             return ids
         return store.unit_offsets[np.unique(store.units_of(ids))]
 
-    def start(self, place: int) -> None:
-        """Start the evaluation set at `place`, also once more after its passes ran out of memory."""
+    def start(self, set_index: int) -> None:
+        """Start the evaluation set at `set_index`, also once more after its passes ran out of memory."""
         if self._count:
-            self._sums[place].zero_()
+            self._sums[set_index].zero_()
 
     @contextmanager
-    def reading(self, place: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """Read the losses of the pass within, over a micro-batch of the evaluation set at `place`."""
+    def reading(self, set_index: int, micro_batch: MicroBatch) -> Iterator[None]:
+        """Read the losses of the pass within, over a micro-batch of the evaluation set at `set_index`."""
         if self._count:
-            self._run.loss.on_losses = partial(self._add, place, micro_batch)
+            self._run.loss.on_losses = partial(self._add, set_index, micro_batch)
         try:
             yield
         finally:
             self._run.loss.on_losses = None
 
-    def _add(self, place: int, micro_batch: MicroBatch, batch: PackedBatch, losses: Tensor) -> None:
-        sums, ids = self._sums[place], np.array(micro_batch.sample_ids)
-        ids = self._firsts(self._run.eval_sets[place].store, micro_batch.sample_ids) if self._scope == "unit" else ids
-        own = torch.from_numpy(np.searchsorted(self._ids[place], ids)).to(sums.device)
+    def _add(self, set_index: int, micro_batch: MicroBatch, batch: PackedBatch, losses: Tensor) -> None:
+        sums, store = self._sums[set_index], self._run.eval_sets[set_index].store
+        ids = self._firsts(store, micro_batch.sample_ids) if self._scope == "unit" else np.array(micro_batch.sample_ids)
+        own = torch.from_numpy(np.searchsorted(self._ids[set_index], ids)).to(sums.device)
         sums.index_add_(0, own[batch.label_samples] if self._scope == "token" else own, losses.double())
 
     def greatest(self) -> tuple[WorstSample, ...]:
         """Return what has the greatest losses in all evaluation sets, the greatest first; collective."""
         run, ranked = self._run, list[tuple[float, int, int]]()
-        for place, (ids, sums) in enumerate(zip(self._ids, self._sums, strict=True)):
+        for set_index, (ids, sums) in enumerate(zip(self._ids, self._sums, strict=True)):
             losses = run.strategy.sum_values(sums).cpu().numpy()
             if self._scope == "token":
-                losses = losses / np.maximum(1, run.eval_sets[place].store.num_labels[ids])
+                losses = losses / np.maximum(1, run.eval_sets[set_index].store.num_labels[ids])
             greatest = np.argsort(-losses, kind="stable")[: self._count if losses.any() else 0]
-            ranked += [(float(losses[one]), place, int(ids[one])) for one in greatest]
+            ranked += [(float(losses[one]), set_index, int(ids[one])) for one in greatest]
         ranked.sort(key=lambda one: -one[0])
         if not ranked or not run.rank.is_first:
             return ()
@@ -91,8 +91,8 @@ class WorstSamples:
             return lambda _: ""
         return lambda ids: str(tokenizer.decode(list(ids)))
 
-    def _sample(self, loss: float, place: int, first: int) -> WorstSample:
-        run, each = self._run, self._run.eval_sets[place]
+    def _sample(self, loss: float, set_index: int, first: int) -> WorstSample:
+        run, each = self._run, self._run.eval_sets[set_index]
         store, members = each.store, [first]
         if self._scope == "unit" and store.unit_offsets is not None:
             unit = int(store.units_of(np.array([first]))[0])

@@ -102,7 +102,7 @@ def test_a_base_in_few_bits_trains_scores(
     assert sum(losses[-2:]) < 0.7 * sum(losses[:2])
     scorer = plain_scorer(tmp_path / "model", tmp_path / "run" / "final", settings["storage"])
     with torch.no_grad():
-        ids = [torch.tensor(evaluated.store.sample(i).token_ids.tolist()) for i in evaluated.plan.sample_ids]
+        ids = [torch.tensor(evaluated.store.sample(i).token_ids.tolist()) for i in evaluated.step.sample_ids]
         scores = torch.cat([scorer(input_ids=each[None]).logits for each in ids])
     last = metrics_of(tmp_path / "run", "eval")[-1]
     scale = scores.abs().max().item()
@@ -112,6 +112,6 @@ def test_a_base_in_few_bits_trains_scores(
         assert {name: last["metrics"][name] for name in expected} == pytest.approx(expected, abs=share * scale)
         expected_loss = -logsigmoid(chosen - rejected).mean().item()
     else:
-        classes = torch.tensor([int(evaluated.store.extra["class"][i]) for i in evaluated.plan.sample_ids])
+        classes = torch.tensor([int(evaluated.store.extra["class"][i]) for i in evaluated.step.sample_ids])
         expected_loss = cross_entropy(scores, classes).item()
     assert last["eval_loss"] == pytest.approx(expected_loss, abs=2 * share * scale)

@@ -181,7 +181,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None or not p.grad.any() for p in run.parameters)
     assert run.model.training
-    held_out = planned.eval_sets[0].plan.sample_ids
+    held_out = planned.eval_sets[0].step.sample_ids
     assert not set(held_out) & {i for step in planned.plan.steps() for i in step.sample_ids}
     run.model.eval()
     run.fused_lora.refresh()

@@ -158,7 +158,7 @@ def test_text_and_tokens_without_turns_continue_in_the_middle(tiny: Any, tmp_pat
         assert plan.prompts is not None
         found.append((plan, plan.prompts.prompts[0]))
     plan, prompt = found[0]
-    sample = min(plan.eval_sets[0].plan.sample_ids)
+    sample = min(plan.eval_sets[0].step.sample_ids)
     assert list(prompt.token_ids) == plan.store.sample(sample).token_ids[: len(prompt.token_ids)].tolist()
     assert len(prompt.token_ids) == (plan.store.lengths[sample] + 1) // 2
     assert prompt.reference

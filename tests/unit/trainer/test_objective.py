@@ -96,7 +96,7 @@ def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set
     expected = plain_loss(config, step.sample_ids, planned.store, 3.0)
     assert [line["loss"] for line in found] == pytest.approx([expected] * 2, rel=1e-10)
     assert found[0]["token_accuracy"] == found[1]["token_accuracy"]
-    evaluated = plain_loss(config, planned.eval_sets[0].plan.sample_ids, planned.store, 3.0)
+    evaluated = plain_loss(config, planned.eval_sets[0].step.sample_ids, planned.store, 3.0)
     assert metrics_of(config.folder, "eval")[0]["eval_loss"] == pytest.approx(evaluated, rel=1e-10)
 
 

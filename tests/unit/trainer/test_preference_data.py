@@ -62,7 +62,7 @@ def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_pa
 
 def test_held_out_pairs_stay_whole(plan: Plan) -> None:
     planned = plan(PAIRS, objective="simpo", eval={"fraction": 0.25})
-    held_out = planned.eval_sets[0].plan.sample_ids
+    held_out = planned.eval_sets[0].step.sample_ids
     assert len(held_out) == 12
     assert {sample ^ 1 for sample in held_out} == set(held_out)
 

@@ -437,7 +437,7 @@ def test_training_rows_in_an_evaluation_set_are_told(tiny: Any, tmp_path: Path) 
 def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
     data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tiny.chats), "weight": 2}], "num_samples": None}
     planned = plan_run(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Reporter(), Rank())
-    held_out = list(planned.eval_sets[0].plan.sample_ids)
+    held_out = list(planned.eval_sets[0].step.sample_ids)
     trained = np.setdiff1d(np.arange(planned.store.num_samples), held_out)
     assert set(trained) >= {i for step in planned.plan.steps() for i in step.sample_ids}
     assert not set(planned.store.row_keys[trained]) & set(planned.store.row_keys[held_out])
