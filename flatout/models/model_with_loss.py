@@ -65,7 +65,7 @@ class ModelWithLoss(nn.Module):
         self.term = LossTerm()
         # modules that own trained weights which read pictures, and the weights' names there; None: not looked up
         self._readers: list[tuple[nn.Module, str]] | None = None
-        # reads losses in passes without gradients: of label tokens (L,), or as `Readings.each`
+        # reads losses in passes without gradients: of label tokens (L,), or as `Readings.example_losses`
         self.on_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
     def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, ...]:
@@ -104,7 +104,7 @@ class ModelWithLoss(nn.Module):
             readings.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
         readings.estimates = self.term.estimates
         loss_sum, *others = sums_of(self.objective, readings)
-        losses = readings.kept_losses if self.objective.scope == "token" else readings.each
+        losses = readings.kept_losses if self.objective.scope == "token" else readings.example_losses
         if self.on_losses and losses is not None:
             self.on_losses(batch, losses)
         if torch.is_grad_enabled():
@@ -155,12 +155,12 @@ def sums_of(objective: Objective, readings: Readings, *, estimates: bool = False
             raise
         where = f"{file}{line_of(error, Path(file))}"
         raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
-    if (each := readings.each) is not None:
+    if (losses := readings.example_losses) is not None:
         count = readings.batch.num_units if objective.scope == "unit" else readings.batch.num_samples
-        if each.shape != (count,):
+        if losses.shape != (count,):
             raise UsageError(
-                f"objective {objective.name} set `each` of shape {tuple(each.shape)}; expected ({count},), a loss for "
-                f"each {objective.scope}"
+                f"objective {objective.name} set `example_losses` of shape {tuple(losses.shape)}; expected ({count},), "
+                f"a loss for each {objective.scope}"
             )
     if (wrong := _wrong_in(sums, names)) is not None:
         raise UsageError(

@@ -37,7 +37,7 @@ class Classify(Objective):
         labels = samples.column("class").long()
         logprobs = samples.scores.log_softmax(-1)
         right, e = logprobs.gather(-1, labels[:, None])[:, 0], self.label_smoothing
-        samples.each = losses = -((1 - e) * right + e * logprobs.mean(-1) if e else right)
+        samples.example_losses = losses = -((1 - e) * right + e * logprobs.mean(-1) if e else right)
         return {
             "loss": losses.sum(),
             "accuracy": (samples.scores.argmax(-1) == labels).sum(),

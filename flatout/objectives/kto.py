@@ -59,7 +59,7 @@ class KTO(Objective):
         kl = tokens.estimates["kl"].to(ratios.dtype).clamp(min=0)
         weights = ratios.new_full((), self.undesirable_weight).where(~desirable, self.desirable_weight)
         losses = weights * (self.beta * (kl - ratios).where(desirable, ratios - kl)).sigmoid()
-        tokens.each = tokens.by_unit(losses)[:, 0]
+        tokens.example_losses = tokens.by_unit(losses)[:, 0]
         rewards = self.beta * ratios.detach()
         return {
             "loss": losses.sum(),

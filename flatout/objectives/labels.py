@@ -85,7 +85,7 @@ class Readings:
     """The means that `Objective.estimates` names, without dimensions, fp64, without gradient."""
     kept_losses: Tensor | None = None
     """The cross-entropy of each label token (L,), if the objective has computed it."""
-    each: Tensor | None = None
+    example_losses: Tensor | None = None
     """What an objective may set: the loss of each unit as `by_unit` has them (U,), or by scope `sample` of each sample
     (S,). Evaluations name the units with the greatest."""
 

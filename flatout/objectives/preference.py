@@ -80,7 +80,7 @@ class Preference(Objective):
         chosen, rejected = (Answers(*(each[:, place] for each in pairs)) for place in (0, 1))
         losses, nll = self.losses(chosen, rejected), -chosen.mean
         losses = losses + self.sft_weight * nll if self.sft_weight else losses
-        tokens.each = losses
+        tokens.example_losses = losses
         first, second = self.rewards(chosen).detach(), self.rewards(rejected).detach()
         return {
             "loss": losses.sum(),

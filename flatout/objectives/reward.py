@@ -50,7 +50,7 @@ class Reward(Objective):
         losses = minus_log_sigmoid(ahead - pairs.column("margin").to(ahead.dtype) if self.margin else ahead)
         if self.centering:
             losses = losses + self.centering * (chosen + rejected).square()
-        pairs.each = losses
+        pairs.example_losses = losses
         return {
             "loss": losses.sum(),
             "accuracy": (ahead > 0).sum(),

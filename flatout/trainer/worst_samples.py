@@ -29,7 +29,7 @@ MAX_CONTEXT, MAX_TEXT = 400, 800
 class WorstSamples:
     """Adds up the losses of one evaluation by sample, or by unit, such as a pair, if the objective compares answers.
 
-    Nothing is recorded if `eval.worst_samples` is 0, or if an own objective over whole answers does not tell `each`.
+    Nothing is recorded if `eval.worst_samples` is 0, or if an objective over whole answers sets no `example_losses`.
     """
 
     def __init__(self, run: TrainingRun) -> None:

@@ -148,12 +148,12 @@ class Own(Objective):
 
 class Telling(Own):
     def __call__(self, labels):
-        labels.each = -labels.by_sample(labels.logprobs)
+        labels.example_losses = -labels.by_sample(labels.logprobs)
         return super().__call__(labels)
 
 class Wrong(Own):
     def __call__(self, labels):
-        labels.each = -labels.logprobs
+        labels.example_losses = -labels.logprobs
         return super().__call__(labels)
 """
 
@@ -179,7 +179,7 @@ def test_an_own_objective_may_tell_the_loss_of_each(
     assert len(told.worst) == 8
     with pytest.raises(AssertionError):
         trained(tiny, held_out, tmp_path / "wrong", f"objective.path={tmp_path / 'own.py'}:Wrong")
-    assert "objective Wrong set `each` of shape" in " ".join(capfd.readouterr().err.split())
+    assert "objective Wrong set `example_losses` of shape" in " ".join(capfd.readouterr().err.split())
 
 
 def test_one_tokenizer_serves_an_evaluation_and_one_that_is_gone_ends_no_run(
