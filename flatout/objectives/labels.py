@@ -148,7 +148,7 @@ class LabelTokens(Readings):
         self.keeps_losses = False
 
     @cached_property
-    def rows(self) -> Tensor:
+    def hidden_states(self) -> Tensor:
         """The hidden states (L, D) that predict the label tokens."""
         return self.states.index_select(0, self.batch.label_rows)
 
@@ -159,7 +159,7 @@ class LabelTokens(Readings):
 
     @cached_property
     def _losses(self) -> TokenLosses:
-        losses = self.head.token_losses(self.rows, self.token_ids)
+        losses = self.head.token_losses(self.hidden_states, self.token_ids)
         self.kept_losses = losses.losses
         return losses
 
@@ -177,7 +177,7 @@ class LabelTokens(Readings):
         """Return the sum of -logprobs and that of is_correct; also a trained head takes one pass for it."""
         if self.keeps_losses:
             return self.head.summed(self._losses)
-        return self.head.cross_entropy(self.rows, self.token_ids)
+        return self.head.cross_entropy(self.hidden_states, self.token_ids)
 
     def nothing(self) -> Tensor:
         """See Readings."""
