@@ -100,8 +100,8 @@ def measure(name: str, args: argparse.Namespace) -> None:
     prompts = [draw.integers(0, _QWEN3["vocab_size"], args.length).tolist() for _ in range(args.prompts)]
     num_tokens = args.prompts * args.completions * args.new
     weights = Weights(
-        model=model, logits=lambda batch: next_logits(model, batch)[0], device=CUDA, tolerance=0.1, pass_tokens=16384,
-        is_padded=False, packs=nullcontext, tell=lambda line: print("told:", line, flush=True),
+        model=model, logits=lambda batch: next_logits(model, batch)[0], device=CUDA, tolerance=0.1,
+        max_pass_tokens=16384, is_padded=False, packs=nullcontext, tell=lambda line: print("told:", line, flush=True),
     )  # fmt: skip
 
     def show(how: str, figures: dict[str, float], **more: Any) -> None:

@@ -59,7 +59,7 @@ class Slots:
         admitted, waiting = [], list(groups)
         while waiting:
             count, num_tokens = 1, len(waiting[0][0])
-            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._weights.pass_tokens:
+            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._weights.max_pass_tokens:
                 num_tokens += len(waiting[count][0])
                 count += 1
             admitted.append(self._fill(waiting[:count]))
@@ -184,7 +184,7 @@ class Recomputed:
             following = [len(each) for each in (*group, *sequences[index + 1 : index + 2])]
             padded = row_length(max(following))
             num_tokens = len(following) * padded if is_padded else sum(following)
-            if len(following) == len(group) or num_tokens > self._weights.pass_tokens:
+            if len(following) == len(group) or num_tokens > self._weights.max_pass_tokens:
                 padded = row_length(max(map(len, group)))
                 batch = last_rows_of(group, self._weights, row_length=padded if is_padded else None)
                 logits.append(self._weights.logits(batch))

@@ -22,7 +22,7 @@ from flatout.models.pictures import PicturePacker
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 FLOAT8_TOLERANCE = 0.3
 # of prompts in one pass
-_PASS_TOKENS = 8192
+_MAX_PASS_TOKENS = 8192
 Logits = Callable[[PackedBatch], Tensor]
 """Computes the logits (L, V) after a batch's label rows, in fp32 (fp64 in fp64)."""
 
@@ -31,7 +31,7 @@ Logits = Callable[[PackedBatch], Tensor]
 class Weights:
     """A model in this process, whose weights may change between calls of a sampler.
 
-    `logits` computes a pass, of at most `pass_tokens` tokens. A cache is exact if log-probabilities with it are on
+    `logits` computes a pass, of at most `max_pass_tokens` tokens. A cache is exact if log-probabilities with it are on
     average within `tolerance` of those without. `packs` makes a context in
     which the model computes packed documents; None if it cannot. `is_padded`: passes without a cache are padded.
     `prefers_own_cache`: one answer alone is sampled by transformers' own attention and cache.
@@ -44,7 +44,7 @@ class Weights:
     logits: Logits
     device: torch.device
     tolerance: float
-    pass_tokens: int
+    max_pass_tokens: int
     is_padded: bool
     packs: Callable[[], AbstractContextManager[object]] | None
     prefers_own_cache: bool = False
@@ -67,7 +67,7 @@ def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lamb
         logits=lambda batch: next_logits(model, batch)[0].to(device),
         device=device,
         tolerance=TOLERANCES[model.dtype],
-        pass_tokens=_PASS_TOKENS,
+        max_pass_tokens=_MAX_PASS_TOKENS,
         is_padded=True,
         packs=partial(_packed_attention, model) if len(set(devices.values())) == 1 else None,
         prefers_own_cache=True,

@@ -113,7 +113,7 @@ def training_weights(run: TrainingRun) -> Weights:
         device=run.device,
         tolerance=FLOAT8_TOLERANCE if run.config.computes_in_fp8 else TOLERANCES[run.dtype],
         # every rank computes these passes whole
-        pass_tokens=layout.micro_batch_tokens // run.planned.parallel_layout.context_ranks,
+        max_pass_tokens=layout.micro_batch_tokens // run.planned.parallel_layout.context_ranks,
         is_padded=layout.name == "rows",
         packs=None if attention in TRANSFORMERS_ATTENTION else nullcontext,
         tell=lambda line: run.reporter.stage("answers", line),

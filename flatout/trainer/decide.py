@@ -258,7 +258,7 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
     count = min(plan.batch.samples_per_step, plan.num_units)
     largest = np.partition(plan.unit_tokens, -count)[-count:]
     longest = row_length(int(plan.samples.lengths.max()))
-    most = largest.sum() if plan.batch_layout.pass_tokens is None else plan.most_samples_per_step * longest
+    most = plan.most_samples_per_step * longest if plan.batch_layout.is_padded else largest.sum()
     if int(most) <= plan.batch_layout.micro_batch_tokens:
         return
     for step in plan.steps():

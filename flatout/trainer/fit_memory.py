@@ -26,7 +26,7 @@ from flatout.planner.memory.budget import (
 )
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.padded import FEWEST_PASSES, PASS_TOKENS, row_length
+from flatout.planner.steps.padded import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.run_plan import RunPlan, make_plan, select_samples
 from flatout.planner.steps.step_plan import BatchLayout
@@ -160,13 +160,13 @@ def plan_steps(
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
     store = data.store
     # an update in the backward pass needs a step in one pass
-    pass_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_TOKENS
+    pass_overhead_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_OVERHEAD_TOKENS
     largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
     layout = BatchLayout(
         rank.world // config.context.parallel,
         row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
         make_cost(config, shape),
-        pass_tokens=pass_tokens if is_padded else None,
+        pass_overhead_tokens=pass_overhead_tokens if is_padded else None,
         prefixes=prefixes,
     )
     samples = select_samples(store.lengths, store.num_labels, data.train_ids, layout, store.unit_offsets)

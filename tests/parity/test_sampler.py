@@ -126,7 +126,7 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(
     loss, told = ModelWithLoss(loaded.model), list[str]()
     weights = Weights(
         model=loaded.model, logits=lambda batch: loss(batch, True)[0], device=CPU, tolerance=TOLERANCES[loaded.dtype],
-        pass_tokens=32, is_padded=False, packs=nullcontext, tell=told.append,
+        max_pass_tokens=32, is_padded=False, packs=nullcontext, tell=told.append,
     )  # fmt: skip
     found = sample(weights, SamplingParams(12, temperature=1.0), completions=3)
     assert not told

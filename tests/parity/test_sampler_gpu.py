@@ -50,7 +50,7 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     told: list[str] = []
     return Weights(
         model=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=torch.device("cuda"),
-        tolerance=0.3 if storage == "fp8" else 0.1, pass_tokens=512, is_padded=False, packs=nullcontext,
+        tolerance=0.3 if storage == "fp8" else 0.1, max_pass_tokens=512, is_padded=False, packs=nullcontext,
         tell=told.append,
     ), told  # fmt: skip
 

@@ -12,7 +12,7 @@ from plans import make_eval_plan, make_plan
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import permute
-from flatout.planner.steps.padded import PASS_TOKENS, ROW_MULTIPLE, cut_padded, row_length
+from flatout.planner.steps.padded import PASS_OVERHEAD_TOKENS, ROW_MULTIPLE, cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
 from flatout.planner.steps.run_plan import split_held_out
 from flatout.planner.steps.step_plan import BatchLayout
@@ -186,7 +186,7 @@ def test_in_lockstep_every_rank_takes_equally_many_micro_batches(data, batch, se
 @settings(max_examples=60, deadline=None)
 def test_rows_hold_the_same_steps_within_the_budget(data, batch, seed, num_ranks, lockstep):
     packed = plan_of(data, batch, seed, num_ranks)
-    rows = replace(packed, batch_layout=replace(packed.batch_layout, pass_tokens=8, lockstep=lockstep))
+    rows = replace(packed, batch_layout=replace(packed.batch_layout, pass_overhead_tokens=8, lockstep=lockstep))
     assert rows.fingerprint == packed.fingerprint
     for one, other in zip(packed.steps(), rows.steps(), strict=True):
         assert (one.sample_ids, one.num_tokens, one.num_label_tokens) == (
@@ -207,10 +207,10 @@ def test_rows_hold_the_same_steps_within_the_budget(data, batch, seed, num_ranks
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(0, 100))
 @settings(max_examples=60, deadline=None)
-def test_no_other_cut_into_rows_costs_less(lengths, pass_tokens):
+def test_no_other_cut_into_rows_costs_less(lengths, pass_overhead_tokens):
     def cost(parts):
         rows = [len(part) * COST.flops(row_length(max(lengths[i] for i in part)), 0) for part in parts]
-        return float(sum(rows)) + len(parts) * pass_tokens * COST.per_token
+        return float(sum(rows)) + len(parts) * pass_overhead_tokens * COST.per_token
 
     def cuts(items):
         if not items:
@@ -220,10 +220,10 @@ def test_no_other_cut_into_rows_costs_less(lengths, pass_tokens):
                 yield from ([items[:size], *rest] for rest in cuts(items[size:]))
 
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    found = cut_padded(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens)
+    found = cut_padded(lengths, BUDGET * 2, cost=COST, pass_overhead_tokens=pass_overhead_tokens)
     assert sorted(i for part in found for i in part) == list(range(len(lengths)))
     assert cost(found) <= min(map(cost, cuts(order))) * (1 + 1e-12)
-    at_least = cut_padded(lengths, BUDGET * 2, cost=COST, pass_tokens=pass_tokens, at_least=5)
+    at_least = cut_padded(lengths, BUDGET * 2, cost=COST, pass_overhead_tokens=pass_overhead_tokens, at_least=5)
     assert len(at_least) >= min(5, len(lengths))
 
 
@@ -233,7 +233,7 @@ def test_rows_of_chats_are_padded_little(seed):
     lengths = np.clip(np.exp(random.normal(6.0, 0.8, 32 * 50)), 32, 2048).astype(np.int64)
     plan = make_plan(
         lengths, lengths // 2, BatchConfig(samples_per_step=32), micro_batch_tokens=100_000, seed=0, num_ranks=1,
-        pass_tokens=PASS_TOKENS,
+        pass_overhead_tokens=PASS_OVERHEAD_TOKENS,
     )  # fmt: skip
     report = add_up(plan)
     assert report.padding_share <= 0.08

@@ -89,7 +89,7 @@ def plan_of(data: Data, layout: dict[str, Any], ids: Any = None) -> RunPlan:
     plan = make_plan(
         data.lengths, data.labels, BatchConfig(samples_per_step=layout["per_step"], shuffle=layout["shuffle"]),
         micro_batch_tokens=data.budget, seed=layout["seed"], num_ranks=num_ranks, cost=COST, sample_ids=ids,
-        pass_tokens=64 if kind == "rows" else None, unit_offsets=data.offsets,
+        pass_overhead_tokens=64 if kind == "rows" else None, unit_offsets=data.offsets,
         prefixes=data.index(declared=kind == "declared") if kind in ("declared", "found") else None,
     )  # fmt: skip
     together = num_ranks if layout["lockstep"] == "experts" else 1
@@ -187,9 +187,11 @@ def test_part_of_a_unit_is_refused_and_a_whole_one_is_planned() -> None:
     assert make_plan(**PAIRS, **HOW, micro_batch_tokens=100, sample_ids=[2, 3]).step(0).sample_ids == (2, 3)
 
 
-@pytest.mark.parametrize(("pass_tokens", "least"), [(None, 11), (64, 14)])
-def test_a_unit_over_the_budget_is_refused_and_one_that_fits_is_planned(pass_tokens: int | None, least: int) -> None:
-    more = {"pass_tokens": pass_tokens}
+@pytest.mark.parametrize(("pass_overhead_tokens", "least"), [(None, 11), (64, 14)])
+def test_a_unit_over_the_budget_is_refused_and_one_that_fits_is_planned(
+    pass_overhead_tokens: int | None, least: int
+) -> None:
+    more = {"pass_overhead_tokens": pass_overhead_tokens}
     with pytest.raises(UsageError, match=rf"the unit of sample [02] has {least} tokens, more than batch.micro_batch"):
         make_plan(**PAIRS, **HOW, **more, micro_batch_tokens=least - 1)
     steps = list(make_plan(**PAIRS, **HOW, **more, micro_batch_tokens=least).steps())

@@ -48,7 +48,7 @@ class TokenStatistics:
     unit_samples: int = 1
 
     @property
-    def pass_tokens(self) -> int:
+    def largest_pass_tokens(self) -> int:
         """The tokens of the largest pass without a budget: packed, a rank's whole step."""
         return self.largest_row_pass or self.rank_step_tokens
 
@@ -61,9 +61,8 @@ class TokenStatistics:
             for step in plan.sampled_steps(NUM_STEPS_SEEN)
             for rank in step.by_rank
         ]
-        largest, row_pass = max(map(sum, ranks)), None
-        if plan.batch_layout.is_padded:
-            row_pass = max(longest, *(max(rank, default=0) for rank in ranks))
+        largest = max(map(sum, ranks))
+        row_pass = max(longest, *(max(rank, default=0) for rank in ranks)) if plan.batch_layout.is_padded else None
         num_computed = num_tokens * (1.0 - plan.shared_share)
         label_share = int(plan.samples.num_label_tokens.sum()) / num_computed
         # the sampled steps may not include the longest sample
@@ -238,7 +237,7 @@ def _decide(
 ) -> tuple[MemoryDecision, int, int]:
     """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
     config, given = model.config, model.config.batch.micro_batch_tokens
-    enough = most = min(given or tokens.pass_tokens, tokens.pass_tokens)
+    enough = most = min(given or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
     if not given and config.full.update == "step":
         enough = min(most, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     holds = fits = largest_fit(model, level, tokens, device, most)
@@ -285,7 +284,7 @@ def choose_parallel_layout(
     if device is None:
         return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
     model = memory_model(config, shape, device, replace(ALONE, context_ranks=config.context.parallel))
-    enough = min(tokens.pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
+    enough = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
     beside = f"{enough:,} tokens on {device.name}"

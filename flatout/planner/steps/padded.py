@@ -15,7 +15,7 @@ from flatout.planner.cost import CostModel
 ROW_MULTIPLE = 16
 # what a pass costs besides its tokens: more padding and fewer passes with a larger value. Chat lengths (lognormal, mean
 # of logs 6.0, sigma 0.8), 32 samples on one rank: 128 pads 5 % in 10.8 passes, 280 7.5 % in 8.1, 512 10.9 % in 6.3
-PASS_TOKENS = 280
+PASS_OVERHEAD_TOKENS = 280
 # makes every pass as large as the budget allows
 FEWEST_PASSES = 1 << 40
 
@@ -33,7 +33,7 @@ def cut_padded(
     budget_tokens: int,
     *,
     cost: CostModel,
-    pass_tokens: int,
+    pass_overhead_tokens: int,
     at_least: int = 1,
     counts: Sequence[int] | None = None,
 ) -> list[list[int]]:
@@ -41,8 +41,8 @@ def cut_padded(
 
     With `counts`, an index stands for so many rows that stay together, of at most its length.
 
-    Minimizes  sum over micro-batches of  count * flops(row_length(longest)) + pass_tokens * per_token  by dynamic
-    programming over the lengths in descending order: some best cut has consecutive lengths in each micro-batch. Makes
+    Minimizes  sum over micro-batches of  count * flops(row_length(longest)) + pass_overhead_tokens * per_token  by
+    dynamic programming over the lengths in descending order: some best cut has consecutive lengths in each. Makes
     at least `at_least` micro-batches, if there are enough lengths. Padding may lift a micro-batch of one index over
     the budget, by less than ROW_MULTIPLE a row. Raises ValueError for one over the budget.
     """
@@ -60,7 +60,7 @@ def cut_padded(
         stop = max(fits, start + 1)
         total = (
             least[start]
-            + pass_tokens * cost.per_token
+            + pass_overhead_tokens * cost.per_token
             + row_flops[start] * (before[start + 1 : stop + 1] - before[start])
         )
         is_less = total < least[start + 1 : stop + 1]

@@ -28,8 +28,7 @@ class PlannedSamples:
     @cached_property
     def unit_tokens(self) -> NDArray[np.int64]:
         """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
-        layout = self.batch_layout
-        return self.samples.unit_tokens(is_padded=layout.is_padded, prefixes=layout.unit_prefixes)
+        return self.samples.unit_tokens(is_padded=self.batch_layout.is_padded, prefixes=self.batch_layout.unit_prefixes)
 
     def flops(self, step: StepPlan) -> float:
         """Return the FLOPs of one step by the cost model, with those of padding."""

@@ -113,7 +113,7 @@ def shared_flops(batches: Sequence[MicroBatch], cost: CostModel) -> float:
 class BatchLayout:
     """How a step is distributed: over ranks balanced by `cost`, in micro-batches of at most `micro_batch_tokens`.
 
-    `pass_tokens` None packs samples; otherwise each is a padded row, and a pass costs as much as that many tokens more.
+    `pass_overhead_tokens` None packs samples; otherwise each is a padded row, and a pass costs that many tokens more.
     `lockstep` gives all ranks of a step the same number of micro-batches, for strategies whose passes need every rank.
     `expert_ranks` consecutive ranks, which exchange tokens in every pass, also get passes of the same size. `prefixes`
     finds the prefixes that packed samples share; None: nothing is shared.
@@ -123,7 +123,7 @@ class BatchLayout:
     micro_batch_tokens: int
     cost: CostModel
     lockstep: bool = False
-    pass_tokens: int | None = None
+    pass_overhead_tokens: int | None = None
     expert_ranks: int = 1
     prefixes: Prefixes | None = None
 
@@ -139,7 +139,7 @@ class BatchLayout:
     @property
     def is_padded(self) -> bool:
         """Whether each sample is a padded row."""
-        return self.pass_tokens is not None
+        return self.pass_overhead_tokens is not None
 
     @property
     def name(self) -> Literal["packed", "rows"]:
@@ -156,10 +156,10 @@ class BatchLayout:
             packed = bin_pack([item.length for item in items], budget, at_least=at_least)
             return [self.micro_batch([items[index] for index in part]) for part in packed]
         bundles = make_bundles(items, groups, budget)
-        if self.is_padded:
+        if self.pass_overhead_tokens is not None:
             longest = [max([items[index].length for index in bundle.members]) for bundle in bundles]
             counts = [len(bundle.members) for bundle in bundles]
-            limits: dict[str, Any] = {"cost": self.cost, "pass_tokens": self.pass_tokens}
+            limits: dict[str, Any] = {"cost": self.cost, "pass_overhead_tokens": self.pass_overhead_tokens}
             parts = cut_padded(longest, budget, at_least=at_least, counts=counts, **limits)
         else:
             parts = bin_pack(
@@ -216,9 +216,9 @@ class BatchLayout:
     def load(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
         assert batch.row_length is not None
-        assert self.pass_tokens is not None
+        assert self.pass_overhead_tokens is not None
         flops = len(batch.sample_ids) * float(self.cost.flops(batch.row_length, 0))
-        return flops + self.cost.per_label * batch.num_label_tokens + self.pass_tokens * self.cost.per_token
+        return flops + self.cost.per_label * batch.num_label_tokens + self.pass_overhead_tokens * self.cost.per_token
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

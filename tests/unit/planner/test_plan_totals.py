@@ -95,7 +95,7 @@ def test_a_step_is_told_rank_by_rank(plan):
     ("words", "why"),
     [
         ({}, None),
-        ({"pass_tokens": 10}, "each sample is a padded row"),
+        ({"pass_overhead_tokens": 10}, "each sample is a padded row"),
         ({"expert_ranks": 3, "lockstep": True}, "ranks that share a pass fill it up alike"),
     ],
 )

@@ -98,9 +98,7 @@ def cut(plan: RunPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ...]:
     bounds = [0, *(PER_STEP - wanted + one for one in range(1, wanted + 1))]
     parts = [[item for unit in units[first:last] for item in unit] for first, last in pairwise(bounds)]
     layout = plan.batch_layout
-    return tuple(
-        layout.micro_batch(part) if layout.pass_tokens is not None else layout.micro_batches(part)[0] for part in parts
-    )
+    return tuple(layout.micro_batch(part) if layout.is_padded else layout.micro_batches(part)[0] for part in parts)
 
 
 def test_every_loss_over_answers_has_a_form() -> None:
