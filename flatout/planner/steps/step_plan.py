@@ -178,8 +178,8 @@ class BatchLayout:
             row_length=row_length(max([item.length for item in items])) if self.is_padded else None,
         )
 
-    def deal(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Deal packed units to the ranks, balanced by cost; those with a common prefix stay together if they can.
+    def assign_to_ranks(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Assign packed units to ranks, balanced by cost; those with a common prefix stay together if they can.
 
         No bundle of several units is larger than a rank's share of the tokens.
         """
@@ -213,7 +213,7 @@ class BatchLayout:
         batch = self.micro_batch([items[index] for index in order])
         return replace(batch, shared=tuple((tokens, len(own)) for tokens, own in shared)) if shared else batch
 
-    def load(self, batch: MicroBatch) -> float:
+    def cost_of(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
         assert batch.row_length is not None
         assert self.pass_overhead_tokens is not None
@@ -235,12 +235,12 @@ def assemble(
     for offset, (start, stop) in enumerate(pairwise([*starts, len(items)])):
         group = items[start:stop]
         if not layout.is_padded:
-            of_ranks = layout.deal(group)
+            of_ranks = layout.assign_to_ranks(group)
             by_rank = [layout.micro_batches(of_rank) for of_rank in of_ranks]
             saved = [shared_flops(batches, layout.cost) for batches in by_rank]
             loads = [sum([item.cost for item in of_rank]) - less for of_rank, less in zip(of_ranks, saved, strict=True)]
         else:
-            by_rank, loads = _deal_rows(group, layout, tower)
+            by_rank, loads = _assign_rows(group, layout, tower)
         if layout.lockstep:
             # equalize the ranks' counts by smaller micro-batches, which cost less than fillers
             most, by_id = max(map(len, by_rank)), {item.sample_id: item for item in group}
@@ -249,38 +249,38 @@ def assemble(
         yield _step(first_index + offset, epoch, group, by_rank, loads, layout)
 
 
-def _deal_rows(
+def _assign_rows(
     group: Sequence[Item], layout: BatchLayout, tower: Mapping[int, float]
 ) -> tuple[list[list[MicroBatch]], list[float]]:
-    """Cut a step into micro-batches of similar lengths, and deal these to the ranks; also return the ranks' loads.
+    """Cut a step into micro-batches of similar lengths, and assign these to ranks; also return the ranks' loads.
 
     `tower` has the FLOPs of each sample's pictures, if any sample has some.
     """
 
-    def load(batch: MicroBatch) -> float:
-        return layout.load(batch) + (sum(tower[each] for each in batch.sample_ids) if tower else 0.0)
+    def cost_of(batch: MicroBatch) -> float:
+        return layout.cost_of(batch) + (sum(tower[each] for each in batch.sample_ids) if tower else 0.0)
 
     if layout.num_ranks == 1:
         whole = layout.micro_batches(group)
-        return [whole], [sum(map(load, whole))]
+        return [whole], [sum(map(cost_of, whole))]
     units = [[group[index].length for index in bundle.members] for bundle in make_bundles(group)]
     longest = max([len(own) * row_length(max(own)) for own in units])
     total = sum(item.length for item in group)
-    dealings: list[tuple[list[list[MicroBatch]], list[float]]] = []
+    assignments: list[tuple[list[list[MicroBatch]], list[float]]] = []
     for cuts in ROW_CUTS:
         even = max(longest, int(ROW_SLACK * total / (cuts * layout.num_ranks)))
         batches = layout.micro_batches(group, max_tokens=min(layout.micro_batch_tokens, even))
-        dealings.append(_deal(batches, [load(batch) for batch in batches], layout.num_ranks))
-    return min(dealings, key=lambda dealt: max(dealt[1]))
+        assignments.append(_assign(batches, [cost_of(batch) for batch in batches], layout.num_ranks))
+    return min(assignments, key=lambda assigned: max(assigned[1]))
 
 
-def _deal(
+def _assign(
     batches: Sequence[MicroBatch], loads: Sequence[float], num_ranks: int
 ) -> tuple[list[list[MicroBatch]], list[float]]:
-    """Deal micro-batches of these loads to ranks; also return the ranks' loads."""
-    dealt = partition(loads, num_ranks)
-    by_rank = [[batches[index] for index in of_rank] for of_rank in dealt]
-    return by_rank, [sum([loads[index] for index in of_rank]) for of_rank in dealt]
+    """Assign micro-batches of these loads to ranks; also return the ranks' loads."""
+    indices_by_rank = partition(loads, num_ranks)
+    by_rank = [[batches[index] for index in of_rank] for of_rank in indices_by_rank]
+    return by_rank, [sum([loads[index] for index in of_rank]) for of_rank in indices_by_rank]
 
 
 def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
@@ -291,7 +291,7 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
     items = samples.items(layout.cost)
     if layout.is_padded:
         rows = layout.micro_batches(items)
-        return _step(0, 0, items, *_deal(rows, [layout.load(batch) for batch in rows], layout.num_ranks), layout)
+        return _step(0, 0, items, *_assign(rows, [layout.cost_of(batch) for batch in rows], layout.num_ranks), layout)
     bins: list[list[Item]] = []
     room = -1
     for bundle in make_bundles(items):
@@ -301,7 +301,7 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
         bins[-1] += [items[index] for index in bundle.members]
         room -= bundle.num_tokens
     costs = [sum([item.cost for item in batch]) for batch in bins]
-    return _step(0, 0, items, *_deal([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
+    return _step(0, 0, items, *_assign([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
 
 
 def _equal_sizes(by_rank: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
