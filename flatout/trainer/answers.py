@@ -109,7 +109,7 @@ def training_weights(run: TrainingRun) -> Weights:
 
     weights = Weights(
         model=run.model,
-        logits=lambda batch: run.loss(batch, True)[0],
+        logits=lambda batch: run.loss_module(batch, True)[0],
         device=run.device,
         tolerance=FLOAT8_TOLERANCE if run.config.computes_in_fp8 else TOLERANCES[run.dtype],
         # every rank computes these passes whole

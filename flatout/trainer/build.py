@@ -111,7 +111,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
         planned=planned,
         loaders=loaders,
         model=loaded.model,
-        loss=wrapped_loss,
+        loss_module=wrapped_loss,
         dtype=loaded.dtype,
         autocast=loaded.autocast,
         named_parameters=named,

@@ -49,7 +49,7 @@ def _estimate(
         sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=run.device)
 
         def add(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            tokens = run.loss.label_tokens(batch, states)
+            tokens = run.loss_module.label_tokens(batch, states)
             sums.add_(torch.stack(sums_of(objective, tokens, estimates=True)).double())
 
         # in lockstep every rank must run every pass of a step, or the others would hang
@@ -59,7 +59,7 @@ def _estimate(
         with timed, run.term.observed_by(add):
             for batch in until_stopped(run, batches) if is_evaluation else wanted:
                 with autocast(run):
-                    run.loss(batch)
+                    run.loss_module(batch)
         return sums
 
     sums = take_passes(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)

@@ -115,7 +115,7 @@ def _sum_passes(
     worst.start(set_index)
     for micro_batch, batch in zip(passes, until_stopped(run, batches), strict=False):
         with autocast(run), worst.reading(set_index, micro_batch):
-            sums = run.loss(batch)
+            sums = run.loss_module(batch)
         total += torch.stack([value.double() for value in sums])
     return total
 

@@ -159,5 +159,5 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     except RuntimeError as error:
         torch._foreach_zero_(list(gradients))
         return f"off: passes of model type {run.model.config.model_type} cannot be recorded ({first_line(error)})"
-    run.loss.decoder = decoder
+    run.loss_module.decoder = decoder
     return f"{num_recorded} of {len(sizes)} sizes recorded, {sizes[-1].num_tokens:,} to {sizes[0].num_tokens:,} tokens"

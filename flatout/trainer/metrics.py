@@ -171,7 +171,7 @@ class PeakMemoryReporter:
         if self._num_steps < MEASURED_STEP or run.state.micro_batch_cap is not None:
             return
         # recorded graphs ran at their largest size before the first step
-        size, recorded_tokens = self._largest, run.loss.decoder.largest_tokens if run.loss.decoder else 0
+        size, recorded_tokens = self._largest, run.loss_module.decoder.largest_tokens if run.loss_module.decoder else 0
         if recorded_tokens > size.num_tokens:
             recorded_share = recorded_tokens / max(1, size.num_tokens)  # this rank may have had no micro-batch yet
             size = MicroBatchSize(

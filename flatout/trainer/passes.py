@@ -145,9 +145,9 @@ def take_passes(
 
 def drop_graphs(run: TrainingRun, step: StepPlan, during: During) -> bool:
     """Drop recorded graphs, whose memory no other pass can use, and all gradients; return whether there were any."""
-    if run.loss.decoder is None:
+    if run.loss_module.decoder is None:
         return False
-    run.loss.decoder = None
+    run.loss_module.decoder = None
     run.optimizer.zero_grad(set_to_none=True)
     release_memory(run)
     number = step.index + 1 if during in ("training", "estimates") else run.progress.step

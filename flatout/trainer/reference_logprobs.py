@@ -178,13 +178,13 @@ def _take(
         logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
 
         def read(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            tokens = run.loss.label_tokens(batch, states)
+            tokens = run.loss_module.label_tokens(batch, states)
             of_pass[:] = [tokens.by_sample(tokens.logprobs).detach().double()]
 
         with run.term.observed_by(read):
             for planned, batch in zip(passes, batches, strict=True):
                 with autocast(run):
-                    run.loss(batch)
+                    run.loss_module(batch)
                 if not planned.is_filler:
                     logprobs[[places[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
         return logprobs

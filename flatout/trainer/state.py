@@ -128,7 +128,7 @@ class TrainingRun:
     # those of `PlannedRun.sets`, in their order
     loaders: tuple[BatchLoader, ...]
     model: PreTrainedModel
-    loss: ModelWithLoss
+    loss_module: ModelWithLoss
     dtype: torch.dtype
     autocast: bool
     named_parameters: Mapping[str, nn.Parameter]

@@ -151,7 +151,7 @@ def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatc
     """Return the objective's sums of a step's micro-batch `index`, with the dropout that belongs to it."""
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
     with autocast(run):
-        sums: tuple[Tensor, ...] = run.loss(batch)
+        sums: tuple[Tensor, ...] = run.loss_module(batch)
     return sums
 
 

@@ -53,11 +53,11 @@ class WorstSamples:
     def reading(self, set_index: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Read the losses of the pass within, over a micro-batch of the evaluation set at `set_index`."""
         if self._count:
-            self._run.loss.on_losses = partial(self._add, set_index, micro_batch)
+            self._run.loss_module.on_losses = partial(self._add, set_index, micro_batch)
         try:
             yield
         finally:
-            self._run.loss.on_losses = None
+            self._run.loss_module.on_losses = None
 
     def _add(self, set_index: int, micro_batch: MicroBatch, batch: PackedBatch, losses: Tensor) -> None:
         sums, store = self._sums[set_index], self._run.eval_sets[set_index].store

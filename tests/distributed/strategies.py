@@ -175,7 +175,9 @@ def take_proved(run: TrainingRun, num_steps: int) -> dict[str, Any]:
     torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
     try:
         loaded: Any = SimpleNamespace(model=run.model, autocast=run.autocast, dtype=run.dtype, is_padded=False)
-        outcome = compiling._compile(loaded, compiling.CompileOptions(64), 0.999, inner_loss(run.loss), run.loss)
+        outcome = compiling._compile(
+            loaded, compiling.CompileOptions(64), 0.999, inner_loss(run.loss_module), run.loss_module
+        )
     finally:
         torch.nn.Module.compile = kept  # type: ignore[method-assign]
     assert outcome.is_complete, outcome.line

@@ -80,7 +80,7 @@ def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, when: str) -
     if when == "before the step":
         stop()
     else:
-        run.loss.register_forward_pre_hook(stop)
+        run.loss_module.register_forward_pre_hook(stop)
     assert step_launcher(run)(run.plan.step(0))() is None
     assert all(torch.equal(parameter, old) for parameter, old in zip(run.parameters, before, strict=True))
 
@@ -109,7 +109,11 @@ def test_running_out_of_memory_ends_with_what_to_do(tiny: Any, tmp_path: Path, w
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    handle = run.parameters[3].register_hook(fail) if where == "backward" else run.loss.register_forward_pre_hook(fail)
+    handle = (
+        run.parameters[3].register_hook(fail)
+        if where == "backward"
+        else run.loss_module.register_forward_pre_hook(fail)
+    )
     with pytest.raises(
         ResourceError, match=r"step 1: out .* full\.update: backward takes .* batch\.samples_per_step or"
     ):
