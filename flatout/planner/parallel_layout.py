@@ -34,7 +34,7 @@ class ParallelLayout:
     expert_ranks: int = 1
     context_ranks: int = 1
 
-    def place_of(self, rank_index: int) -> int:
+    def data_parallel_rank_of(self, rank_index: int) -> int:
         """Return a rank's place in the plan: ranks that share micro-batches are one."""
         return rank_index // self.context_ranks
 

@@ -287,7 +287,7 @@ def compile_model(
     line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")
     reporter.stage("compile", line)
     if loader.num_boundaries is not None and compiled.num_compiled:
-        place = planned.parallel_layout.place_of(setup.rank.index)
+        place = planned.parallel_layout.data_parallel_rank_of(setup.rank.index)
         sizes = count_sizes(planned.plan, place, size_buckets=loader.size_buckets)
         if planned.mismatched is not None:
             sizes += count_sizes(planned.mismatched.plan, place, size_buckets=loader.size_buckets)

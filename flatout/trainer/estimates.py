@@ -28,7 +28,7 @@ def start_estimates(run: TrainingRun, step: StepPlan) -> None:
         return
     plan, loader = mismatched.plan, run.loader_of(mismatched)
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
-    own = next(iter(loader.prefetching(steps, run.data_rank)))
+    own = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
     with as_in_training(run):
         _estimate(run, plan, own, loader, is_evaluation=False)
 

@@ -36,7 +36,7 @@ def run_steps(run: TrainingRun) -> None:
         launch = step_launcher(run)
         launched: deque[tuple[StepPlan, Pending]] = deque()
         meter.start_step()
-        for step in run.loader.prefetching(run.plan.steps(start=run.progress.step), run.data_rank):
+        for step in run.loader.prefetching(run.plan.steps(start=run.progress.step), run.data_parallel_rank):
             if run.progress.stopped_early:
                 break
             run.watch.set_phase("step", step.index)

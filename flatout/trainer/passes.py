@@ -79,12 +79,12 @@ def micro_batches_of(
     run: TrainingRun, plan: PlannedSamples, step: StepPlan, during: During = "training"
 ) -> Sequence[MicroBatch]:
     """Return this rank's passes of a plan's step: those planned, or smaller ones after an out-of-memory error."""
-    planned = step.by_rank[run.data_rank]
+    planned = step.by_rank[run.data_parallel_rank]
     # in lockstep, all ranks take the planned passes together
     cap_tokens = None if run.shares_passes or updates_in_pass(run, during) else run.state.micro_batch_cap
     if cap_tokens is None or all(batch.num_padded_tokens <= cap_tokens for batch in planned):
         return planned
-    return plan.resplit(step, run.data_rank, max(cap_tokens, plan.largest_unit(planned)))
+    return plan.resplit(step, run.data_parallel_rank, max(cap_tokens, plan.largest_unit(planned)))
 
 
 def until_stopped(run: TrainingRun, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:

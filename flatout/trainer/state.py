@@ -170,9 +170,9 @@ class TrainingRun:
         return self.planned.eval_sets
 
     @property
-    def data_rank(self) -> int:
+    def data_parallel_rank(self) -> int:
         """This process's place in the plan."""
-        return self.planned.parallel_layout.place_of(self.rank.index)
+        return self.planned.parallel_layout.data_parallel_rank_of(self.rank.index)
 
     @property
     def shares_passes(self) -> bool:
