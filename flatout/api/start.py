@@ -116,7 +116,9 @@ def train(
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
     if odd := [one for one in callbacks if not isinstance(one, Callback)]:
-        raise UsageError(f"callbacks: {odd[0]!r:.60} is no flatout.Callback; derive its class from that")
+        shown = getattr(odd[0], "__name__", type(odd[0]).__name__)
+        how = "write class My(flatout.Callback): ... and pass callbacks=[My()]"
+        raise UsageError(f"callbacks must be flatout.Callback objects, got {shown:.60}; {how}")
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
     place = _launch_mode(resolved)
     if not isinstance(place, SpawnRanks):

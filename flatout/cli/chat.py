@@ -124,7 +124,10 @@ def _said(text: str, images: list[str]) -> Prompt:
             raise DataError(
                 f"--image {name}: no such file; give the path of a picture, such as photo.png{did_you_mean(name)}"
             )
-    return shown_prompt([{"role": "user", "content": text}], {"images": images}, Origin("--image", 1), Path())
+    try:
+        return shown_prompt([{"role": "user", "content": text}], {"images": images}, Origin("--image", 1), Path())
+    except DataError as error:
+        raise DataError(re.sub(r"^--image:1: images\[\d+\] \('(.*?)'\)", r"--image \1", str(error))) from None
 
 
 def _load(args: argparse.Namespace) -> list[_Speaker]:
@@ -232,7 +235,7 @@ def _check(args: argparse.Namespace) -> None:
     if said and args.prompt is None:
         words = shlex.join(["--prompt", " ".join(said), "instead", "of", *said])
         raise UsageError(
-            f"{said[0]}: no run, adapter or model here has that name; what to say is an option{next_steps((words, ''))}"
+            f"{said[0]}: no run or model here has that name; pass a message with --prompt{next_steps((words, ''))}"
         )
     if len(set(args.targets)) < len(args.targets):
         raise UsageError("a model is given twice; give each one once")

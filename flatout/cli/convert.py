@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from flatout.config.read import ROW_TYPES, dump_config, load_values, make_config
 from flatout.config.schema import Config
 from flatout.errors import UsageError, next_steps
 from flatout.io.json_file import read_json
+from flatout.io.near_path import did_you_mean
 
 # system -> names that its files have, and other systems' files do not
 _MARKS = {
@@ -118,13 +120,25 @@ def _read(file: Path) -> Command:
     """Return the names and values of a file, and the system and ranks if the file is a command that names them."""
     if file.suffix in ROW_TYPES:
         words = f"train model=Qwen/Qwen3-0.6B data={shlex.quote(str(file))} instead of convert {file}"
-        raise UsageError(f"{file} holds rows, not settings; train on it{next_steps((words, ''))}")
+        raise UsageError(f"{file} holds rows, not settings; pass it to train as data={file}{next_steps((words, ''))}")
+    if not file.exists():
+        of_others = [one for one in sorted(file.parent.glob("*.y*ml")) if _is_of_others(one)]
+        words = shlex.join([str(of_others[0]), "--to", "ours.yaml", "instead", "of", str(file)]) if of_others else ""
+        step = next_steps((words, "for example")) if words else ""
+        listing = f"; other trainers' files here: {', '.join(map(str, of_others[:4]))}" if of_others else ""
+        raise UsageError(f"{file}: no such file{did_you_mean(file) or listing + step}")
     if file.suffix == ".json":
         values = read_json(file, UsageError)
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)
     return read_command(file) if file.suffix == ".sh" else Command(load_values(file))
+
+
+def _is_of_others(file: Path) -> bool:
+    """Whether a file has settings that only another trainer has."""
+    names = re.findall(r"^(\w+):", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return bool(set().union(*_MARKS.values()) & {*names})
 
 
 def _find_deepspeed(given: dict[str, Any], folder: Path) -> None:

@@ -230,13 +230,16 @@ def _template(args: argparse.Namespace) -> None:
     is_template = args.template in OURS or args.template.endswith(".jinja")
     if is_template and args.tokenizer is None:
         step = next_steps(("--tokenizer Qwen/Qwen3-0.6B", "for example"))
-        raise UsageError(f"{args.template} is a template; give --tokenizer MODEL, whose tokens end its turns{step}")
+        raise UsageError(f"{args.template} is a template; give --tokenizer MODEL (its end-of-turn token is used){step}")
     if (
         not is_template
         and not Path(args.template).exists()
         and (near := difflib.get_close_matches(args.template, OURS, n=1))
     ):
-        step = next_steps((shlex.join([near[0], "instead", "of", args.template]), ""))
+        tokenizer = [] if args.tokenizer else ["--tokenizer", "Qwen/Qwen3-0.6B"]
+        step = next_steps(
+            (shlex.join([near[0], *tokenizer, "instead", "of", args.template]), "for example" * bool(tokenizer))
+        )
         raise UsageError(f"there is no template {args.template}; did you mean {near[0]}?{step}")
     name = args.tokenizer or args.template
     tokenizer = load_tokenizer(name)

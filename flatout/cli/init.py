@@ -16,6 +16,7 @@ from flatout.data import registry
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
 from flatout.errors import ResourceError, UsageError, next_steps
 from flatout.io.durable_io import DurableIO
+from flatout.io.near_path import files_of_rows
 
 DEMO_DIR = Path("demo")
 DEFAULT_PATH = Path("run.yaml")
@@ -134,10 +135,9 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
     columns = pairs_of("--column", args.column, COLUMN_FORM)
     if args.data is None or not data.sources:
         if columns:
-            step = next_steps(("--data chats.jsonl", "for example"))
-            raise UsageError(
-                f"--column renames columns of a file, folder or hub id, which --data names; give one{step}"
-            )
+            model = [] if args.model else ["--model", "Qwen/Qwen3-0.6B"]
+            words = shlex.join(["--data", (files_of_rows() or ["chats.jsonl"])[0], *model])
+            raise UsageError(f"--column needs --data, whose columns it renames{next_steps((words, 'for example'))}")
         return data
     from flatout.data.rows.archives import read_file
     from flatout.data.rows.formats.parser import make_parser

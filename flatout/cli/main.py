@@ -141,9 +141,16 @@ def _overview() -> str:
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
     settings = Path("runs", *argv[1:2], "config.yaml")
     if argv[0] in ("resume", "continue", "restart"):
+        known = {file.parent.name: file for file in sorted(Path("runs").glob("*/config.yaml"))}
+        if argv[1:] and argv[1] not in known and known:
+            name, file = next(iter(known.items()))
+            step = next_steps((shlex.join(["train", str(file), "instead", "of", *argv[:2]]), "for example"))
+            raise UsageError(
+                f"there is no run {argv[1]}, and no verb {argv[0]!r}; to continue {name}, train it again{step}"
+            )
         step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
         raise UsageError(
-            f"there is no verb {argv[0]!r}; `flatout train` goes on with an interrupted run by itself{step}"
+            f"there is no verb {argv[0]!r}; `flatout train` continues an interrupted run automatically{step}"
         )
     named = [ours for ours, others in _VERBS_OF_OTHERS.items() if argv[0].lower() in others.lower().split()]
     if near := named or difflib.get_close_matches(argv[0].lower(), VERBS, n=1):
@@ -175,6 +182,9 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
         options[option[2:].replace("-", "_")] = (option, given if equals else after if is_value else None)
     settings |= {name: value for name, (_, value) in options.items()}
+    if "--restart" in argv and (resumes := next((name for name in options if name.startswith("resume")), None)):
+        step = next_steps((shlex.join(["instead", "of", "--restart", options[resumes][0]]), "continues the run"))
+        raise UsageError(f"--restart starts over, and without it a run continues automatically; choose one{step}")
     changes, said = list[str](), list[str]()
     for name, (option, value) in options.items():
         if (ours := our_name(name, "true" if value is None else value, is_option=True, settings=settings)) is None:
@@ -214,15 +224,16 @@ def _refuse_words(argv: Sequence[str]) -> None:
             typed, value = [word, *rest[:2]], rest[1]
         elif word in names and rest and rest[0][:1] != "-" and not OVERRIDE.match(rest[0]):
             typed, value = [word, rest[0]], rest[0]
-        step, what = "", f"{' '.join(typed)}: a setting is one word,"
+        how = "write = instead of :," if typed == [word] else "a setting is one word,"
+        step, what = "", f"{' '.join(typed)}: {how}"
         if name in names and value and (ours := our_name(name, value)) and ours.setting:
             step = f"{ours.setting}={ours.value}"
         elif word.endswith(ROW_TYPES):
             others = [given.removeprefix("data=") for given in argv if given.startswith("data=")]
             step = f"data=[{','.join([*others, word])}]" if others else f"data={word}"
-            what = f"{word} holds rows; name it as"
+            what = f"{word} holds rows; pass it as"
         elif Path(word, "config.json").is_file():
-            step, what = f"model={word}", f"{word} is a model; name it as"
+            step, what = f"model={word}", f"{word} is a model; pass it as"
         elif argv[0] == "convert" and word.endswith((".yaml", ".yml")):
             step, what = f"--to {word}", "the file to write is an option:"
         if step:
@@ -266,7 +277,10 @@ def _refuse_unknown_options(argv: Sequence[str], parser: Parser, subparser: argp
                 step = next_steps((shlex.join([value or used[-1], "instead", "of", *used]), ""))
                 raise UsageError(f"there is no option {option}; write {shown} right after {before}{step}")
             before = argv[1] if isinstance(action, argparse._SubParsersAction) else shown
-        parser.error(f"unrecognized arguments: {word}")
+        used = [
+            one for one in used if not (OVERRIDE.match(one) or Path(one).exists() or (one != word and one[0] == "-"))
+        ]
+        parser.error(f"unrecognized arguments: {shlex.join(used)}")
 
 
 def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> int:

@@ -53,6 +53,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = self.prog.split()[1:] or self.verb_words
         hint, step = f"`{' '.join(['flatout', *words])} --help` lists all options", None
+        why = ""
         if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
             message, hint, step = self._unknown(shlex.split(match[1]), hint)
         elif match := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
@@ -60,22 +61,24 @@ class Parser(argparse.ArgumentParser):
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected (?:one|\d+|at least one) arguments?", message):
             one = self._option(match[1])
             value = self._sample(one) if one.nargs is None else None
-            message = f"{match[1]} needs a value"
+            message, why = f"{match[1]} needs a value", "for example"
             shown = [one.metavar or one.dest.upper()] if isinstance(one.metavar, str | None) else one.metavar
-            hint = f"write {' '.join([match[1], *shown])}"
+            hint = f"write {' '.join([match[1], *shown])} ({re.split('[:;]', one.help or '')[0]})"
             step = f"{match[1]} {value} instead of {match[1]}" if value else None
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): invalid (?:int|float) value: '(.*)'", message):
-            value = self._sample(self._option(match[1]))
+            value, why = self._sample(self._option(match[1])), "for example"
             message = f"{match[1]}: expected a number, got {match[2]!r}"
             step = f"{match[1]} {value} instead of {match[1]} {shlex.quote(match[2])}" if value else None
         elif match := re.fullmatch(r"one of the arguments (.*) is required", message):
             message, hint, step = f"give {match[1].replace(' ', ' or ')}", "one of them is needed", match[1].split()[0]
         elif match := re.fullmatch(r"argument (\S+): not allowed with argument (\S+)", message):
+            why = f"or {match[1]}"
             message, hint, step = f"{match[2]} and {match[1]} are both given", "keep one", f"instead of {match[1]}"
         elif "are required: " in message:
+            why = "for example"
             message, hint, step = self._missing(message.partition("required: ")[2].split(", "))
         is_told = hint.startswith("write ")
-        end = next_steps((step, "")) if step else "" if is_told else example_of(words[:2])
+        end = next_steps((step, why)) if step else "" if is_told else example_of(words[:2])
         raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{end}")
 
     def _choice(
@@ -100,11 +103,12 @@ class Parser(argparse.ArgumentParser):
         if option[0] == "-":
             near = near_option(option, known, self.verb_words)
             if near is None:
-                return f"there is no option {option}", hint, None
+                return f"there is no option {option}", f"leave it out; {hint}", f"instead of {shlex.join(words)}"
             step = f"{near}{equals}{shlex.quote(value) if value else ''} instead of {shlex.quote(words[0])}"
             return f"there is no option {option}", f"did you mean {near}?", step
         pairs = [word.partition("=") for word in words]
         meant = [(f"--{name}", value) for name, _, value in pairs if value and f"--{name}" in known]
+        meant = meant or [("--port", word) for word in words if word.isdecimal() and "--port" in known]
         hint = f"write {' '.join(meant[0])}" if meant else "leave it out"
         # a word that is also at its place would go as well
         is_sure = not {*words} & {*self.typed[: -len(words)]}
@@ -116,22 +120,20 @@ class Parser(argparse.ArgumentParser):
         names = [name for name in names if "=" not in name]
         if names == ["config"]:
             step = "model=Qwen/Qwen3-0.6B data=chats.jsonl"
-            return "config is missing", f"give a YAML file, or settings in its place, such as {step}", step
+            return "no file or setting is given", f"give a YAML file, or settings in its place, such as {step}", step
         if isinstance(self._actions[-1], argparse._SubParsersAction):
             what = f"give one of {', '.join(self._actions[-1].choices)}"
-            return f"{names[0]} is missing", what, f"{EXAMPLES[self.prog.split()[-1]]} instead of"
+            return f"{names[0]} is not given", what, f"{EXAMPLES[self.prog.split()[-1]]} instead of"
         needed = [one for one in self._actions if one.option_strings or one.nargs != "*"]
         missing = [one for one in needed if {one.dest, one.metavar, *one.option_strings} & {*names}]
         spare = self._spare()
         values = [*spare, *(self._sample(one) or one.dest.upper() for one in missing[len(spare) :])]
         samples = [[*one.option_strings[:1], value] for one, value in zip(missing, values, strict=False)]
         words = shlex.join(word for sample in samples for word in sample)
-        what = f"{', '.join(names)} {'are' if names[1:] else 'is'} missing"
-        return (
-            what,
-            f"give {'them' if names[1:] else 'it'}, such as {words}",
-            shlex.join([*shlex.split(words), "instead", "of", *spare]),
-        )
+        shown = [name if name[0] == "-" else name.upper() for name in names]
+        what = f"{', '.join(shown)} {'are' if names[1:] else 'is'} not given"
+        step = shlex.join([*shlex.split(words), "instead", "of", *spare])
+        return what, f"write {'them' if names[1:] else 'it'}, such as {words}", step
 
     def _spare(self) -> list[str]:
         """Return the typed words beyond the arguments without a name: values whose option was left out."""

@@ -49,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
         is_run = (Path("runs") / args.folder).is_dir()
         verb = ["watch", str(args.folder)] if is_run else ["runs"]
         step = next_steps((shlex.join([*verb, "instead", "of", "runs", str(args.folder)]), ""))
-        hint = ", but a run of that name; watch it" if is_run else "; name the folder that holds runs"
-        raise UsageError(f"there is no folder {args.folder}{hint}{step}")
+        what = f"{args.folder} is a run, not a folder of runs; to see it, watch it"
+        none = f"there is no folder {args.folder}; give a folder of runs"
+        raise UsageError((what if is_run else none) + step)
     _write_notes(args)
     rows = [row for row in list_runs(args.folder) if args.tagged is None or args.tagged in row.tags]
     field = _SORTS[args.sort]

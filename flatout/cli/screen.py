@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WIDTH = 80
-COLUMN_FORM = "OURS=YOURS, such as instruction=question"
+COLUMN_FORM = "FLATOUT_NAME=YOUR_COLUMN, such as instruction=question"
 _NAME_WIDTH = 18
 
 
@@ -119,5 +119,5 @@ def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dic
     pairs = [word.partition("=") for word in given]
     if odd := next(("".join(pair) for pair in pairs if not pair[1]), None):
         step = next_steps((f"{option} instruction={shlex.quote(odd)} instead of {option} {shlex.quote(odd)}", ""))
-        raise UsageError(f"{option} {odd!r} is not {form}{step if form == COLUMN_FORM else ''}")
+        raise UsageError(f"{option} {odd!r}: write {form}{step if form == COLUMN_FORM else ''}")
     return {name: value for name, _, value in pairs}

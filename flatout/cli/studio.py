@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the current folder until Ctrl-C. Returns 0; raises UsageError, and ResourceError for a port in use."""
     if not 0 <= args.port < 1 << 16:
-        raise UsageError(f"--port is {args.port}; expected 0 to 65535")
+        raise UsageError(f"--port is {args.port}; expected a free port such as 8765, at most 65535")
     if lost := next((folder for folder in args.models if not folder.is_dir()), None):
         raise UsageError(f"--models {lost}: there is no such folder; name one that holds model folders")
     try:

@@ -18,10 +18,12 @@ def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence
     # abspath, because resolve() would access the disk
     paths: list[str | Path] = [".", run_dir, data_root, model, *sources]
     here, folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
+    other = Path("runs/run")
+    other = free_folder(other) if other.exists() else other
     if folder in (here, *here.parents):
-        return f"run_dir: {run_dir} holds the folder you are in; set run_dir: runs/run, or another folder"
+        return f"run_dir: {run_dir} is the current folder, or holds it; set run_dir: {other}, or another folder"
     if taken[0] == taken[1]:
         return f"data.root: {data_root} is the model's folder; set data.root: data, or another folder"
     if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
-        return f"run_dir: {run_dir} holds the run's model or data; set run_dir: runs/run, or another folder"
+        return f"run_dir: {run_dir} holds the run's model or data; set run_dir: {other}, or another folder"
     return None

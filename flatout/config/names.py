@@ -39,6 +39,8 @@ OPTIONS_OF_OTHERS: Mapping[str, Mapping[str, str]] = {
 # samples of one micro-batch of a GPU, and how many of them make a step
 _PER_GPU, _ACCUMULATION = ("per_device_train_batch_size", "micro_batch_size"), "gradient_accumulation_steps"
 
+_SOME_PER_GPU = 4
+
 _BY_NUMBER = ("gpu", "gpu_id", "gpu_ids", "cuda_visible_devices")
 _OF_A_SOURCE = tuple(SourceConfig.model_fields)
 
@@ -88,19 +90,36 @@ def our_name(
         if not near or (is_option and near[0] != name and near != same):
             return None
         ours = near[0]
-    return our_value(ours, value)
+    return (_each_epoch(ours, settings) if value == "epoch" else None) or our_value(ours, value)
+
+
+def _each_epoch(ours: str, settings: Mapping[str, Any]) -> OurName | None:
+    """Return what evaluates or saves after each epoch; None if the number of epochs is not known."""
+    try:
+        epochs = float(settings.get("batch.epochs") or 1)
+    except (TypeError, ValueError):
+        return None
+    if epochs > 1 and ours.endswith("every_steps"):
+        return OurName(ours, f"{1 / epochs:.3g}", f"a share of the run, here one of {epochs:g} epochs")
+    if ours != "eval.every_steps":
+        return None
+    why = "a run of one epoch evaluates before its first step and at its end"
+    has_rows = {"eval.fraction", "eval.data"} & settings.keys()
+    return OurName(None, why=f"{why}; leave it out") if has_rows else OurName("eval.fraction", "0.05", why)
 
 
 def _samples_per_step(settings: Mapping[str, Any]) -> OurName | None:
     """Return the samples of a step for the batch of one GPU that `settings` give; None if they give none."""
     given = {name.rsplit(".", 1)[-1]: value for name, value in settings.items()}
-    per_gpu, accumulated = next((given[name] for name in _PER_GPU if name in given), None), given.get(_ACCUMULATION, 1)
+    per_gpu = next((given[name] for name in _PER_GPU if name in given), _SOME_PER_GPU)
+    accumulated, guess = given.get(_ACCUMULATION, 1), "" if {*_PER_GPU} & given.keys() else "for example "
     try:
         gpus = len(gpu_list(given.get("gpus")) or [0])
-        number = int(per_gpu or "") * int(accumulated) * gpus
+        number = int(per_gpu) * int(accumulated) * gpus
     except (TypeError, ValueError):
         return None
-    why = f"{per_gpu} per GPU x {accumulated} accumulated x {gpus} GPU{'s' * (gpus > 1)} = {number} samples of one step"
+    factors = f"{guess}{per_gpu} per GPU x {accumulated} accumulated x {gpus} GPU{'s' * (gpus > 1)}"
+    why = f"{factors} = {number} samples per step"
     return OurName("batch.samples_per_step", str(number), why)
 
 
@@ -115,6 +134,11 @@ def our_value(ours: str, value: str) -> OurName:
     return OurName(
         setting, translated, (translated != value and _WHY.get(f"{setting}: {translated}")) or _WHY.get(setting, "")
     )
+
+
+def instead_of(setting: str, value: str) -> str:
+    """Return what there is instead of a setting with a value that only others have; "" if there is nothing."""
+    return _INSTEAD.get(f"{setting}: {value}", "")
 
 
 def knows_value(setting: str, value: str) -> bool:

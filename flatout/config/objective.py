@@ -131,10 +131,10 @@ class ObjectiveConfig(Section):
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
             if self.kind.lower() in _OF_OTHERS:
-                hint = f"is not offered; for pairs of answers set objective: dpo; there are {names}"
+                hint = f"is not offered; for rows with chosen and rejected answers set objective: dpo; known: {names}"
             else:
                 near = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1)
-                hint = f"is unknown; {f'set objective: {near[0]}' if near else f'there are {names}'}"
+                hint = f"is unknown; {f'set objective: {near[0]}' if near else f'known: {names}'}"
             raise ValueError(f"kind {self.kind!r} {hint} (objective.path names a loss of your own)")
         class_of_kind(self.kind).of(self.fields)
         return self

@@ -25,10 +25,12 @@ def gpu_list(value: Any) -> Any:
         value = numbers if "," in value else numbers[0]
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MAX_GPUS:
-            raise ValueError(f"expected 1 to {MAX_GPUS:,} GPUs; for the first alone set gpus: [0]")
+            raise ValueError(
+                f"expected 1 to {MAX_GPUS:,} GPUs; for the first GPU only set gpus: [0], for none device: cpu"
+            )
         return list(range(value))
     if isinstance(value, str):
-        raise ValueError("expected how many GPUs, or their numbers: for one set gpus: 1, for the first two gpus: [0,1]")
+        raise ValueError("expected a number of GPUs or a list of GPU ids; give gpus: 2, or gpus: [0,1]")
     if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):
         raise ValueError(f"a GPU is listed twice; set gpus: {sorted({*value}, key=str)}".replace(" ,", ","))
     return value

@@ -15,6 +15,7 @@ from flatout.config.names import (
     as_yaml,
     default_of,
     dotted_names,
+    instead_of,
     knows_value,
     needed_with,
     our_name,
@@ -75,15 +76,18 @@ def describe_error(
         message = "use letters, digits, dots, dashes and underscores, at most 64"
     message = message.removeprefix(f"{name}: ")
     if knows_value(name, _written(item, given)):
-        message = message.partition(":")[0]
+        message = re.split("[:;] ", message)[0]
     where = f"{name}: " if name else ""
     shown = given.get(name, "") if isinstance(item["input"], bool) else ""
     shown = shown or ("nothing" if item["input"] is None else repr(item["input"]))
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
+    message, advice, tail = message.partition("; ")
+    got = "" if isinstance(item["input"], str) and shown in message else got
     fix, meant = _fix(item, given, settings), ""
-    if fix is not None and fix.setting is not None and not mentioned(message):
-        meant = f"; set {fix.setting}: {fix.value}" + (f" ({fix.why})" if fix.why else "")
-    return f"{where}{message[:1].lower()}{message[1:]}{got}{meant}"
+    if fix is not None and not mentioned(tail):
+        meant = f"set {fix.setting}: {fix.value}" + (f" ({fix.why})" if fix.why else "") if fix.setting else fix.why
+    end = f"; {meant}" if meant else ""
+    return f"{where}{message[:1].lower()}{message[1:]}{got}{advice}{tail}{end}"
 
 
 def _unknown_key(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> str:
@@ -98,13 +102,16 @@ def _unknown_key(item: Any, given: Mapping[str, str], settings: Mapping[str, Any
         return f"{name}: {ours.why}"
     if ours.setting == "data.sources" and ours.why:
         return f"{name}: {ours.why}; set data.sources: {ours.value}"
-    meant = ours.setting if ours.setting == "data" else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
+    is_other = ours.setting in ("data", "eval.fraction")
+    meant = ours.setting if is_other else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
     return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
 
 
 def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> OurName | None:
     """Return what to set instead of a setting that is refused: what was meant, else its default; None if not known."""
     name, value, kind = _name_of(item, given), _written(item, given), item["type"]
+    if why := instead_of(name, value):
+        return OurName(None, why=why)
     if kind == "missing" and name == "model":
         return OurName(name, _SOME_MODEL)
     if kind == "value_error" and name.startswith("objective.") and name != "objective.kind":
@@ -113,6 +120,8 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
         return our_name(name, value, settings=settings) or OurName(None, why=_LEAVE_OUT)
     if kind == "model_type":
         return _of_section(item["input"], name, value)
+    if name == "freeze" and kind == "list_type" and settings.get("method") != "full":
+        return OurName(None, why="it is for method: full only, LoRA freezes every base weight anyway; leave it out")
     if value.startswith("="):
         return OurName(name, value[1:])
     if name.endswith("every_steps"):
@@ -149,8 +158,8 @@ def _of_section(given: Any, name: str, value: str) -> OurName | None:
 
 
 def _number_meant(item: Any, name: str, value: str) -> OurName | None:
-    if item["type"] == "float_parsing" and re.fullmatch(r"\d+,\d+|[\d.e-]+,", value):
-        return OurName(name, value.rstrip(",").replace(",", "."))
+    if item["type"] == "float_parsing" and re.fullmatch(r"\d+,\d+|[\d.e-]+[,a-df-z]", value):
+        return OurName(name, re.sub("[,a-df-z]$", "", value).replace(",", "."))
     if item["type"] in ("float_parsing", "int_parsing") and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)):
         name = "schedule.warmup_ratio" if name == "schedule.warmup_steps" else name
         return OurName(name, f"{float(percent[1]) / 100:g}", "a share") if name in _SHARES else None
@@ -160,7 +169,7 @@ def _number_meant(item: Any, name: str, value: str) -> OurName | None:
         limit, number = min(item["ctx"].values()), float(item["input"])
         share = number / 100
         if limit <= 1 < number and share <= limit:
-            return OurName(name, f"{share:g}", f"a share, not percent: {number:g} % is {share:g}")
+            return OurName(name, f"{share:g}", f"a share, not percent: {number:g}% is {share:g}")
     return None
 
 

@@ -21,10 +21,10 @@ from flatout.config.names import OF_OTHERS, as_yaml
 from flatout.config.problems import describe_error, steps_of
 from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
-from flatout.config.spelling import mentioned
+from flatout.config.spelling import RESTART, mentioned
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
-from flatout.io.near_path import did_you_mean
+from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
 
 # in the place of a file: all settings are overrides
 NO_FILE = Path("-")
@@ -185,7 +185,7 @@ def _steps(
     if known is None:
         return ""
     changes, names = known
-    mended, refused = merge_overrides(_without(long_forms(merged), names), changes)
+    mended, refused = merge_overrides(_without(long_forms(merged), names), [one for one in changes if one != RESTART])
     try:
         Config.model_validate(mended, context={"is_file": True})
     except ValidationError as error:
@@ -194,7 +194,8 @@ def _steps(
         return ""
     in_file = {*names} - {*given, "model"}
     if origin == "config" or not in_file:
-        return next_steps((shlex.join([*changes, "instead", "of", *names]), ""))
+        evaluates = "eval.fraction=0.05 keeps 5% of the rows to evaluate on" if "eval.fraction=0.05" in changes else ""
+        return next_steps((shlex.join([*changes, "instead", "of", *names]), evaluates))
     if Path(origin).suffix not in (".yaml", ".yml") or not changes:
         return ""
     written, _ = merge_overrides({}, changes)
@@ -220,7 +221,7 @@ def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tupl
     merged, problems = copy.deepcopy(dict(values)), list[str]()
     data = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
     if len(data) > 1:  # of another setting the last one counts; here rows would be left out
-        problems.append(f"data: given {len(data)} times; for all set data: [{', '.join(data)}]")
+        problems.append(f"data: given more than once; to use all of them, set data: [{', '.join(data)}]")
     return merged, problems + [problem for text in overrides if (problem := _apply_override(merged, text))]
 
 
@@ -250,7 +251,7 @@ def read_text(path: Path) -> str:
         if isinstance(error, FileNotFoundError | IsADirectoryError):
             with contextlib.suppress(OSError):  # a name in it that is too long
                 hint = _instead_of(path)
-        raise UsageError(f"{path}: cannot be read as a configuration: {reason}{hint}") from error
+        raise UsageError(hint or f"{path}: cannot be read as a configuration: {reason}") from error
     if len(content) > MAX_FILE_BYTES:
         raise SecurityError(f"{path}: too large for a configuration (limit {MAX_FILE_BYTES:,} bytes)")
     try:
@@ -262,24 +263,28 @@ def read_text(path: Path) -> str:
 
 
 def _instead_of(path: Path) -> str:
-    """Return what to name instead of a folder, or a file that does not exist: one that is there, or a new one."""
+    """Say that a path is a folder or does not exist, and what to name instead: one that is there, or a new one."""
     for file in (path / "config.yaml", path / "run.yaml", Path("runs") / path / "config.yaml"):
         if file.is_file():
-            return f"; its settings are {file}{next_steps((f'{file} instead of {path}', ''))}"
+            return f"{path} is a run; its settings are in {file}{next_steps((f'{file} instead of {path}', ''))}"
     if (path / "config.json").is_file():
-        return f"; it is a model, which is a setting{next_steps((f'model={path} data=DATA instead of {path}', ''))}"
+        words = f"model={path} data={(files_of_rows() or ['chats.jsonl'])[0]} instead of {path}"
+        return f"{path} is a model, not a YAML file; pass it as model={path}{next_steps((words, 'for example'))}"
     if path.exists():
         files = sorted(path.glob("*/config.yaml"))
         step = next_steps((f"{files[0]} instead of {path}", "")) if len(files) == 1 else ""
         shown = ", ".join(map(str, files[:3]))
-        return f"; it is a folder{f' of runs; to continue one, name its settings: {shown}' if files else ''}{step}"
+        return f"{path} {f'holds runs; to continue one, give its settings: {shown}' if files else 'is a folder'}{step}"
+    user, here = unknown_user(path), Path(path.name)
+    if user and here.is_file():
+        return f"{path}: {user}; did you mean {here}?{next_steps((f'{here} instead of {path}', ''))}"
     if near := did_you_mean(path):
-        return near
+        return f"{path}: no such file{near}"
     there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     there.sort(key=lambda file: (file != "run.yaml", file))
-    listing = f"; here are {', '.join(there[:4])}" if there else ""
+    listing = f"; files here include {', '.join(there[:4])}" if there else ""
     step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
-    return f"{listing}; `flatout init {path}` writes one{step}"
+    return f"{path}: {user or f'no such file{listing}; `flatout init {path}` writes one'}{step}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -293,7 +298,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         if path.suffix in ROW_TYPES:
             step = next_steps((f"model=Qwen/Qwen3-0.6B data={path} instead of {path}", ""))
-            raise UsageError(f"{path} holds rows, not settings; name it as data{step}") from error
+            raise UsageError(f"{path} holds rows, not settings; pass it as data={path}{step}") from error
         _refuse_line(path, text)
         reason = " ".join(str(error).split()).replace(' in "<unicode string>",', ",")
         raise UsageError(f"{path}: not valid YAML: {reason}") from error

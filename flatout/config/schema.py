@@ -125,11 +125,11 @@ class EvalConfig(Section):
         if self.patience and not self.every_steps:
             raise ValueError("patience needs every_steps: set eval.every_steps: 0.1")
         if not (self.fraction or self.data):
-            why = "no rows to evaluate on; set eval.fraction: 0.05, or eval.data to a data set"
+            why = "needs rows to evaluate on; set eval.fraction: 0.05, or eval.data to a data set"
             rest = ("every_steps", "patience", "best", "min_delta", "max_new_tokens", "temperature", "worst_samples")
             refuse_unused(self, rest, why)
             if self.prompts:
-                raise ValueError(f"prompts has no effect with {why}")
+                raise ValueError(f"prompts {why}")
         if self.prompts == []:
             refuse_unused(self, ("max_new_tokens", "temperature"), "prompts: []")
         return self

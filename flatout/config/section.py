@@ -76,4 +76,4 @@ def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *, path: s
     """
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{path}{name} has no effect with {why}")
+            raise ValueError(f"{path}{name} {why if why.startswith('needs ') else f'has no effect with {why}'}")

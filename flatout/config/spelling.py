@@ -70,8 +70,8 @@ class Caller:
         if added and added[0].startswith("columns="):
             return self._columns(yaml.safe_load(added[0].removeprefix("columns=")), *words[2:])
         takes_words = self.kind == "command" and self.words[:1] in (["data"], ["init"])
-        if added and added[0].startswith("data=[") and takes_words:
-            if self.words[0] == "init":  # it takes one file
+        if added and added[0].startswith("data=") and takes_words:
+            if self.words[0] == "init" or added[0][5:6] != "[":  # init takes one file, and show none
                 return None
             added = yaml.safe_load(added[0].removeprefix("data="))
         removed |= {_parts(word)[0] for word in added if "=" in word or word[0] == "-"}
@@ -125,9 +125,10 @@ class Caller:
             options = [f"--column={ours}={theirs}" for ours, theirs in columns.items()]
             return shlex.join(["flatout", *self.words, *options])
         if is_sure:
-            return shlex.join(["flatout", *self.words, is_sure])
+            return f"{shlex.join(['flatout', *self.words, is_sure])}  # {is_sure} accepts these columns"
         if f"data={path}" not in self.words:
-            return f"in the file: data: {as_yaml(source)}"
+            file = next((word for word in self.words if word.endswith((".yaml", ".yml"))), "the file")
+            return f"in {file}: data: {as_yaml(source)}"
         return self.step([f"data={as_yaml(source)}"])
 
 
@@ -139,6 +140,8 @@ def spelled(text: str, caller: Caller) -> str:
     lines = []
     for line in [*text.split("\n"), *_implied(text, caller)]:
         if not line.startswith(STEP):
+            if caller.kind == "python":  # rows that were copied to a file
+                line = re.sub(r"\S*in_memory/data-\w+/rows\.\w+:(\d+)", r"row \1 of your data", line)
             lines.append(_mention().sub(lambda match: match[1] + caller.setting(match[2], match[3]), line))
             continue
         words, _, why = line.removeprefix(STEP).partition("  ")
@@ -153,6 +156,8 @@ def spelled(text: str, caller: Caller) -> str:
 
 def mentioned(text: str) -> list[str]:
     """Return the changes `name=value` that a sentence says to make first: `set A: 1 and B: 2, or C: 3` has A and B."""
+    if text.startswith(f"{RESTART} ("):
+        return [RESTART]
     match = _order().search(text)
     return [f"{name}={value}" for _, name, value in _mention().findall(match[0])] if match else []
 
@@ -193,7 +198,7 @@ def _mention() -> re.Pattern[str]:
     from flatout.config.names import dotted_names
 
     names = "|".join(map(re.escape, sorted(dotted_names(), key=len, reverse=True)))
-    return re.compile(rf"(\b(?:set|use|or|and|with|give|write|choose) )({names})(?:: |=)({_VALUE})")
+    return re.compile(rf"(\b(?:set|use|or|and|with|give|write|choose|add|for|none) )({names})(?:: |=)({_VALUE})")
 
 
 def _option(name: str, value: str) -> str:

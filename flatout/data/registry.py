@@ -18,7 +18,7 @@ from flatout.errors import DataError, SecurityError, next_steps
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
 from flatout.io.json_file import read_json, validated
-from flatout.io.near_path import did_you_mean
+from flatout.io.near_path import did_you_mean, files_of_rows
 
 FILE_NAME = "data_config.json"
 
@@ -107,29 +107,30 @@ def find(root: Path, name: str) -> Entry:
     if Path(name).suffix and (suggestion := did_you_mean(name)):
         raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
     if Path(name, "config.json").is_file():
-        raise DataError(f"{name} is a model, not data; name a file, such as {(_files_of_rows() or ['chats.jsonl'])[0]}")
+        raise DataError(f"{name} is a model, not data; name a file, such as {(files_of_rows() or ['chats.jsonl'])[0]}")
     if Path(name).exists():
         raise DataError(
-            f"{name} contains rows and is not a built data set; build one with "
-            f"`flatout data build {name} --tokenizer MODEL --name NAME`"
+            f"{name} contains rows and is not a built data set; "
+            + (
+                f"the one built as {stem} is{next_steps((shlex.join([stem, 'instead', 'of', name]), ''))}"
+                if (stem := Path(name).stem) in entries
+                else f"build one with `flatout data build {name} --tokenizer Qwen/Qwen3-0.6B --name {stem}`"
+            )
         )
     if name == "default":  # no data was named
-        there = [*entries, *_files_of_rows(), "chats.jsonl"]
+        there = [*entries, *files_of_rows(), "chats.jsonl"]
         raise DataError(f"no data is named; for example, set data: {there[0]}")
     if not entries:
+        file = (files_of_rows() or ["chats.jsonl"])[0]
+        step = next_steps((shlex.join([f"data={file}", "instead", "of", f"data={name}"]), "for example"))
         raise DataError(
-            f"no data set {name!r}: {root / FILE_NAME} has none; build one with `flatout data build "
-            f"{(_files_of_rows() or ['chats.jsonl'])[0]} --tokenizer Qwen/Qwen3-0.6B --name {name}`"
+            f"no data set {name!r}, and no file of that name: {root / FILE_NAME} lists no data set; name a file, or "
+            f"build one with `flatout data build {file} --tokenizer Qwen/Qwen3-0.6B --name {name}`{step}"
         )
     near = difflib.get_close_matches(name, entries, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     step = next_steps((shlex.join([(near or [*entries])[0], "instead", "of", name]), "" if near else "for example"))
     raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}{step}")
-
-
-def _files_of_rows() -> list[str]:
-    """Return the files here that can hold rows."""
-    return sorted(path.name for path in Path().iterdir() if path.suffix in (".jsonl", ".csv", ".parquet"))
 
 
 def upsert(root: Path, entry: Entry, extra: dict[str, Any] | None = None) -> None:

@@ -64,7 +64,7 @@ def export(
         step = next_steps((f"--quantize q8_0 instead of --quantize {shlex.quote(kind)}", ""))
         raise UsageError(
             f"--quantize {kind}: needs llama.cpp's llama-quantize, which is neither in PATH nor in the folder of "
-            f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need no more{step}"
+            f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need nothing else{step}"
         )
     require_empty(out)
     trained, name = resolve_model_paths(target, base=base, results=results), Path(target).resolve().name

@@ -99,7 +99,7 @@ def _explained(error: json.JSONDecodeError) -> JSONSyntaxError:
     ):
         what += "; remove the comma before it"
     if error.pos >= len(error.doc.rstrip()):
-        what += "; the text ends here"
+        what += ", but the JSON ends here; complete it"
     return JSONSyntaxError(what, error.lineno, error.colno, at_second_value=error.msg == "Extra data")
 
 

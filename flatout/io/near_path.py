@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from flatout.errors import next_steps
@@ -16,6 +18,27 @@ _CUTOFF, _SHORT, _SHORT_CUTOFF, _ENDING_CUTOFF = 0.6, 3, 0.5, 0.5
 def expand_home(path: str | Path) -> Path:
     """Return a path whose `~` is the home folder; as it is if there is no such user, so that nothing is found there."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  (pathlib raises RuntimeError for a user who is not there)
+
+
+def unknown_user(path: str | Path) -> str:
+    """Return that the user of `~name/...` does not exist; else ""."""
+    return f"there is no user {expand_home(path).parts[0][1:]}" if str(expand_home(path)).startswith("~") else ""
+
+
+def has_rows(file: Path) -> bool:
+    """Whether a file is not empty, and if it is JSON Lines begins with an object."""
+    with suppress(OSError, ValueError):
+        if file.suffix != ".jsonl":
+            return file.is_file() and file.stat().st_size > 0
+        with file.open("rb") as lines:
+            return isinstance(json.loads(lines.readline(1 << 20)), dict)
+    return False
+
+
+def files_of_rows() -> list[str]:
+    """Return the files here that have rows, JSON Lines first."""
+    there = [path for path in Path().iterdir() if path.suffix in (".jsonl", ".csv", ".parquet") and has_rows(path)]
+    return [path.name for path in sorted(there, key=lambda path: (path.suffix != ".jsonl", path.name))]
 
 
 def near_path(given: str | Path) -> Path | None:
@@ -54,7 +77,7 @@ def other_model(given: str) -> str:
     if near := did_you_mean(given, is_folder=True):
         return near
     here = sorted(str(file.parent) for file in Path().glob("*/config.json"))
-    listing = f"; the models here are {', '.join(here[:4])}" if here else ""
+    listing = f"; model{'s' * (len(here) > 1)} here: {', '.join(here[:4])}" if here else ""
     words = shlex.join([(here or ["Qwen/Qwen3-0.6B"])[0], "instead", "of", given])
     return f"{listing}{next_steps((words, 'for example'))}"
 

@@ -75,6 +75,7 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
     return Normalizers(objective, per, values)
 
 
+_A_PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 _PAIRS = "from rows of chosen and rejected answers, or, for rows of one answer, set objective: cross_entropy"
 
 
@@ -83,6 +84,12 @@ def _require_units(objective: Objective, store: TokenStore) -> None:
     sizes = np.ones(store.num_samples, np.int64) if offsets is None else np.diff(offsets)
     if (wrong := np.flatnonzero(sizes != objective.unit_size)).size:
         first = int(wrong[0] if offsets is None else offsets[wrong[0]])
+        if objective.unit_size == 2 and sizes[wrong[0]] == 1:
+            raise DataError(
+                f"{store.origin(first)}: objective {objective.name} needs a chosen and a rejected answer in each row; "
+                f"{wrong.size:,} of {sizes.size:,} have one answer; write rows such as {_A_PAIR}, or set objective: "
+                "cross_entropy"
+            )
         raise DataError(
             f"{store.origin(first)}: a unit of {sizes[wrong[0]]}, but objective {objective.name} takes units of "
             f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.errors import DataError, UsageError, next_steps
+from flatout.io.near_path import other_model
 from flatout.io.redact import redacted
 from flatout.track.run_log import RUN_FILES, RunLog, read_run
 from flatout.track.summary import summarize
@@ -53,7 +54,8 @@ def _one_of(known: Sequence[str], target: str | Path, runs: Path = RUNS) -> str:
         return f"; there are no runs in {runs}/ yet: `flatout train` makes one"
     meant = Path(target).stem if Path(target).stem in known else known[0]
     shown = "the runs here are" if known[1:] else "the run here is"
-    step = next_steps((shlex.join([meant, "instead", "of", str(target)]), ""))
+    why = "" if meant == Path(target).stem else "for example"
+    step = next_steps((shlex.join([meant, "instead", "of", str(target)]), why))
     return f"; {shown} {', '.join(known[:8])}{step}"
 
 
@@ -66,8 +68,8 @@ def find_model(target: str) -> str:
     with suppress(OSError):  # a name too long for a path
         if path.is_file():
             if path.suffix == ".gguf":
-                raise UsageError(_gguf(path, [folder.name for folder in run_folders(RUNS)]))
-            end = _one_of([folder.name for folder in run_folders(RUNS)], target)
+                raise UsageError(_gguf(path))
+            end = _a_model(target)
             if len(path.parts) > 1:
                 end = next_steps((shlex.join([str(path.parent), "instead", "of", target]), ""))
             raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{end}")
@@ -79,7 +81,7 @@ def find_model(target: str) -> str:
             return str(RUNS / path)
     known = [folder.name for folder in run_folders(RUNS)]
     if path.suffix in _FILE_ENDINGS:
-        end = f"name the folder of a run, an adapter or a model, or a hub id{_one_of(known, target)}"
+        end = f"name the folder of a run, an adapter or a model, or a hub id{_a_model(target)}"
         raise UsageError(f"there is no file {target}; {end}")
     if "/" not in target and (near := difflib.get_close_matches(target, known, n=1, cutoff=0.7)):
         step = next_steps((f"{near[0]} instead of {target}", ""))
@@ -87,12 +89,18 @@ def find_model(target: str) -> str:
     return target
 
 
-def _gguf(file: Path, known: Sequence[str]) -> str:
+def _a_model(target: str | Path) -> str:
+    """Return the end of an error on what is no model: the finished runs, else the models here, and a step."""
+    finished = [folder.name for folder in run_folders(RUNS) if (folder / "final").is_dir()]
+    return _one_of(finished, target) if finished else other_model(str(target))
+
+
+def _gguf(file: Path) -> str:
     """Return the error on a GGUF file, which llama.cpp reads, with the command for it and the run that stays here."""
     program = f"`llama-cli -m {shlex.quote(str(file))}` of llama.cpp"
     return (
         f"{file} is a GGUF file, which flatout writes and does not read; chat with it by {program}, or here with the "
-        f"run or model folder that it was made of{_one_of(known, file) if known else ''}"
+        f"run or model folder that it was made of{_a_model(file)}"
     )
 
 

@@ -17,7 +17,7 @@ from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, most_rows, raise_error, row_type, table_rows, total_rows
 from flatout.errors import DataError, next_steps
 from flatout.io.durable_io import digest
-from flatout.io.near_path import did_you_mean, expand_home
+from flatout.io.near_path import did_you_mean, expand_home, has_rows, unknown_user
 from flatout.io.redact import redacted
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ class RowSource:
             yield raw
         if empty:
             why = (
-                f"all {num_bad} rows are bad; the first: {first}"
+                f"{f'all {num_bad} rows are bad; the first' if num_bad > 1 else 'its only row is bad'}: {first}"
                 if num_bad
-                else f"all of its files are empty; {_A_ROW}"
+                else f"{'the file is' if len(self.files) == 1 else 'all of its files are'} empty; {_A_ROW}"
             )
             raise DataError(f"{self.name}: no rows: {why}")
 
@@ -300,9 +300,11 @@ def _nothing_found(pattern: str) -> str:
     parts = [part.strip() for part in pattern.split(",")]
     if parts[1:] and all(glob.glob(str(expand_home(part))) for part in parts):  # noqa: PTH207
         step = next_steps((shlex.join([f"data=[{', '.join(parts)}]", "instead", "of", pattern]), ""))
-        return f"{pattern}: no such file; several files are a list, data: [{', '.join(parts)}]{step}"
+        return f"{pattern}: no such file; give several files as a list{step}"
     if glob.has_magic(pattern):
         return f"{pattern}: no data file matches{_files_beside(path, pattern)}"
+    if user := unknown_user(pattern):
+        return f"{pattern}: {user}{_files_beside(Path(path.name), pattern)}"
     if path.is_symlink():
         return f"{pattern}: a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
     if near := did_you_mean(pattern):
@@ -316,12 +318,12 @@ def _files_beside(path: Path, pattern: str) -> str:
     That is one of the same type, if there is one.
     """
     folder = path.parent
-    there = [child for child in folder.iterdir() if child.is_file() and row_type(child)] if folder.is_dir() else []
-    there.sort(key=lambda child: (child.suffix != path.suffix, child.name))
+    there = [child for child in folder.iterdir() if row_type(child) and has_rows(child)] if folder.is_dir() else []
+    there.sort(key=lambda child: (child.suffix != path.suffix, child.suffix != ".jsonl", child.name))
     if not there:
         return "; give a file, a folder, a glob or a hub id (org/set)"
     step = next_steps((shlex.join([str(there[0]), "instead", "of", pattern]), "for example"))
-    return f"; the files here are {', '.join(str(child) for child in there[:4])}{step}"
+    return f"; files here include {', '.join(str(child) for child in there[:4])}{step}"
 
 
 def _digest(path: Path) -> str:

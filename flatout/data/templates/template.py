@@ -242,4 +242,4 @@ def template_text(
         if near[0]
         else ""
     )
-    raise DataError(f"data.template {template!r} is neither one of {', '.join(OURS)} nor a .jinja file here{hint}")
+    raise DataError(f"there is no template {template!r}; known: {', '.join(OURS)}, or a .jinja file{hint}")

@@ -105,9 +105,9 @@ def test_what_stands_where_a_run_writes_is_named_before_anything_slow(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["run_dir=."], "holds the folder you are in"),
-        (["run_dir=/"], "holds the folder you are in"),
-        (["run_dir=.."], "holds the folder you are in"),
+        (["run_dir=."], "is the current folder, or holds it"),
+        (["run_dir=/"], "is the current folder, or holds it"),
+        (["run_dir=.."], "is the current folder, or holds it"),
         (["data.root={model}"], "data.root: {model} is the model's folder"),
         (["run_dir=runs/a", "data.root=data"], ""),
         (["run_dir=./a"], ""),

@@ -81,8 +81,8 @@ def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixt
             "--too-long: input should be 'auto', 'error', 'drop', 'truncate' or 'split'",
         ),
         (["--name", "x", "--weight", "1", "--weight", "2"], 2, "2 --weight for 1 sources"),
-        (["--name", "x", "--column", "output"], 2, "--column 'output' is not OURS=YOURS"),
-        (["--name", "x", "--template", "chatlm"], 3, "'chatlm' is neither one of chatml"),
+        (["--name", "x", "--column", "output"], 2, "--column 'output': write FLATOUT_NAME=YOUR_COLUMN"),
+        (["--name", "x", "--template", "chatlm"], 3, "there is no template 'chatlm'; known: chatml"),
     ],
 )
 def test_mistakes_are_named(

@@ -60,7 +60,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
      "conversations[1].value is null, not a string; only an assistant turn with tool_calls may have none"),
     ("C6", {"messages": 5}, "messages is a number (5), not a list"),
     ("C6", {"messages": "[{"},
-     "messages is not valid JSON: character 3: expected a key in double quotes; the text ends here"),
+     "messages is not valid JSON: character 3: expected a key in double quotes, but the JSON ends here; complete it"),
     ("C6", {"instruction": 5, "output": "a"}, "instruction is a number (5), not a string"),
     ("C6", {"instruction": "q", "output": ["a"]}, "output is a list, not a string"),
     ("C6", {"instruction": "q", "input": 1, "output": "a"}, "input is a number (1), not a string"),
@@ -217,7 +217,7 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "columns found: question, answer"),
     ("C10", {"q": "q", "a": "a"}, {},
      "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: q, output: a}, or "
-     "rename them as one of messages; instruction, output; prompt, completion; text; chosen, rejected; "
+     "rename them to (messages), (instruction, output), (prompt, completion), (text) or (chosen, rejected); "
      "columns found: q, a"),
     ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; map yours"),
     ("C10", {"q": 1}, {"format": "text"}, "train.jsonl:1: no column 'text', which format text needs; columns found: q"),

@@ -53,7 +53,7 @@ def test_unknown_keys_of_an_entry_are_no_error(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has none; build one with `flatout data build chats.jsonl"):
+    with pytest.raises(DataError, match=r"build one with `flatout data build chats.jsonl"):
         find(tmp_path, "finetom")
     upsert(tmp_path, ENTRY)
     upsert(tmp_path, replace(ENTRY, name="other"))

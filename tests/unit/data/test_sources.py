@@ -203,7 +203,7 @@ UNREADABLE = [
     ("x.jsonl", b'\xef\xbb\xbf{"a": "\xff"}\n',
      ":1: invalid UTF-8 at byte 10 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8"),
     ("x.jsonl", '{"a": 1}'.encode("utf-16"), ":1: the file is UTF-16; convert it to UTF-8"),
-    ("x.jsonl", b'{"a": 1\r\n{"a": 1}\n', ":1:8: expected ',' or '}'; the text ends here"),
+    ("x.jsonl", b'{"a": 1\r\n{"a": 1}\n', ":1:8: expected ',' or '}', but the JSON ends here; complete it"),
     ("x.jsonl", b'{"a": 1}\n[1]\n', ":2: the row is a list, not an object of columns"),
     ("x.jsonl", b"null\n", ":1: the row is null, not an object of columns"),
     ("x.jsonl", b'{"a": NaN}\n', ":1:7: NaN is not valid JSON; write null or a number"),
@@ -222,10 +222,10 @@ UNREADABLE = [
      "(Compressed file ended before the end-of-stream marker was reached); copy it again"),
     ("x.jsonl.xz", b"no xz at all",
      ": the .xz file is damaged or truncated (Input format not supported by decoder); copy it again"),
-    ("x.jsonl", b"", ": no rows: all of its files are empty"),
-    ("x.jsonl", b"\n \r\n", ": no rows: all of its files are empty"),
-    ("x.json", b"[]", ": no rows: all of its files are empty"),
-    ("x.csv", b"a,b\n", ": no rows: all of its files are empty"),
+    ("x.jsonl", b"", ": no rows: the file is empty"),
+    ("x.jsonl", b"\n \r\n", ": no rows: the file is empty"),
+    ("x.json", b"[]", ": no rows: the file is empty"),
+    ("x.csv", b"a,b\n", ": no rows: the file is empty"),
     ("x.jsonl", '{"a": 1}'.encode("utf-16-le"), ":1: the file is UTF-16; convert it to UTF-8"),
     ("x.jsonl", b"{'a': 1}\n", ":1:2: expected a key in double quotes; single quotes are Python's, not JSON's"),
     ("x.jsonl", b'{"a": 1,}\n', ":1:9: expected a key in double quotes; remove the comma before it"),
@@ -238,7 +238,7 @@ UNREADABLE = [
      ": over 64 MiB in one piece; write it as JSON Lines, one row per line"),
     ("x.csv", b'a\n"' + (b"x" * (1 << 20) + b"\n") * 65 + b'"\n',
      ": line 65: not readable as csv: field larger than field limit (67108864)"),
-    ("x.txt", b"", ": no rows: all of its files are empty"),
+    ("x.txt", b"", ": no rows: the file is empty"),
 ]  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"trian\.jsonl: no such file or folder; did you mean .*/train\.jsonl\?"):
         opened(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; the files here are .*train.jsonl"):
+    with pytest.raises(DataError, match=r"\*\.csv: no data file matches; files here include .*train.jsonl"):
         opened(tmp_path / "*.csv")
     with pytest.raises(DataError, match="no data files in this folder; known types: json, jsonl"):
         opened(tmp_path / "empty")

@@ -10,7 +10,7 @@ BAD = [
     ('{"a": 1 "b": 2}', 1, 9, "expected ',' or '}'"),
     ('{"a": [1 2]}', 1, 10, "expected ',' or ']'"),
     ('{"a": "x}", "b": [{}, {}] "c"}', 1, 27, "expected ',' or '}'"),
-    ('{"a": 1', 1, 8, "expected ',' or '}'; the text ends here"),
+    ('{"a": 1', 1, 8, "expected ',' or '}', but the JSON ends here; complete it"),
     ('{"a" 1}', 1, 6, "expected ':' after the key"),
     ("{'a': 1}", 1, 2, "expected a key in double quotes; single quotes are Python's, not JSON's"),
     ('{\n "a": 1,\n "b": tru\n}', 3, 7, "expected a value"),
@@ -27,7 +27,7 @@ BAD = [
         1,
         "exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
     ),
-    ("", 1, 1, "expected a value; the text ends here"),
+    ("", 1, 1, "expected a value, but the JSON ends here; complete it"),
 ]
 
 

@@ -301,8 +301,8 @@ def test_a_file_of_prompts_that_cannot_be_used_is_refused(tiny: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("evaluation", "text"),
     [
-        ({"prompts": ["a"]}, "prompts has no effect with no rows to evaluate on"),
-        ({"temperature": 1.0}, "temperature has no effect with no rows to evaluate on"),
+        ({"prompts": ["a"]}, "prompts needs rows to evaluate on"),
+        ({"temperature": 1.0}, "temperature needs rows to evaluate on"),
         ({"fraction": 0.1, "prompts": [], "max_new_tokens": 3}, "max_new_tokens has no effect with prompts: []"),
         ({"data": ["a", "a"]}, "each named once"),
         ({"data": []}, "at least one data set"),

@@ -141,7 +141,8 @@ def test_the_learning_rate_follows_the_kind(tiny: Any, tmp_path: Path, method: s
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [([2] * 4, None), ([1] * 8, "a unit of 1, but objective simpo takes units of 2; 8 of 8 units")]
+    ("sizes", "said"),
+    [([2] * 4, None), ([1] * 8, "objective simpo needs a chosen and a rejected answer in each row; 8 of 8")],
 )
 def test_only_pairs_are_trained_on(tiny: Any, tmp_path: Path, sizes: list[int], said: str | None) -> None:
     write_units(tmp_path, tiny.model_dir, sizes, name="pairs")

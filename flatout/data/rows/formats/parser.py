@@ -307,7 +307,7 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
 
 def _ours_first(ours: str, theirs: str) -> str:
     swapped = next_steps((f"{theirs}={ours} instead of {ours}={theirs}", ""))
-    return f"it is one of yours: write columns: {{{theirs}: {ours}}}, ours first{swapped}"
+    return f"flatout's name comes first: {theirs}={ours}{swapped}"
 
 
 def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
@@ -335,8 +335,8 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
             zip(("instruction", "output"), texts if len(texts) > 1 else ("question", "answer"), strict=False)
         )
         advice = near_miss(missing, _all_columns(), row, works) or Advice(
-            f"no known format has these columns; map yours, such as columns: {written(example)}, or rename them as one "
-            f"of {_USUAL}",
+            f"no known format has these columns; map yours, such as columns: {written(example)}, or rename them to "
+            f"{_USUAL}",
             example,
             is_sure=False,
         )
@@ -344,7 +344,7 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
 
 
 # the columns of the formats that most data sets have
-_USUAL = "messages; instruction, output; prompt, completion; text; chosen, rejected"
+_USUAL = "(messages), (instruction, output), (prompt, completion), (text) or (chosen, rejected)"
 
 
 class ColumnsError(DataError):
@@ -360,7 +360,7 @@ def _refusal(source: SourceConfig, first: RawRow, advice: Advice) -> DataError:
     if not advice.columns:
         return DataError(said)
     words = [f"columns={written(advice.columns)}", "of", source.path, *(["--yes"] if advice.is_sure else [])]
-    said += next_steps((shlex.join(words), ""))
+    said += next_steps((shlex.join(words), "" if advice.is_sure else f"if {next(iter(advice.columns.values()))} asks"))
     return ColumnsError(said, source.path, advice.columns) if advice.is_sure else DataError(said)
 
 
