@@ -35,7 +35,7 @@ class ParallelLayout:
     context_ranks: int = 1
 
     def data_parallel_rank_of(self, rank_index: int) -> int:
-        """Return a rank's place in the plan: ranks that share micro-batches are one."""
+        """Return which `StepPlan.by_rank` a rank takes: ranks that share micro-batches take the same."""
         return rank_index // self.context_ranks
 
     @property

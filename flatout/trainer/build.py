@@ -287,10 +287,10 @@ def compile_model(
     line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")
     reporter.stage("compile", line)
     if loader.num_boundaries is not None and compiled.num_compiled:
-        place = planned.parallel_layout.data_parallel_rank_of(setup.rank.index)
-        sizes = count_sizes(planned.plan, place, size_buckets=loader.size_buckets)
+        rank_index = planned.parallel_layout.data_parallel_rank_of(setup.rank.index)
+        sizes = count_sizes(planned.plan, rank_index, size_buckets=loader.size_buckets)
         if planned.mismatched is not None:
-            sizes += count_sizes(planned.mismatched.plan, place, size_buckets=loader.size_buckets)
+            sizes += count_sizes(planned.mismatched.plan, rank_index, size_buckets=loader.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):

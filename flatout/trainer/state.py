@@ -171,7 +171,7 @@ class TrainingRun:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's place in the plan."""
+        """The index of this process's micro-batches in `StepPlan.by_rank`."""
         return self.planned.parallel_layout.data_parallel_rank_of(self.rank.index)
 
     @property
