@@ -53,7 +53,7 @@ def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_pa
     assert plan(PAIRS, objective="simpo").plan.num_units == 24
     chosen = plan(PAIRS, {"columns": {"completion": "chosen"}})
     assert (chosen.plan.num_units, chosen.store.unit_offsets) == (24, None)
-    with pytest.raises(DataError, match=r"objective simpo takes units of 2; .*from rows of chosen and rejected"):
+    with pytest.raises(DataError, match=r"objective simpo needs a chosen and a rejected answer .*120 of 120 have one"):
         plan_run(tiny.config(tmp_path / "run", objective="simpo"), Reporter(), Rank())
     with pytest.raises(DataError, match=r"'d' has 8 answers whose label is 0, and objective cross_entropy would learn"):
         plan(JUDGED)
