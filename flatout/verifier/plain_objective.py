@@ -134,6 +134,6 @@ class _PlainLabels(LabelTokens):
         raise AttributeError(name)
 
     @property
-    def rows(self) -> Tensor:
+    def hidden_states(self) -> Tensor:
         """Unused by a head that knows its losses."""
         return self.batch.label_rows
