@@ -84,7 +84,7 @@ def _require_units(objective: Objective, store: TokenStore) -> None:
     sizes = np.ones(store.num_samples, np.int64) if offsets is None else np.diff(offsets)
     if (wrong := np.flatnonzero(sizes != objective.unit_size)).size:
         first = int(wrong[0] if offsets is None else offsets[wrong[0]])
-        if objective.unit_size == 2 and sizes[wrong[0]] == 1:
+        if objective.unit_size == 2 and (sizes[wrong] == 1).all():
             raise DataError(
                 f"{store.origin(first)}: objective {objective.name} needs a chosen and a rejected answer in each row; "
                 f"{wrong.size:,} of {sizes.size:,} have one answer; write rows such as {_A_PAIR}, or set objective: "
