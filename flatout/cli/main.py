@@ -171,7 +171,7 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
     from flatout.config.spelling import mentioned
 
     known = {**dict.fromkeys(options_of(parser, ())), **OPTIONS_OF_OTHERS.get(argv[0], {})}
-    settings, used = _settings_of(argv), list[str]()
+    used = list[str]()
     options = dict[str, tuple[str, str | None]]()  # by name: what was typed, and its value
     for index, word in enumerate(argv):
         word = f"-{word}" if re.match(r"-[a-z]{2}", word) else word
@@ -181,6 +181,8 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         after = next(iter(argv[index + 1 : index + 2]), "-")
         is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
         options[option[2:].replace("-", "_")] = (option, given if equals else after if is_value else None)
+    # the file is read only for options to translate: a rank must not wait for it before its launcher's end is its own
+    settings = _settings_of(argv) if options else {}
     settings |= {name: value for name, (_, value) in options.items()}
     if "--restart" in argv and (resumes := next((name for name in options if name.startswith("resume")), None)):
         step = next_steps((shlex.join(["instead", "of", "--restart", options[resumes][0]]), "continues the run"))
