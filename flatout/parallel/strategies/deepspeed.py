@@ -100,7 +100,7 @@ class EngineLoss(nn.Module):
     # an attribute of ModelWithLoss; None: no CUDA graphs
     decoder = None
 
-    def __init__(self, engine: nn.Module, model: nn.Module, num_ranks: int) -> None:
+    def __init__(self, engine: nn.Module, model: Any, num_ranks: int) -> None:
         super().__init__()
         self.engine, self._num_ranks = engine, num_ranks
         # in a tuple, as the engine holds its weights
@@ -112,6 +112,9 @@ class EngineLoss(nn.Module):
         if sums[0].requires_grad:
             sums[0].register_hook(lambda grad: grad * self._num_ranks)
         return sums
+
+    def label_tokens(self, *of: Any) -> Any:
+        return self._models[0].label_tokens(*of)
 
     @property
     def on_losses(self) -> Any:
