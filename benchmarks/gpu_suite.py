@@ -52,7 +52,9 @@ class Case:
 
 
 def run_suite(tests: Path, num_processes: int, junit: Path) -> list[Case]:
-    """Run the tests marked `gpu` under `tests`; `junit` gets pytest's XML with every traceback.
+    """Run the tests marked `gpu` under `tests`.
+
+    `junit` gets pytest's XML with every traceback, and a .txt beside it those of failures as they come.
 
     Raises:
         SystemExit: pytest ended before it ran the tests, or found none.
@@ -62,6 +64,7 @@ def run_suite(tests: Path, num_processes: int, junit: Path) -> list[Case]:
     command += ["-o", "junit_family=xunit1", "-n", str(num_processes), "--dist", "load", "--maxschedchunk", "1"]
     threads = str(max(1, (os.cpu_count() or 1) // num_processes))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+    environment["FLATOUT_FAILURES_FILE"] = str(junit.with_suffix(".txt").resolve())
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if code not in (0, 1):
         stop(f"pytest ended with code {code}: it found no test marked gpu, or could not run them")

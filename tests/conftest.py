@@ -166,6 +166,14 @@ def metrics_of() -> Any:
     return read_metrics
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append a failure to FLATOUT_FAILURES_FILE at once: pytest prints them at its end, which a time limit may cut."""
+    path = os.environ.get("FLATOUT_FAILURES_FILE")
+    if report.failed and path and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-4000:]}\n\n")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Write the fuzz's counts; here, as pytest-xdist's main process reads no conftest below this folder."""
     found: Counter[str] = Counter()
