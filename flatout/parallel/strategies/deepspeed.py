@@ -55,6 +55,9 @@ class DeepSpeed(Strategy):
             if getattr(module, "reads_submodules", False):
                 # stage 3 gathers weights where a module is called: all of them here, as some are only read
                 deepspeed.utils.set_z3_leaf_module(module, True)
+        # stage 3 takes a leaf module's gradients once its input has one; in a first layer, only if embeddings get one
+        inner: Any = model.model
+        inner.enable_input_require_grads()
         optimizer = make_optimizer()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
