@@ -74,7 +74,7 @@ MAX_PACKAGE_LINES = {
     "models": 9188,
     "objectives": 974,
     "optim": 653,
-    "parallel": 1716,
+    "parallel": 1719,
     "planner": 3347,
     "profile": 303,
     "rollout": 1342,
