@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,9 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
     if args.data is None or not data.sources:
         if columns:
             model = [] if args.model else ["--model", "Qwen/Qwen3-0.6B"]
-            words = shlex.join(["--data", (files_of_rows() or ["chats.jsonl"])[0], *model])
+            files = files_of_rows() or ["chats.jsonl"]
+            fits = [name for name in files if Path(name).is_file() and _names_all(Path(name), columns.values())]
+            words = shlex.join(["--data", (fits or files)[0], *model])
             raise UsageError(f"--column needs --data, whose columns it renames{next_steps((words, 'for example'))}")
         return data
     from flatout.data.rows.archives import read_file
@@ -157,6 +160,13 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
 
     named = [source.model_copy(update={"columns": columns}) if columns else source for source in data.sources]
     return with_columns(read, data.model_copy(update={"sources": named}), takes=True)
+
+
+def _names_all(file: Path, columns: Iterable[str]) -> bool:
+    """Whether the first line of a file of rows has the names of all columns."""
+    with file.open("rb") as lines:
+        first = lines.readline(1 << 20)
+    return all(column.encode() in first for column in columns)
 
 
 def write_new(path: Path, text: str) -> None:

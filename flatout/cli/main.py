@@ -141,12 +141,11 @@ def _overview() -> str:
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
     settings = Path("runs", *argv[1:2], "config.yaml")
     if argv[0] in ("resume", "continue", "restart"):
-        known = {file.parent.name: file for file in sorted(Path("runs").glob("*/config.yaml"))}
+        known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
         if argv[1:] and argv[1] not in known and known:
-            name, file = next(iter(known.items()))
-            step = next_steps((shlex.join(["train", str(file), "instead", "of", *argv[:2]]), "for example"))
             raise UsageError(
-                f"there is no run {argv[1]}, and no verb {argv[0]!r}; to continue {name}, train it again{step}"
+                f"there is no run {argv[1]}, and no verb {argv[0]!r}; `flatout train runs/RUN/config.yaml` continues a "
+                f"run, here {', '.join([*known][:8])}"
             )
         step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
         raise UsageError(
@@ -155,6 +154,9 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
     named = [ours for ours, others in _VERBS_OF_OTHERS.items() if argv[0].lower() in others.lower().split()]
     if near := named or difflib.get_close_matches(argv[0].lower(), VERBS, n=1):
         step = next_steps((f"{near[0]} instead of {argv[0]}", ""))
+        if near[0] == "eval" and len(argv) == 2:  # it needs an option
+            words = ["eval", argv[1], "--tasks", "arc_easy", "instead", "of", *argv]
+            step = next_steps((shlex.join(words), "for example"))
         raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
     if argv[0].endswith((".yaml", ".yml")) or "=" in argv[0]:
         step = next_steps((shlex.join(["train", argv[0], "instead", "of", argv[0]]), ""))
@@ -167,7 +169,7 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
 
     All of them are refused at once.
     """
-    from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name
+    from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name, why_of
     from flatout.config.spelling import mentioned
 
     known = {**dict.fromkeys(options_of(parser, ())), **OPTIONS_OF_OTHERS.get(argv[0], {})}
@@ -206,7 +208,8 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
             said.append(f"{option} is a setting here: {changes[-1]}" + (f" ({ours.why})" if ours.why else ""))
     if said:
         changes = [*dict.fromkeys(changes)]
-        step = next_steps((shlex.join([*changes, *needed_with(changes, settings), "instead", "of", *used]), ""))
+        changes += needed_with(changes, settings)
+        step = next_steps((shlex.join([*changes, "instead", "of", *used]), why_of(changes)))
         raise UsageError(f"{'; '.join(said)}{step}")
     _refuse_words(argv)
 

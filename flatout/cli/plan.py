@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     plan = planned.plan
     if args.step is not None:
         if not 0 <= args.step < plan.num_steps:
-            raise UsageError(f"--step is {args.step}; expected 0 to {plan.num_steps - 1}, the last step of the run")
+            last = plan.num_steps - 1
+            known = f"0 to {last}, the last step of the run" if last else "0, as this run has one step only"
+            raise UsageError(f"--step is {args.step}; expected {known}")
         step = plan.step(args.step)
         facts = asdict(step)
         facts["ranks"] = facts.pop("by_rank")  # the name that programs read

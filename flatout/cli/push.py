@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from flatout.cli.screen import import_transformers, progress_console, run_folder
+from flatout.cli.screen import import_transformers, progress_console, run_to_publish
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("run", type=run_folder, metavar="RUN", help="name or folder of a run")
+    add("run", type=run_to_publish, metavar="RUN", help="name or folder of a run")
     add("repo", metavar="REPO", help="repository, such as org/my-model; without org, your own")
     add("--merged", action="store_true", help="push the whole model with the adapter merged in")
     add("--private", action="store_true", help="make the new repository private")

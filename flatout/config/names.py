@@ -31,6 +31,7 @@ _WHY: Mapping[str, str] = _TABLE["why"]
 SAMPLES: Mapping[str, str] = _TABLE["samples"]
 """What to propose for a setting whose default says nothing."""
 _NEEDS: Mapping[str, list[str]] = _TABLE["needs"]
+_NOTES: Mapping[str, str] = _TABLE["notes"]
 OPTIONS_OF_OTHERS: Mapping[str, Mapping[str, str]] = {
     verb: {other: ours for ours, others in options.items() for other in others.split()}
     for verb, options in _TABLE["options"].items()
@@ -40,6 +41,7 @@ OPTIONS_OF_OTHERS: Mapping[str, Mapping[str, str]] = {
 _PER_GPU, _ACCUMULATION = ("per_device_train_batch_size", "micro_batch_size"), "gradient_accumulation_steps"
 
 _SOME_PER_GPU = 4
+_MORE_EPOCHS = "a run of 3 epochs evaluates after each with eval.every_steps: 0.333"
 
 _BY_NUMBER = ("gpu", "gpu_id", "gpu_ids", "cuda_visible_devices")
 _OF_A_SOURCE = tuple(SourceConfig.model_fields)
@@ -105,7 +107,9 @@ def _each_epoch(ours: str, settings: Mapping[str, Any]) -> OurName | None:
         return None
     why = "a run of one epoch evaluates before its first step and at its end"
     has_rows = {"eval.fraction", "eval.data"} & settings.keys()
-    return OurName(None, why=f"{why}; leave it out") if has_rows else OurName("eval.fraction", "0.05", why)
+    if has_rows:
+        return OurName(None, why=f"{why}; leave it out")
+    return OurName("eval.fraction", "0.05", f"{why}; {_MORE_EPOCHS}")
 
 
 def _samples_per_step(settings: Mapping[str, Any]) -> OurName | None:
@@ -156,6 +160,11 @@ def needed_with(changes: Sequence[str], settings: Mapping[str, Any]) -> list[str
     has = names | {name for name, value in settings.items() if value not in (None, 0, "lora")}
     needs = [_NEEDS[name] for name in _NEEDS if name in names]
     return [choices[0] for choices in needs if not has & {choice.partition("=")[0] for choice in choices}]
+
+
+def why_of(changes: Sequence[str]) -> str:
+    """Return what a person has to know of the changes `name=value` that are proposed; "" if nothing."""
+    return next((_NOTES[change] for change in changes if change in _NOTES), "")
 
 
 def default_of(name: str) -> str:

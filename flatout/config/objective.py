@@ -131,7 +131,8 @@ class ObjectiveConfig(Section):
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
             if self.kind.lower() in _OF_OTHERS:
-                hint = f"is not offered; for rows with chosen and rejected answers set objective: dpo; known: {names}"
+                meant = "leave it out, or for rows with chosen and rejected answers set objective: dpo"
+                hint = f"is not offered; {meant}; known: {names}"
             else:
                 near = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1)
                 hint = f"is unknown; {f'set objective: {near[0]}' if near else f'known: {names}'}"

@@ -29,6 +29,10 @@ def gpu_list(value: Any) -> Any:
                 f"expected 1 to {MAX_GPUS:,} GPUs; for the first GPU only set gpus: [0], for none device: cpu"
             )
         return list(range(value))
+    if isinstance(value, float) and 1 <= value <= MAX_GPUS:
+        raise ValueError(f"expected a whole number of GPUs; set gpus: {int(value)}")
+    if isinstance(value, list) and value and re.fullmatch(r"\d+([;: ]+\d+)+", str(value[0])):
+        raise ValueError(f"a GPU id is a number; separate ids by commas: set gpus: [{re.sub('[;: ]+', ',', value[0])}]")
     if isinstance(value, str):
         raise ValueError("expected a number of GPUs or a list of GPU ids; give gpus: 2, or gpus: [0,1]")
     if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):

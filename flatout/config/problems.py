@@ -84,7 +84,7 @@ def describe_error(
     message, advice, tail = message.partition("; ")
     got = "" if isinstance(item["input"], str) and shown in message else got
     fix, meant = _fix(item, given, settings), ""
-    if fix is not None and not mentioned(tail):
+    if fix is not None and not mentioned(tail) and not tail.endswith("?"):
         meant = f"set {fix.setting}: {fix.value}" + (f" ({fix.why})" if fix.why else "") if fix.setting else fix.why
     end = f"; {meant}" if meant else ""
     return f"{where}{message[:1].lower()}{message[1:]}{got}{advice}{tail}{end}"
@@ -115,7 +115,7 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
     if kind == "missing" and name == "model":
         return OurName(name, _SOME_MODEL)
     if kind == "value_error" and name.startswith("objective.") and name != "objective.kind":
-        return _of_objective(str(item["msg"]), value)
+        return _of_objective(str(item["msg"]), name, value)
     if kind == "extra_forbidden":
         return our_name(name, value, settings=settings) or OurName(None, why=_LEAVE_OUT)
     if kind == "model_type":
@@ -140,11 +140,14 @@ def _example_of(name: str) -> OurName | None:
     return OurName(name, shown, "the default" if shown == default else "for example") if shown else None
 
 
-def _of_objective(message: str, value: str) -> OurName | None:
+def _of_objective(message: str, name: str, value: str) -> OurName | None:
     """Return what to set instead of a field that an objective does not have."""
     if near := re.search(r"did you mean (\w+)\?", message):
         return OurName(f"objective.{near[1]}", value)
-    return OurName(None, why=_LEAVE_OUT) if _LEAVE_OUT in message else None
+    if " has no fields" not in message:
+        return None
+    other = our_name(name, value)
+    return other if other and other.setting is None else OurName(None, why=_LEAVE_OUT)
 
 
 def _of_section(given: Any, name: str, value: str) -> OurName | None:
@@ -224,7 +227,7 @@ def steps_of(
     changes, names = list[str](), list[str]()
     for item in items:
         fix, name = _fix(item, given or {}, settings), _name_of(item, given or {})
-        text = describe_error(item) if item["type"] == "value_error" else fix.why if fix and not fix.setting else ""
+        text = fix.why if fix and not fix.setting else describe_error(item) if item["type"] == "value_error" else ""
         said = [] if fix and fix.setting else mentioned(text)
         left = re.findall(r"keep one: leave ([\w.]+) out", text)
         names += [name for name in left if name in (given or {})]

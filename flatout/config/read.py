@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flatout.config.names import OF_OTHERS, as_yaml
+from flatout.config.names import OF_OTHERS, as_yaml, why_of
 from flatout.config.problems import describe_error, steps_of
 from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
@@ -181,8 +181,7 @@ def _steps(
 
     It was tried: none that is refused again is proposed.
     """
-    known = steps_of(items, None if origin == "config" else given, settings)
-    if known is None:
+    if (known := steps_of(items, None if origin == "config" else given, settings)) is None:
         return ""
     changes, names = known
     mended, refused = merge_overrides(_without(long_forms(merged), names), [one for one in changes if one != RESTART])
@@ -194,8 +193,7 @@ def _steps(
         return ""
     in_file = {*names} - {*given, "model"}
     if origin == "config" or not in_file:
-        evaluates = "eval.fraction=0.05 keeps 5% of the rows to evaluate on" if "eval.fraction=0.05" in changes else ""
-        return next_steps((shlex.join([*changes, "instead", "of", *names]), evaluates))
+        return next_steps((shlex.join([*changes, "instead", "of", *names]), why_of(changes)))
     if Path(origin).suffix not in (".yaml", ".yml") or not changes:
         return ""
     written, _ = merge_overrides({}, changes)
@@ -387,6 +385,8 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
         return f"{name}: {error}"
     except (yaml.YAMLError, ValueError):
         return f"{name}: the value {raw!r:.200} is not valid YAML"
+    if value is None and values.get(name) and name in ("model", "data"):
+        raise UsageError(f"{text} is empty; leave it out{next_steps((f'instead of {text}', 'keeps that of the file'))}")
     *sections, last = name.split(".")
     holder = values
     for section in sections:

@@ -285,7 +285,7 @@ class Config(Section):
             )
         if self.method == "lora" and self.full != FullConfig():
             name = min(self.full.model_fields_set, default="weights")
-            raise ValueError(f"full is only for method: full; set method: full, or leave full.{name} out")
+            raise ValueError(f"full is only for method: full; keep one: leave full.{name} out, or choose method: full")
         if self.method == "lora" and self.experts.bias_update:
             raise ValueError(
                 "experts.bias_update is only for method: full, as an adapter's file has no place for a router's bias"

@@ -33,6 +33,8 @@ _OPTION = re.compile(
     r"(--?[\w-]+) is ('[^']*'|\S+); expected "
     r"(?:one of ([\w.-]+(?:, [\w.-]+)*)|(?:more than 0, at most |[^\d;]*)(\d[\d.]*))"
 )
+_IN_MEMORY = r"\S*in_memory/data-\w+/rows\.\w+:(\d+)"
+_COLUMNS = re.compile(r"(?:set|map yours, such as) columns: \{([^}]*)\}")
 # what a form of studio calls a setting that has no field of its own name
 _FIELDS = {"name": "Name of the run"}
 
@@ -141,7 +143,10 @@ def spelled(text: str, caller: Caller) -> str:
     for line in [*text.split("\n"), *_implied(text, caller)]:
         if not line.startswith(STEP):
             if caller.kind == "python":  # rows that were copied to a file
-                line = re.sub(r"\S*in_memory/data-\w+/rows\.\w+:(\d+)", r"row \1 of your data", line)
+                line, is_in_memory = re.subn(_IN_MEMORY, r"row \1 of your data", line)
+                if is_in_memory and (columns := _COLUMNS.search(line)):
+                    renamed = re.sub(r"(\w+): ([^,]+)", r"\2 to \1", columns[1])
+                    line = line.replace(columns[0], f"rename the keys of your rows: {renamed}")
             lines.append(_mention().sub(lambda match: match[1] + caller.setting(match[2], match[3]), line))
             continue
         words, _, why = line.removeprefix(STEP).partition("  ")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from flatout.environment import SECRET
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.launch.attempt import RESTARTABLE
 
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -124,7 +124,12 @@ exit "$code"
 def _notice_s(time: str) -> int:
     """Return how many seconds before the time limit a run is asked to save. Raises UsageError for the limit."""
     if not TIME.fullmatch(time):
-        raise UsageError(f"--time is {time!r}; expected Slurm's format, such as 90 (minutes), 12:00:00 or 2-00:00:00")
+        words = f"--time is {time!r}, which is not Slurm's format: 90 (minutes), 12:00:00 or 2-00:00:00 (two days)"
+        step = ""
+        if (given := re.fullmatch(r"(\d+) ?([mhd])\w*", time.lower())) and int(given[1]):
+            meant = given[1] + {"m": "", "h": ":00:00", "d": "-00:00:00"}[given[2]]
+            step = next_steps((shlex.join(["--time", meant, "instead", "of", "--time", time, f"--time={time}"]), ""))
+        raise UsageError(f"{words}{step}")
     days, dash, rest = time.rpartition("-")
     parts = rest.split(":")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)

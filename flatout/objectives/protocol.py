@@ -85,8 +85,10 @@ class Objective(Section):
             return f"objective.{name}: {NO_MOVING}"
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            known = f"its fields are {', '.join(fields)}" if fields else "it has no fields; leave it out"
-            return f"objective.{name}: {cls.name} has no such field; {f'did you mean {near[0]}?' if near else known}"
+            if not fields:
+                return f"objective.{name}: {cls.name} has no fields"
+            known = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}"
+            return f"objective.{name}: {cls.name} has no such field; {known}"
         if item["type"] == "missing":
             return f"objective.{name}: missing; {cls.name} needs it"
         message = str(item["msg"]).removeprefix("Value error, ")

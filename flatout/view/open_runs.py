@@ -23,9 +23,10 @@ _FILE_ENDINGS = (
 )  # fmt: skip
 
 
-def find_run(target: str | Path, runs: Path = RUNS) -> Path:
+def find_run(target: str | Path, runs: Path = RUNS, *, is_changed: bool = False) -> Path:
     """Return the folder of a run that is named by its folder, or by its name in `runs`.
 
+    For a run that is published or written to (`is_changed`), an error proposes only one whose name is a slip away.
     Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file.
     """
     path = Path(target)
@@ -33,7 +34,7 @@ def find_run(target: str | Path, runs: Path = RUNS) -> Path:
         named = next((one for one in (path, runs / path) if one.exists()), None)
     except OSError:  # a name too long for a path, as its reader says
         return path
-    known = [folder.name for folder in run_folders(runs)]
+    known = [str(folder.relative_to(runs)) for folder in run_folders(runs)]
     if named is not None and not named.is_file() and not (named == runs and known):
         return named
     if named is not None:
@@ -41,11 +42,13 @@ def find_run(target: str | Path, runs: Path = RUNS) -> Path:
         if named.is_file():
             raise DataError(f"{target} is not a run folder but a file; {end}")
         raise UsageError(f"{target} is the folder of all runs; {end}")
-    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.75 if is_changed else 0.5)
     if near:
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
-    raise UsageError(f"{target}: no such folder, and no run of that name{_one_of(known, target, runs)}")
+    end = _one_of(known, target, runs)
+    end = end.partition("\n")[0] if is_changed else end
+    raise UsageError(f"{target}: no such folder, and no run of that name{end}")
 
 
 def _one_of(known: Sequence[str], target: str | Path, runs: Path = RUNS) -> str:
@@ -56,7 +59,8 @@ def _one_of(known: Sequence[str], target: str | Path, runs: Path = RUNS) -> str:
     shown = "the runs here are" if known[1:] else "the run here is"
     why = "" if meant == Path(target).stem else "for example"
     step = next_steps((shlex.join([meant, "instead", "of", str(target)]), why))
-    return f"; {shown} {', '.join(known[:8])}{step}"
+    states = [f"{name}{'' if (runs / name / 'final').is_dir() else ' (not finished)'}" for name in known[:8]]
+    return f"; {shown} {', '.join(states)}{step}"
 
 
 def find_model(target: str) -> str:
@@ -74,7 +78,7 @@ def find_model(target: str) -> str:
                 end = next_steps((shlex.join([str(path.parent), "instead", "of", target]), ""))
             raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{end}")
         if path.is_dir() and path == RUNS:
-            return str(find_run(path))
+            raise UsageError(f"{path} is the folder of all runs; name a finished one, or a model{_a_model(target)}")
         if path.is_dir():
             return target
         if (RUNS / path).is_dir():
@@ -91,7 +95,7 @@ def find_model(target: str) -> str:
 
 def _a_model(target: str | Path) -> str:
     """Return the end of an error on what is no model: the finished runs, else the models here, and a step."""
-    finished = [folder.name for folder in run_folders(RUNS) if (folder / "final").is_dir()]
+    finished = [str(folder.relative_to(RUNS)) for folder in run_folders(RUNS) if (folder / "final").is_dir()]
     return _one_of(finished, target) if finished else other_model(str(target))
 
 

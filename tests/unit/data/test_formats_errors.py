@@ -226,7 +226,7 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "train.jsonl:1: no column 'qestion' (did you mean 'question'?), set by columns: {instruction: qestion}; "
      "columns found: question, answer"),
     ("columns", {"question": "q", "answer": "a"}, {"columns": {"instructions": "question"}},
-     "train.jsonl: columns: 'instructions' is not a column of format auto; did you mean 'instruction'?"),
+     "train.jsonl: columns: 'instructions' is not a column of any format; did you mean 'instruction'?"),
     ("roles", chat(Q), {"roles": {"Agent": "robot"}},
      "train.jsonl: roles: Agent is mapped to 'robot'; allowed: system, user, assistant, tool, function_call"),
     ("system", {"text": "t"}, {"system": "s"},

@@ -259,7 +259,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
         ("cross_entropy", None),
         ({"path": "own.py:Focal", "gamma": 1}, None),
         ("weighted_token", "set objective: weighted_tokens"),
-        ({"beta": 0.1}, "objective.beta: cross_entropy has no such field; it has no fields"),
+        ({"beta": 0.1}, "objective.beta: cross_entropy has no fields"),
         ({"path": "own.py"}, "expected FILE.py:CLASS"),
         ({"path": "own.py:Focal", "kind": "weighted_tokens"}, "keep one"),
     ],

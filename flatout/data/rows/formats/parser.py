@@ -287,12 +287,13 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
 def _check_renames(source: SourceConfig, first: RawRow) -> None:
     rules = RULES.values() if source.format == "auto" else [RULES[source.format]]
     known = set().union(*(rule.columns for rule in rules))
+    form = "any format" if source.format == "auto" else f"format {source.format}"
     for ours, theirs in source.columns.items():
         if ours not in known:
             near = difflib.get_close_matches(ours, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
             hint = _ours_first(ours, theirs) if theirs in known and ours in first.columns else hint
-            raise DataError(f"{source.path}: columns: {ours!r} is not a column of format {source.format}; {hint}")
+            raise DataError(f"{source.path}: columns: {ours!r} is not a column of {form}; {hint}")
         if theirs not in first.columns and ours not in _NO_COLUMN:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -355,12 +356,16 @@ class ColumnsError(DataError):
         super().__init__(message)
 
 
+_PARTS = ("question", "answer")
+
+
 def _refusal(source: SourceConfig, first: RawRow, advice: Advice) -> DataError:
     said = f"{first.origin}: {advice.text}; {_columns_found(first.columns)}"
     if not advice.columns:
         return DataError(said)
     words = [f"columns={written(advice.columns)}", "of", source.path, *(["--yes"] if advice.is_sure else [])]
-    said += next_steps((shlex.join(words), "" if advice.is_sure else f"if {next(iter(advice.columns.values()))} asks"))
+    parts = [f"{theirs} holds the {part}" for theirs, part in zip(advice.columns.values(), _PARTS, strict=False)]
+    said += next_steps((shlex.join(words), "" if advice.is_sure else f"if {' and '.join(parts)}"))
     return ColumnsError(said, source.path, advice.columns) if advice.is_sure else DataError(said)
 
 
