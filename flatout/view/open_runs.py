@@ -42,7 +42,7 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_changed: bool = False)
         if named.is_file():
             raise DataError(f"{target} is not a run folder but a file; {end}")
         raise UsageError(f"{target} is the folder of all runs; {end}")
-    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.75 if is_changed else 0.5)
+    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6 if is_changed else 0.5)
     if near:
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
