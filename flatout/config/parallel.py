@@ -154,7 +154,8 @@ def check_parallel(config: Any) -> None:
     traits = STRATEGIES.get(config.strategy)  # None for auto
     has_engine = traits is not None and traits.package is not None
     if has_engine and config.faults.spike == "skip":
-        raise ValueError(f"spike: skip does not work with strategy: {config.strategy}; set faults.spike: stop, or warn")
+        where = f"strategy: {config.strategy}"
+        raise ValueError(f"faults.spike: skip does not work with {where}; set faults.spike: stop, or warn")
     num_ranks, num_gpus = config.context.parallel, len(config.gpus or ())
     reasons = {
         f"strategy: {config.strategy}": config.strategy == "single" or has_engine,

@@ -67,6 +67,8 @@ class Caller:
 
         Returns None if there is no such step here.
         """
+        if not all(map(str.isprintable, words)):
+            return None  # nobody can type it
         of = next((at for at in range(len(words)) if words[at : at + 2] == ["instead", "of"]), len(words))
         added, removed = words[:of], {*words[of + 2 :]}
         if added and added[0].startswith("columns="):

@@ -28,7 +28,7 @@ def test_overrides_may_stand_anywhere(argv: list[str], expected: list[str]) -> N
 def test_errors_are_one_line_with_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "no-such-file.yaml"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: no-such-file.yaml: cannot be read")
+    assert error.startswith("error: no-such-file.yaml: no such file")
     assert "Traceback" not in error
 
 

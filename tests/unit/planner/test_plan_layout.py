@@ -102,7 +102,7 @@ def test_what_is_asked_for_is_taken_or_refused():
             {"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}},
             "fp8_rowwise; set strategy: fsdp",
         ),
-        ({"strategy": "ddp", "sharding": {"offload": True}}, "sharding.offload needs strategy"),
+        ({"strategy": "ddp", "sharding": {"offload": True}}, "sharding.offload needs a strategy that shards"),
         ({"strategy": "fsdp", "sharding": {"replicas": 2}}, "sharding.replicas is only for strategy: hsdp"),
     ],
 )  # fmt: skip

@@ -133,10 +133,10 @@ def test_graphs_are_dropped_before_passes_get_smaller(tiny: Any, tmp_path: Path,
     calm, _ = make_run(config, tmp_path)
     expected = finished(calm)
     disturbed, events = make_run(config, tmp_path)
-    disturbed.loss.decoder = graphs = Graphs(disturbed.model, where)  # type: ignore[assignment]
+    disturbed.loss_module.decoder = graphs = Graphs(disturbed.model, where)  # type: ignore[assignment]
     got = finished(disturbed)
     assert graphs.num_passes == 3
-    assert disturbed.loss.decoder is None
+    assert disturbed.loss_module.decoder is None
     assert [fact["during"] for fact in events.of("graphs_dropped")] == ["training"]
     assert not events.of("out_of_memory")
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
@@ -147,7 +147,7 @@ def test_passes_get_smaller_once_graphs_are_gone(tiny: Any, tmp_path: Path) -> N
     calm, _ = make_run(config, tmp_path)
     expected = finished(calm)
     disturbed, events = make_run(config, tmp_path)
-    disturbed.loss.decoder = Graphs(disturbed.model, "forward")  # type: ignore[assignment]
+    disturbed.loss_module.decoder = Graphs(disturbed.model, "forward")  # type: ignore[assignment]
     limit_memory(disturbed.model, 700, "forward")
     got = finished(disturbed)
     kinds = [kind for kind, _ in events.seen if kind in ("graphs_dropped", "out_of_memory")]
