@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatout.config.deepspeed import fill
+from flatout.config.deepspeed import fill, stage_of
 from flatout.errors import UsageError
 from flatout.parallel.strategies.protocol import Strategy, oom_as_resource_error
 
@@ -55,9 +55,10 @@ class DeepSpeed(Strategy):
             if getattr(module, "reads_submodules", False):
                 # stage 3 gathers weights where a module is called: all of them here, as some are only read
                 deepspeed.utils.set_z3_leaf_module(module, True)
-        # stage 3 takes a leaf module's gradients once its input has one; in a first layer, only if embeddings get one
-        inner: Any = model.model
-        inner.enable_input_require_grads()
+        if stage_of(self._settings) == 3:
+            # it takes a leaf module's gradients once its input has one; in a first layer, only if embeddings get one
+            inner: Any = model.model
+            inner.enable_input_require_grads()
         optimizer = make_optimizer()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
