@@ -136,7 +136,9 @@ def _read(file: Path) -> Command:
 
 
 def _is_of_others(file: Path) -> bool:
-    """Whether a file has settings that only another trainer has."""
+    """Whether a path is a file with settings that only another trainer has."""
+    if not file.is_file():
+        return False
     names = re.findall(r"^(\w+):", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     return bool(set().union(*_MARKS.values()) & {*names})
 

@@ -175,6 +175,8 @@ def write_new(path: Path, text: str) -> None:
     try:
         DurableIO().create(path, [content], len(content))
     except ResourceError as error:
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder; name a file in it, such as {path / 'run.yaml'}") from None
         if isinstance(error.__cause__, FileExistsError):
             free = next(name for k in range(2, 10**6) if not (name := path.with_stem(f"{path.stem}-{k}")).exists())
             step = next_steps((shlex.join([str(free), "instead", "of", str(path)]), ""))

@@ -124,7 +124,7 @@ def _parse_and_run(argv: list[str]) -> int:
         parser.typed = subparser.typed = argv
         if verb in WITH_OVERRIDES:
             _refuse_settings_as_options(argv, subparser)
-        parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[0] != "-"]
+        parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[:1] != "-"]
         _refuse_unknown_options(argv, parser, subparser)
     args = parser.parse_args(argv)
     return int(module.run(args))
@@ -283,7 +283,7 @@ def _refuse_unknown_options(argv: Sequence[str], parser: Parser, subparser: argp
                 raise UsageError(f"there is no option {option}; write {shown} right after {before}{step}")
             before = argv[1] if isinstance(action, argparse._SubParsersAction) else shown
         used = [
-            one for one in used if not (OVERRIDE.match(one) or Path(one).exists() or (one != word and one[0] == "-"))
+            one for one in used if not (OVERRIDE.match(one) or Path(one).exists() or (one != word and one[:1] == "-"))
         ]
         parser.error(f"unrecognized arguments: {shlex.join(used)}")
 

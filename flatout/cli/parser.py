@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         hint, step = f"`{' '.join(['flatout', *words])} --help` lists all options", None
         why = ""
         if match := re.fullmatch(r"unrecognized arguments: (.*)", message):
-            message, hint, step = self._unknown(shlex.split(match[1]), hint)
+            message, hint, step = self._unknown(shlex.split(match[1]) or [""], hint)
         elif match := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
             message, hint, step, words = self._choice(match[1].rpartition("/")[2], match[2], match[3], words)
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected (?:one|\d+|at least one) arguments?", message):
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         """Return what is wrong with words that are not known, a hint, and the step without them."""
         known = [*options_of(self, self.verb_words)]
         option, equals, value = words[0].partition("=")
-        if option[0] == "-":
+        if option[:1] == "-":
             near = near_option(option, known, self.verb_words)
             if near is None:
                 return f"there is no option {option}", f"leave it out; {hint}", f"instead of {shlex.join(words)}"
@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
     def _spare(self) -> list[str]:
         """Return the typed words beyond the arguments without a name: values whose option was left out."""
         takes = {name for one in self._actions if one.nargs != 0 for name in one.option_strings}
-        plain = [word for before, word in pairwise(self.typed) if word[0] != "-" and before not in takes]
+        plain = [word for before, word in pairwise(self.typed) if word[:1] != "-" and before not in takes]
         places = [one for one in self._actions if not one.option_strings]
         return [] if any(one.nargs in ("*", "+") for one in places) else plain[len(places) :]
 

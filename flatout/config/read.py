@@ -278,7 +278,7 @@ def _instead_of(path: Path) -> str:
         return f"{path}: {user}; did you mean {here}?{next_steps((f'{here} instead of {path}', ''))}"
     if near := did_you_mean(path):
         return f"{path}: no such file{near}"
-    there = [str(file) for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    there = [str(file) for file in path.parent.glob("*.y*ml") if file.is_file()] if path.parent.is_dir() else []
     there.sort(key=lambda file: (file != "run.yaml", file))
     listing = f"; files here include {', '.join(there[:4])}" if there else ""
     step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""

@@ -78,7 +78,7 @@ class Caller:
             if self.words[0] == "init" or added[0][5:6] != "[":  # init takes one file, and show none
                 return None
             added = yaml.safe_load(added[0].removeprefix("data="))
-        removed |= {_parts(word)[0] for word in added if "=" in word or word[0] == "-"}
+        removed |= {_parts(word)[0] for word in added if "=" in word or word[:1] == "-"}
         if self.kind == "studio":
             return (
                 None
@@ -101,7 +101,7 @@ class Caller:
             word not in removed and _parts(word)[0] not in removed and not key
             for word, key in zip(self.words, named, strict=True)
         ]
-        is_change = any("=" in word or word[0] == "-" for word in added)
+        is_change = any("=" in word or word[:1] == "-" for word in added)
         if not is_change and False not in stays and words[of:] != ["instead", "of"]:
             return None  # what is replaced stands in a file
         at = stays.index(False) if False in stays else len(stays)

@@ -26,10 +26,13 @@ def unknown_user(path: str | Path) -> str:
 
 
 def has_rows(file: Path) -> bool:
-    """Whether a file is not empty, and if it is JSON Lines begins with an object."""
+    """Whether a path is a file that is not empty, and if it is JSON Lines begins with an object."""
     with suppress(OSError, ValueError):
+        # a pipe would be waited for
+        if not file.is_file():
+            return False
         if file.suffix != ".jsonl":
-            return file.is_file() and file.stat().st_size > 0
+            return file.stat().st_size > 0
         with file.open("rb") as lines:
             return isinstance(json.loads(lines.readline(1 << 20)), dict)
     return False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -19,7 +20,7 @@ import yaml
 
 import flatout
 from flatout.api.start import resolve_config
-from flatout.cli.main import WITH_OVERRIDES, main
+from flatout.cli.main import VERBS, WITH_OVERRIDES, main
 from flatout.config.read import load_config, make_config
 from flatout.config.schema import Config
 from flatout.errors import FlatoutError
@@ -523,6 +524,47 @@ def test_a_proposed_call_is_not_refused(world: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(world)
     proposed = [call for _, _, call in CALLS if call is not None]
     assert all(eval(call, {"flatout": SimpleNamespace(train=checked), "data": [ROW]}).model for call in proposed)  # noqa: S307
+
+
+@pytest.mark.parametrize("verb", list(VERBS))
+def test_an_empty_word_ends_no_verb_in_a_traceback(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """As of a shell's variable that is not set; the verb alone is as before."""
+    monkeypatch.setattr(importlib.import_module(f"flatout.cli.{verb}"), "run", lambda args: 0)
+    monkeypatch.chdir(world)
+    for words in ([verb, ""], [verb, "run", "", ""]):
+        assert main(words) in (0, 2, 3), words
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_only_files_are_proposed(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No folder or pipe with the ending of a file; a file is."""
+    for folder in ("a.yaml", "a.jsonl"):
+        (tmp_path / folder).mkdir()
+    os.mkfifo(tmp_path / "b.jsonl")
+    os.mkfifo(tmp_path / "b.yaml")
+    model = str(world / "model")
+    missing = (
+        ["convert", "no.yaml"],
+        ["train", "no.yaml"],
+        ["init", "--data", "no.jsonl", "--model", model, "new.yaml"],
+    )
+    monkeypatch.chdir(tmp_path)
+    for words in missing:
+        assert main(words) in (2, 3)
+        error = capsys.readouterr().err
+        assert not re.search(r"\b[ab]\.(yaml|jsonl)", error), error
+    (tmp_path / "c.jsonl").write_text(FILES["chats.jsonl"])
+    (tmp_path / "c.yaml").write_text(FILES["theirs.yaml"])
+    for words in missing:
+        assert main(words) in (2, 3)
+        assert "  # for example" in (error := capsys.readouterr().err)
+        assert re.search(r"\bc\.(yaml|jsonl)", error)
+    assert main(["init", ".", "--model", model, "--data", "c.jsonl"]) == 2
+    assert "is a folder; name a file in it, such as run.yaml" in capsys.readouterr().err
 
 
 def test_targets_are_a_list_also_without_brackets() -> None:
