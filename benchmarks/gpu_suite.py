@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "gpu-suite.json"
 GPU_EXTRA = {"torchao": "torchao", "cudnn": "nvidia-cudnn-frontend"}
 # a process compiles on two cores, and its CUDA context, its caches and the largest test take less than this
-CORES_PER_PROCESS, GIB_PER_PROCESS, MAX_PROCESSES = 2, 12, 8
+CORES_PER_PROCESS, GIB_PER_PROCESS, MAX_PROCESSES_PER_GPU = 2, 12, 8
 MAX_REASON_CHARACTERS = 200
 
 
@@ -64,6 +64,8 @@ def run_suite(tests: Path, num_processes: int, junit: Path) -> list[Case]:
     command += ["-o", "junit_family=xunit1", "-n", str(num_processes), "--dist", "load", "--maxschedchunk", "1"]
     threads = str(max(1, (os.cpu_count() or 1) // num_processes))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        environment["FLATOUT_TEST_GPUS"] = str(torch.cuda.device_count())
     environment["FLATOUT_FAILURES_FILE"] = str(junit.with_suffix(".txt").resolve())
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if code not in (0, 1):
@@ -116,7 +118,8 @@ def machine() -> dict[str, Any]:
 
 def choose_num_processes() -> int:
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return max(1, min(MAX_PROCESSES, (os.cpu_count() or 1) // CORES_PER_PROCESS, int(gib / GIB_PER_PROCESS)))
+    per_gpu = min(MAX_PROCESSES_PER_GPU, int(gib / GIB_PER_PROCESS))  # each has another GPU first: tests/conftest.py
+    return max(1, min(per_gpu * torch.cuda.device_count(), (os.cpu_count() or 1) // CORES_PER_PROCESS))
 
 
 def git_state() -> tuple[str, bool]:

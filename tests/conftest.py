@@ -24,6 +24,16 @@ os.environ["FLATOUT_CHECK_AGAIN"] = "1"
 gc.disable()
 
 
+def rotate_gpus(num_gpus: int, process: str) -> None:
+    """Put another GPU first for each pytest-xdist process, as most tests use the first: all would share its memory."""
+    first = int(process.removeprefix("gw") or 0)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + offset) % num_gpus) for offset in range(num_gpus))
+
+
+if gpus := os.environ.get("FLATOUT_TEST_GPUS"):  # set by benchmarks/gpu_suite.py: counting here would fix the order
+    rotate_gpus(int(gpus), os.environ.get("PYTEST_XDIST_WORKER", ""))
+
+
 @dataclass(frozen=True)
 class Tiny:
     """`model_dir` holds safetensors weights and the tokenizer; `chats` a jsonl of OpenAI messages."""
