@@ -38,6 +38,8 @@ GPU_EXTRA = {"torchao": "torchao", "cudnn": "nvidia-cudnn-frontend"}
 # a process compiles on two cores, and its CUDA context, its caches and the largest test take less than this
 CORES_PER_PROCESS, GIB_PER_PROCESS, MAX_PROCESSES_PER_GPU = 2, 12, 8
 MAX_REASON_CHARACTERS = 200
+# tests of at least so many seconds are recorded one by one, and started first the next time
+SLOW_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ def run_suite(tests: Path, num_processes: int, junit: Path) -> list[Case]:
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
     if "CUDA_VISIBLE_DEVICES" not in environment:
         environment["FLATOUT_TEST_GPUS"] = str(torch.cuda.device_count())
+    if OUT.exists():
+        environment["FLATOUT_SLOW_TESTS"] = str(OUT)
     environment["FLATOUT_FAILURES_FILE"] = str(junit.with_suffix(".txt").resolve())
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if code not in (0, 1):
@@ -94,7 +98,7 @@ def one_line(text: str) -> str:
 
 
 def summarise(cases: Sequence[Case]) -> dict[str, Any]:
-    """Counts, failures and skips with their reasons, and the sum of each file's test times."""
+    """Counts, failures and skips with their reasons, the sum of each file's test times, and those of slow tests."""
     outcomes = Counter(case.outcome for case in cases)
     file_seconds: dict[str, float] = defaultdict(float)
     for case in cases:
@@ -108,6 +112,7 @@ def summarise(cases: Sequence[Case]) -> dict[str, Any]:
         ],
         "skips": dict(Counter(case.reason for case in cases if case.outcome == "skipped")),
         "file_seconds": {file: round(seconds, 1) for file, seconds in sorted(file_seconds.items())},
+        "slow_tests": {f"{case.file}::{case.name}": round(case.seconds, 1) for case in cases if case.seconds >= SLOW_S},
     }
 
 

@@ -161,6 +161,19 @@ def real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "start_python", child_process.start_python)
 
 
+@pytest.hookimpl(trylast=True)  # of what is left after -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first, by the seconds of the last record: one that starts last holds up the suite."""
+    if not (record := os.environ.get("FLATOUT_SLOW_TESTS")):
+        return
+    seconds: dict[str, float] = json.loads(Path(record).read_text()).get("slow_tests", {})
+    items.sort(key=lambda item: -seconds.get(item.nodeid, 0.0))
+    # each process is given two tests at once: a long one and a short one
+    num_pairs = min(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)), len(items) // 2)
+    long, between, short = items[:num_pairs], items[num_pairs : len(items) - num_pairs], items[len(items) - num_pairs :]
+    items[:] = [item for pair in zip(long, short, strict=True) for item in pair] + between
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
