@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -150,6 +151,14 @@ def warm_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flatout.launch.ranks.start_python", warm_process.start_python)
         yield
+
+
+@pytest.fixture(autouse=True)
+def plain_torch() -> Iterator[None]:
+    """No test leaves torch deterministic, which a run may ask for: the next one might not compile."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

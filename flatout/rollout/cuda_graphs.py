@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from flatout.errors import first_line
+from flatout.models.compile.cuda_graphs import recording
 
 SMALLEST = 16
 # one for all recordings of a process, as each stream keeps a workspace
@@ -51,8 +52,7 @@ class RecordedSteps:
     def _record(self, num_places: int) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local, as another thread may pin memory meanwhile
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with recording(graph, self._stream):
                 self._step(num_places)
         except torch.OutOfMemoryError:
             raise

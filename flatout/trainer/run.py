@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from flatout.checkpoint.final import publish
@@ -120,7 +121,7 @@ def train(
             on_phase=lambda phase, step: reporter.phase(PHASES.get(phase, phase), step + 1 if phase == "step" else 0),
         )
         try:
-            with watch.guard():
+            with watch.guard(), torch_settings_kept():
                 result = set_up_and_train(config, reporter, rank, watch, recalls)
             leave_group()
         except BaseException as raised:
@@ -140,6 +141,18 @@ def train(
         final_dir = str(result.final_dir)
         reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
         return result
+
+
+@contextmanager
+def torch_settings_kept() -> Iterator[None]:
+    """Restore the settings of torch that loading a model changes: the process may be a notebook's."""
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    is_deterministic, cudnn_sdp = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warn_only)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_sdp)
 
 
 def open_run(

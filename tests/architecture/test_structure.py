@@ -71,7 +71,7 @@ MAX_PACKAGE_LINES = {
     "io": 1999,
     "kernels": 4069,
     "launch": 1160,
-    "models": 9188,
+    "models": 9204,
     "objectives": 976,
     "optim": 653,
     "parallel": 1720,
@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1342,
     "studio": 1398,
     "track": 2672,
-    "trainer": 6236,
+    "trainer": 6249,
     "verifier": 1151,
     "view": 1537,
 }

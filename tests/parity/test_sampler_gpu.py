@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.model_with_loss import next_logits
 from flatout.rollout import backends
+from flatout.rollout.cuda_graphs import RecordedSteps
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
 from flatout.rollout.weights import Weights
@@ -74,6 +76,36 @@ def test_recorded_steps_equal_plain_ones_to_the_bit(
     if settings:
         assert "stop" in {one.ending for group in plain for one in group}
         assert len({one.token_ids for one in plain[0]}) == 4
+
+
+def test_garbage_with_graphs_of_its_own_does_not_stop_a_recording() -> None:
+    """Python's collector may run at any allocation; freeing a graph's memory in a recording would end it."""
+    told: list[str] = []
+    device = torch.device("cuda")
+
+    def leave_garbage() -> None:
+        kept: dict[str, Any] = {"graph": torch.cuda.CUDAGraph()}
+        with torch.cuda.graph(kept["graph"]):
+            kept["memory"] = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+        kept["itself"] = kept
+
+    total = torch.zeros((), device=device)
+
+    def step(num_places: int) -> None:
+        gc.set_threshold(1)  # the next allocations collect
+        total.add_(len([[] for _ in range(2000)]) / 2000)
+
+    steps, thresholds = RecordedSteps(step, device, told.append, records=True), gc.get_threshold()
+    try:
+        steps(4)
+        gc.set_threshold(0)
+        leave_garbage()
+        for _ in range(3):
+            steps(4)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not told
+    assert total.item() == 4
 
 
 def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[Weights, list[str]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +16,23 @@ from transformers import PreTrainedModel
 from flatout.models.blocks import hidden_states
 from flatout.models.loss_term import LossTerm
 from flatout.models.packed import PackedBatch, PackedSize, flatten_samples
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+    """Record the kernels launched inside. Entering it returns the memory that plain passes have left behind.
+
+    Garbage is not collected inside: freeing the memory of an earlier graph would make this recording invalid.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # thread_local, as another thread may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class GraphedDecoder:
@@ -100,18 +119,15 @@ class GraphedDecoder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self, size: PackedSize, batch: PackedBatch) -> None:
-        # thread_local, as the loader's thread may pin memory meanwhile
-        options: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # entering a recording returns the memory that plain passes have left behind
-        with torch.cuda.graph(forward, **options):
+        with recording(forward, self._stream, self._pool):
             outputs = self._outputs(batch)
             copies = _views(self._output_buffers, outputs)
             for copy, output in zip(copies, outputs, strict=True):
                 copy.copy_(output.detach())
         sources = [output for output in outputs if output.requires_grad]
         grads = _views(self._grad_buffers, sources)
-        with torch.cuda.graph(backward, **options):
+        with recording(backward, self._stream, self._pool):
             self._add_gradients(sources, grads)
         left = iter(grads)
         places = [next(left) if output.requires_grad else None for output in outputs]

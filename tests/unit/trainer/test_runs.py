@@ -55,7 +55,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
 ) -> None:
     config, result = uninterrupted
     again = config.model_copy(update={"run_dir": tmp_path / "again"})
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as a notebook's cell before may ask
     train(again)
+    assert torch.is_deterministic_algorithms_warn_only_enabled(), "torch's settings are as they were"
     assert_bit_equal(weights(result.folder), weights(tmp_path / "again"))
     other = config.model_copy(update={"run_dir": tmp_path / "other", "seed": 8})
     train(other)
