@@ -88,7 +88,7 @@ def start_adapter(config: Any, folder: Path) -> Any:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
     from flatout.trainer.state import Setup
 
     planned = plan_run(config, Reporter(), Rank())

@@ -13,9 +13,9 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.record import RunEnd
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import plan_run
 from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.state import Setup, TrainingRun
 
 

@@ -60,7 +60,7 @@ def plan(
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
     from flatout.track.callback import Reporter
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
     from flatout.trainer.preview import plan_at_hand, summarize_plan
 
     if device in ("auto", "cpu", "cuda"):

@@ -92,8 +92,8 @@ def _check(config: Config, start: RunHere | SpawnRanks) -> None:
 
         from flatout.models.load.source import check_source, fingerprint_model
         from flatout.models.lora.adapter_file import read_adapter
-        from flatout.trainer.decide import plan_run
         from flatout.trainer.model_shape import check_trained
+        from flatout.trainer.planned_run import plan_run
 
         num_gpus, num_ranks = torch.cuda.device_count(), 1
         if isinstance(start, SpawnRanks):

@@ -23,7 +23,7 @@ from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import PhaseCallback
 
 if TYPE_CHECKING:
-    from flatout.trainer.decide import PlannedRun
+    from flatout.trainer.planned_run import PlannedRun
     from flatout.trainer.preview import PlanSummary
 
 MAX_RANKS = 100_000
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_early(data, config.model.name)
         import_transformers()
         with progress_console() as console:
-            from flatout.trainer.decide import plan_run
+            from flatout.trainer.planned_run import plan_run
             from flatout.trainer.preview import plan_at_hand
 
             reporter = Reporter(recorder, PhaseCallback(console))

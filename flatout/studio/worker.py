@@ -155,8 +155,8 @@ def plan(
     from flatout.models.load.source import weight_files
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
-    from flatout.trainer.decide import plan_run
     from flatout.trainer.gpu import gpu_of
+    from flatout.trainer.planned_run import plan_run
     from flatout.trainer.preview import summarize_plan
 
     if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):

@@ -19,7 +19,7 @@ from flatout.rollout.weights import FLOAT8_TOLERANCE, TOLERANCES, Weights
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.passes import autocast, inference, release_memory, sum_unless_stopped
-from flatout.trainer.pictures import recorded
+from flatout.trainer.picture_inputs import recorded
 from flatout.trainer.state import TrainingRun
 
 OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"

@@ -26,7 +26,7 @@ from flatout.models.packed import (
 )
 from flatout.models.scoring import last_position
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.pictures import Made, PictureMaker
+from flatout.trainer.picture_inputs import Made, PictureMaker
 
 # how many micro-batches are prefetched, and how many steps ahead they may lie
 NUM_PREFETCHED = 2

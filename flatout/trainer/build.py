@@ -36,17 +36,17 @@ from flatout.parallel.strategies.protocol import Strategy, strategy_class
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.context_and_expert_parallel import context_shard, setup_context_parallel, shard_experts
 from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.decide import Planned, PlannedRun
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck
-from flatout.trainer.pictures import PictureMaker
+from flatout.trainer.picture_inputs import PictureMaker
+from flatout.trainer.planned_run import Planned, PlannedRun
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference_logprobs import compute_reference
 from flatout.trainer.resume import restore
-from flatout.trainer.shared_ranks import context_shard, share_context, share_experts
 from flatout.trainer.state import Setup, TrainingRun
 
 
@@ -220,8 +220,8 @@ def shard_state(
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     strategy = strategy_class(layout.strategy)(rank, device, config, layout, loaded.dtype, loaded.autocast)
-    share_context(loaded, strategy, context_shard(layout, rank), config, reporter)
-    mark_slices = share_experts(loaded, strategy, reporter)
+    setup_context_parallel(loaded, strategy, context_shard(layout, rank), config, reporter)
+    mark_slices = shard_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
         if loaded.waiting is not None:

@@ -23,7 +23,7 @@ from flatout.errors import DataError, UsageError, reason_of
 from flatout.io.template_limits import bounded
 from flatout.rollout.sampler import PicturePrompt, pictures_of
 from flatout.track.callback import Reporter
-from flatout.trainer.pictures import processor_of
+from flatout.trainer.picture_inputs import processor_of
 
 # every evaluation writes all of them into one line of answers.jsonl
 MAX_PROMPTS, MAX_PROMPT_BYTES = 32, 128 << 10

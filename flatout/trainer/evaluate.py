@@ -15,9 +15,9 @@ from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
-from flatout.trainer.estimates import evaluation_estimates
 from flatout.trainer.passes import autocast, inference, sum_unless_stopped, take_passes, until_stopped
 from flatout.trainer.state import TrainingRun
+from flatout.trainer.step_estimates import compute_eval_estimates
 from flatout.trainer.worst_samples import WorstSamples
 
 
@@ -94,7 +94,7 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
         for set_index, (total, eval_set) in enumerate(zip(totals, run.eval_sets, strict=True)):
-            evaluation_estimates(run, set_index)
+            compute_eval_estimates(run, set_index)
             take = partial(_sum_passes, run, worst, set_index)
             total += take_passes(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
     sums_by_set = sum_unless_stopped(run, totals).tolist()

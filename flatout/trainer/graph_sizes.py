@@ -19,7 +19,7 @@ from flatout.models.packed import PackedSize, packed_size, segment_lengths
 from flatout.models.rope import DocumentRope
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
 from flatout.planner.steps.run_plan import NUM_STEPS_SEEN, RunPlan
-from flatout.trainer.decide import PlannedRun
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 
 # each recording holds memory and takes 0.3 s, measured on an H200

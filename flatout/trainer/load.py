@@ -21,7 +21,7 @@ from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
 from flatout.models.lora.saved import rows_of_tokens
 from flatout.models.masters import Dither
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import PlannedRun
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.state import Setup
 

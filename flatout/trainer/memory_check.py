@@ -29,8 +29,8 @@ from flatout.planner.memory.correction import Correction, MeasuredPass, fit_corr
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.proofs import SETTINGS
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.state import TrainingRun

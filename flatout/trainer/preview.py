@@ -20,9 +20,9 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import PlannedRun, plan_run
-from flatout.trainer.fit_memory import fit_plan
 from flatout.trainer.gpu import gpu_of
+from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.steps_and_memory import fit_plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from flatout.models.lora.adapter import adapter_config
 from flatout.models.picture_check import batch_of, check_pictures, read_with_own_attention
 from flatout.models.proof_key import proof_key
 from flatout.models.selftest import prove_layout
-from flatout.trainer.pictures import PictureMaker, processor_of, require_trainable
+from flatout.trainer.picture_inputs import PictureMaker, processor_of, require_trainable
 from flatout.trainer.state import Setup
 
 # the settings that the checks depend on, as pydantic's `include`

@@ -35,8 +35,8 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.decide import reference_identity
 from flatout.trainer.passes import as_in_training, autocast, inference, take_passes
+from flatout.trainer.planned_run import reference_identity
 from flatout.trainer.state import TrainingRun
 
 # micro-batches of each rank that are computed at a time

@@ -34,7 +34,7 @@ from flatout.io.json_file import validated
 from flatout.io.redact import redacted
 from flatout.parallel.shards import as_global, global_tensors, local_state
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import PlannedRun
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import LossHistory, Progress, TrainingRun
 
 # the state of torch.amp.GradScaler; empty if the run has no loss scale

@@ -22,7 +22,7 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, padding_share
 from flatout.track.record import GpuFacts, PlanFacts, RunStart
 from flatout.track.run_log import read_start
-from flatout.trainer.decide import PlannedRun
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "triton", "torchao")

@@ -26,9 +26,9 @@ from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet, MismatchedSteps
-from flatout.trainer.decide import PlannedRun, plan_run
-from flatout.trainer.fit_memory import Inexact
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
+from flatout.trainer.steps_and_memory import Inexact
 from flatout.trainer.stop_request import StopRequest
 
 

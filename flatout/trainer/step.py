@@ -28,10 +28,10 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.estimates import start_estimates
 from flatout.trainer.passes import autocast, take_passes
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import TrainingRun
+from flatout.trainer.step_estimates import compute_step_estimates
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
 
 
@@ -119,7 +119,7 @@ def leave_to_repeat(run: TrainingRun) -> None:
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
     """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `take_passes`."""
-    start_estimates(run, step)
+    compute_step_estimates(run, step)
     return take_passes(run, run.plan, step, run.loader, "training", partial(_backward_each, run, step))
 
 
@@ -284,7 +284,7 @@ def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepP
     if run.planned.normalizers.of_loss(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
-    start_estimates(run, step)
+    compute_step_estimates(run, step)
     take = partial(_update_in_backward, update, run, step)
     outcome = take_passes(run, run.plan, step, run.loader, "training", take)
     return lambda: outcome

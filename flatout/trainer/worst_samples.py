@@ -19,7 +19,7 @@ from flatout.errors import FlatoutError
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import WorstSample
-from flatout.trainer.pictures import recorded
+from flatout.trainer.picture_inputs import recorded
 from flatout.trainer.state import TrainingRun
 
 # of a long sample this much is recorded: characters before its first label token, and after

@@ -26,8 +26,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run, free_memory
-from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.gpu import weakest_gpu
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients
 

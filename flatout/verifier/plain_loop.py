@@ -39,7 +39,7 @@ from flatout.models.lora.layer import (
 from flatout.models.lora.saved import grow_vocabulary, rows_of_tokens
 from flatout.models.rope import length_limits
 from flatout.models.scoring import Scoring
-from flatout.trainer.pictures import PictureMaker, processor_of
+from flatout.trainer.picture_inputs import PictureMaker, processor_of
 
 # scale of the random B of a fresh adapter; with B at zero, A would have no gradient
 WAKE_SCALE = 0.02

@@ -14,8 +14,8 @@ from flatout.config.schema import Config
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.decide import PlannedRun
 from flatout.trainer.passes import other_kernels
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.reference_logprobs import compute_step
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Comparison, plan_quietly, set_up_quietly

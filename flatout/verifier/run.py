@@ -24,8 +24,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.build import free_memory
-from flatout.trainer.decide import PlannedRun
 from flatout.trainer.model_shape import read_text_config
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly

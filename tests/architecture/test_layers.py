@@ -239,7 +239,7 @@ WAITS = {
     "studio/jobs.py: self._process.wait": "a process that was killed",
     "trainer/load.py: importing.join": "an import in this process",
     "trainer/batch_loader.py: future.result": "this process's disk; over ranks faults.stall_s",
-    "trainer/pictures.py: made.result": "threads of this process, on pictures that the build has read",
+    "trainer/picture_inputs.py: made.result": "threads of this process, on pictures that the build has read",
     "trainer/resume.py: run.saver.wait": "as write_async's",
     "verifier/ranks.py: process.wait": "a process that was killed",
 }

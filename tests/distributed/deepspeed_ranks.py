@@ -22,7 +22,7 @@ from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.run import export
 from flatout.trainer.state import Setup, TrainingRun

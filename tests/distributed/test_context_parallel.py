@@ -21,7 +21,7 @@ from flatout.planner.devices import DEVICES
 from flatout.planner.memory.budget import longest_document_tokens
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -18,8 +18,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.decide import plan_run
 from flatout.trainer.model_shape import read_shape
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import check_backward_update, plan_run
+from flatout.trainer.planned_run import check_backward_update, plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import step_launcher

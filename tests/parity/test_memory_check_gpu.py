@@ -15,8 +15,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory import estimate
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.memory_check import read_record
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.run import train
 
 pytestmark = [

@@ -26,7 +26,7 @@ from flatout.data.prompt_file import Prompt, shown_prompt
 from flatout.errors import UsageError
 from flatout.rollout.sampler import pictures_of
 from flatout.trainer.eval_prompts import choose_rows
-from flatout.trainer.pictures import processor_of
+from flatout.trainer.picture_inputs import processor_of
 
 PICTURES = [draw(*size, seed) for seed, size in enumerate(SIZES)]
 TEXTS = {"what is shown?": PICTURES[:1], "two <image> and <image>": PICTURES[1:3], "is it red?": []}

@@ -57,7 +57,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
     from flatout.trainer.run import train
     from flatout.trainer.state import Setup
 

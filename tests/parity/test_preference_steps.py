@@ -25,7 +25,7 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 

@@ -20,7 +20,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 
 DEVICES = [

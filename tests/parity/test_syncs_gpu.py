@@ -16,7 +16,7 @@ from flatout.models.compile.layers import report_compilations
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 

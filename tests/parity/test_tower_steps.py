@@ -43,7 +43,7 @@ def test_training_the_tower_equals_a_plain_loop(
     """`benchmarks/picture_table.py` makes a table of what it records."""
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
     from flatout.trainer.run import train
 
     parts = BOTH if method == "full" or family not in NO_LAYER else {"freeze_vision_tower": False}
@@ -89,7 +89,7 @@ def test_a_tower_that_is_not_planned_is_not_trained(world: PictureWorld, tmp_pat
     from flatout.errors import UsageError
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
 
     for model in ({}, BOTH):
         config = world.config(UNPLANNED, tmp_path / "run", batch={"layout": "rows"}, model=model)

@@ -227,7 +227,7 @@ BUGS = (
     Bug("z of the micro-batch", "KTO.__call__", 'X.estimates["kl"]', "ratios.detach().mean()", f"{LOSSES}[kto-packed]"),
     Bug("z with a gradient", "KTO.__call__", 'X.estimates["kl"]',
         'X.estimates["kl"] + ratios.mean() - ratios.detach().mean()', f"{LOSSES}[kto-rows]"),
-    Bug("z of each rank alone", "_estimate", "run.strategy.sum_values(X)", "(X * run.rank.world)",
+    Bug("z of each rank alone", "_sum_estimates", "run.strategy.sum_values(X)", "(X * run.rank.world)",
         "tests/unit/trainer/test_losses.py::test_ranks_take_that_step_too[some]"),
     Bug("z below 0", "KTO.__call__", "X.clamp(min=0)", "X", f"{LOSSES}[kto, weighted-packed]"),
     Bug("labels the wrong way round", "KTO.__call__", 'X.column("label").bool()', '~X.column("label").bool()',

@@ -71,7 +71,7 @@ def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metric
 def step_ids(config: Any) -> tuple[int, ...]:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
 
     return plan_run(config, Reporter(), Rank()).plan.step(0).sample_ids
 

@@ -19,8 +19,8 @@ from picture_world import PictureWorld, draw, make_picture_model
 from flatout.data.tokenizer import load_tokenizer
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import plan_run
 from flatout.trainer.model_shape import make_shape
+from flatout.trainer.planned_run import plan_run
 
 _SIZES = {"hidden_size": 192, "intermediate_size": 768}
 # towers as wide as memory needs to be more than that of tables: with and without rotations

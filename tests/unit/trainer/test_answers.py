@@ -19,7 +19,7 @@ from flatout.rollout import weights
 from flatout.rollout.chat import Sampling, answer
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.run import train
 
 PROMPTS = ["What is my name?", "Sort from a to z: ibis, cat."]

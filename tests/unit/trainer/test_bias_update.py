@@ -23,7 +23,7 @@ from flatout.models.load.auto_class import auto_class
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup
 from flatout.trainer.step import step_launcher

@@ -31,7 +31,7 @@ from flatout.models.packed import flatten_samples, rows_of_positions
 from flatout.models.scoring import last_position
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.run import train
 
 WORDS = {"good": ["great", "fine", "well"], "bad": ["poor", "awful"], "so-so": ["some", "a bit of"]}

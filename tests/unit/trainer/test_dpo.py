@@ -23,7 +23,7 @@ from flatout.data.store_writer import new_store
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 
 DPO = Path(__file__).parents[3] / "examples" / "dpo.py"
 NUM_PAIRS, PREFIX, BETA = 12, 70, 0.2

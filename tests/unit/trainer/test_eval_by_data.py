@@ -14,7 +14,7 @@ from flatout.errors import CheckpointError, DataError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 
 

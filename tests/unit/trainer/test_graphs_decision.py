@@ -20,9 +20,9 @@ from flatout.planner.cost import make_cost
 from flatout.planner.host_bound import HOST_S_PER_LAYER, is_host_bound
 from flatout.planner.steps.run_plan import RunPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import plan_run
 from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets, plan_graphs
 from flatout.trainer.model_shape import make_shape
+from flatout.trainer.planned_run import plan_run
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3",

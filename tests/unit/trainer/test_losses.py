@@ -24,7 +24,7 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Reference

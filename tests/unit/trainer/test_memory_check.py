@@ -21,13 +21,13 @@ from flatout.planner.memory.correction import Correction, MeasuredPass, fit_corr
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.memory_check import (
     MemoryCheck,
     choose_passes,
     read_record,
     reason_not_to_measure,
 )
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.state import Setup, TrainingRun
 
 # a GPU that holds about a third of a step of the tiny model in one pass

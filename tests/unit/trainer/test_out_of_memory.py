@@ -20,8 +20,8 @@ from flatout.models.model_with_loss import sums_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import plan_run
 from flatout.trainer.loop import run_steps
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.resume import restore, take_snapshot
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from flatout.cli.main import main
 from flatout.errors import PackingError, UsageError
 from flatout.track.run_log import read_run
-from flatout.trainer.pictures import PictureMaker
+from flatout.trainer.picture_inputs import PictureMaker
 
 
 @pytest.fixture(scope="module")

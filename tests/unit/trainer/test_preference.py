@@ -21,7 +21,7 @@ from flatout.errors import DataError, ProblemsError
 from flatout.objectives.preference import ORPO, Answers
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, plan_run
 
 NUM_UNITS, PER_STEP, LR = 10, 5, 0.5
 

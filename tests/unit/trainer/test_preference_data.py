@@ -19,8 +19,8 @@ from flatout.errors import DataError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.decide import PlannedRun, plan_run
 from flatout.trainer.eval_prompts import choose_rows
+from flatout.trainer.planned_run import PlannedRun, plan_run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "dpo.py"
 PAIRS = [

@@ -23,7 +23,7 @@ from flatout.config.schema import Config
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 
 NUM_PAIRS, PER_STEP, NUM_STEPS, LR = 10, 4, 10, 0.05

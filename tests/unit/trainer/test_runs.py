@@ -21,7 +21,7 @@ from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import Result, train
 
 
@@ -146,7 +146,7 @@ def results_of(run_dir: Path) -> list[Path]:
 def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.decide import plan_run
+    from flatout.trainer.planned_run import plan_run
 
     config, result = uninterrupted
     planned = plan_run(config, Reporter(), Rank())

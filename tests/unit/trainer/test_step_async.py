@@ -17,7 +17,7 @@ from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer import build, loop, step
-from flatout.trainer.decide import plan_run
+from flatout.trainer.planned_run import plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step

@@ -27,7 +27,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.build import build_run
-from flatout.trainer.decide import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
 

@@ -49,7 +49,7 @@ def context_shard(layout: ParallelLayout, rank: Rank) -> ContextShard | None:
     return ContextShard(num_ranks, rank.index % num_ranks) if num_ranks > 1 else None
 
 
-def share_context(
+def setup_context_parallel(
     loaded: LoadedModel, strategy: Strategy, shard: ContextShard | None, config: Config, reporter: Reporter
 ) -> None:
     """Let the model attend to the keys of all ranks that share a micro-batch, and check on small ones that it does.
@@ -74,7 +74,7 @@ def share_context(
     reporter.stage("context", f"{shard.num_shards} ranks share each micro-batch; equal to whole within {worst:.1e}")
 
 
-def share_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -> Callable[[], None]:
+def shard_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -> Callable[[], None]:
     """Keep this rank's experts alone if several ranks share them; return what marks the slices, also called here.
 
     It must be called again after parameters were replaced. Raises UsageError as `slice_experts` does.

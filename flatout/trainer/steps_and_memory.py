@@ -32,7 +32,7 @@ from flatout.planner.steps.run_plan import RunPlan, make_plan, select_samples
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
-from flatout.trainer.pictures import require_trainable, tower_flops
+from flatout.trainer.picture_inputs import require_trainable, tower_flops
 
 # batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
 MIN_SHARED_SHARE = 0.05

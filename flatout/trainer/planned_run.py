@@ -39,14 +39,14 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.run_plan import RunPlan, select_samples, split_held_out
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
+from flatout.trainer.context_and_expert_parallel import check_context
 from flatout.trainer.data_sets import EvalSet, MismatchedSteps, eval_set, plan_mismatched
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
-from flatout.trainer.fit_memory import EXACT, Inexact, SplitStore, plan_training
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
-from flatout.trainer.pictures import with_pictures
+from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
-from flatout.trainer.shared_ranks import check_context
+from flatout.trainer.steps_and_memory import EXACT, Inexact, SplitStore, plan_training
 
 # a learning rate above so many times that of the loss's papers is told
 UNUSUAL_LR = 5.0

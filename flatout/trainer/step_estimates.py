@@ -19,7 +19,7 @@ from flatout.trainer.passes import as_in_training, autocast, take_passes, until_
 from flatout.trainer.state import TrainingRun
 
 
-def start_estimates(run: TrainingRun, step: StepPlan) -> None:
+def compute_step_estimates(run: TrainingRun, step: StepPlan) -> None:
     """Compute what the objective estimates over a step, without gradients and dropout; collective.
 
     The means are over all samples of the step, on all ranks and in all micro-batches.
@@ -30,17 +30,17 @@ def start_estimates(run: TrainingRun, step: StepPlan) -> None:
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
     own = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
     with as_in_training(run):
-        _estimate(run, plan, own, loader, is_evaluation=False)
+        _sum_estimates(run, plan, own, loader, is_evaluation=False)
 
 
-def evaluation_estimates(run: TrainingRun, set_index: int) -> None:
+def compute_eval_estimates(run: TrainingRun, set_index: int) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
     each = run.eval_sets[set_index].mismatched
     if each is not None:
-        _estimate(run, each.plan, each.step, run.loader_of(each), is_evaluation=True)
+        _sum_estimates(run, each.plan, each.step, run.loader_of(each), is_evaluation=True)
 
 
-def _estimate(
+def _sum_estimates(
     run: TrainingRun, plan: PlannedSamples, step: StepPlan, loader: BatchLoader, *, is_evaluation: bool
 ) -> None:
     objective = run.planned.objective
