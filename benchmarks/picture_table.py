@@ -16,7 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS, PAGE = [f"tests/parity/test_{name}_steps.py" for name in ("picture", "tower")], ROOT / "docs" / "pictures.md"
+TESTS, PAGE = [f"tests/parity/test_{name}_steps.py" for name in ("picture", "tower")], ROOT / "docs" / "numerics.md"
 HEAD = (
     "| model type | layout | LoRA of the decoder, 4 steps | LoRA with the tower, 10 steps | full, 10 steps |\n"
     "|---|---|---|---|---|\n"
@@ -60,6 +60,8 @@ def main() -> None:
         subprocess.run(command, cwd=ROOT, check=False)
         found = measured(report)
     page = PAGE.read_text()
+    if HEAD not in page:
+        sys.exit(f"picture_table: {PAGE.name} has no table with this head:\n{HEAD}")
     PAGE.write_text(re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda match: table(found), page))
     print(f"{len(found)} families in {PAGE.relative_to(ROOT)}")
 

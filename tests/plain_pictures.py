@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,19 @@ def plain_inputs(
     return given
 
 
+def adamw(weight_decay: float) -> Callable[[list[Any]], torch.optim.Optimizer]:
+    return partial(torch.optim.AdamW, lr=LR, weight_decay=weight_decay)
+
+
 def plain_losses(
-    model: Any, steps: list[Any], loss_of: Any, weight_decay: float = 0.01
+    model: Any, steps: list[Any], loss_of: Any, make: Callable[[list[Any]], torch.optim.Optimizer] = adamw(0.01)
 ) -> Iterator[tuple[float, float]]:
-    """Take the steps one sample at a time, with AdamW, clipped gradients and a linear schedule.
+    """Take the steps one sample at a time, with clipped gradients and a linear schedule.
 
     Yields each step's loss and gradient norm.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=weight_decay)
+    optimizer = make(trained)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / len(steps))
     for step in steps:
         optimizer.zero_grad()
@@ -103,10 +108,13 @@ def start_adapter(config: Any, folder: Path) -> Any:
 class PlainRun:
     """The same steps by transformers and PEFT, from the rows themselves: losses in fp64 on a CPU, and the adapter.
 
-    With `blank`, every picture is black. Without an adapter, the whole model is trained, without weight decay.
+    With `blank`, every picture is black. Without an adapter, the whole model is trained, without weight decay; with
+    `sgd`, by SGD without momentum.
     """
 
-    def __init__(self, planned: Any, model_dir: Path, adapter: Path | None, rows: Path, *, blank: bool = False) -> None:
+    def __init__(
+        self, planned: Any, model_dir: Path, adapter: Path | None, rows: Path, *, blank: bool = False, sgd: bool = False
+    ) -> None:
         from transformers import AutoModelForImageTextToText
 
         model = AutoModelForImageTextToText.from_pretrained(
@@ -116,13 +124,13 @@ class PlainRun:
             model = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
         self.model = model.double().train()
         self._planned, self._folder, self._blank = planned, rows.parent, blank
-        self._weight_decay = 0.0 if adapter is None else 0.01
+        self._make = partial(torch.optim.SGD, lr=LR) if sgd else adamw(0.0 if adapter is None else 0.01)
         self._processor = plain_processor(model_dir)
         self._rows = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
 
     def losses(self) -> list[float]:
         steps = list(self._planned.plan.steps())
-        taken = list(plain_losses(self.model, steps, self._loss, self._weight_decay))
+        taken = list(plain_losses(self.model, steps, self._loss, self._make))
         self.grad_norms = [grad_norm for _, grad_norm in taken]
         return [loss for loss, _ in taken]
 
