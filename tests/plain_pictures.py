@@ -59,19 +59,15 @@ def plain_inputs(
     return given
 
 
-def adamw(weight_decay: float) -> Callable[[list[Any]], torch.optim.Optimizer]:
-    return partial(torch.optim.AdamW, lr=LR, weight_decay=weight_decay)
-
-
 def plain_losses(
-    model: Any, steps: list[Any], loss_of: Any, make: Callable[[list[Any]], torch.optim.Optimizer] = adamw(0.01)
+    model: Any, steps: list[Any], loss_of: Any, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> Iterator[tuple[float, float]]:
     """Take the steps one sample at a time, with clipped gradients and a linear schedule.
 
     Yields each step's loss and gradient norm.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make(trained)
+    optimizer = make(trained, lr=LR)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / len(steps))
     for step in steps:
         optimizer.zero_grad()
@@ -124,7 +120,7 @@ class PlainRun:
             model = peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
         self.model = model.double().train()
         self._planned, self._folder, self._blank = planned, rows.parent, blank
-        self._make = partial(torch.optim.SGD, lr=LR) if sgd else adamw(0.0 if adapter is None else 0.01)
+        self._make = torch.optim.SGD if sgd else partial(torch.optim.AdamW, weight_decay=0.01 if adapter else 0.0)
         self._processor = plain_processor(model_dir)
         self._rows = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
 
