@@ -29,12 +29,12 @@ def take_steps(
     """Take this rank's part of a run's steps. `before` and `after` are called while the process group is up."""
     rank = Rank.from_env()
 
-    def meet() -> ControlGroup:
+    def join_ranks() -> ControlGroup:
         join_group(rank, choose_device(config.wanted_device, rank))
         return ControlGroup(rank)
 
-    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, meet))
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=meet())
+    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, join_ranks))
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=join_ranks())
     run = build_run(Setup(config, planned, checkpoints, reporter, rank))
     before(run)
     reporter.phase("step", 1)

@@ -101,12 +101,12 @@ class LossTerm:
         """Return a micro-batch's loss with the gradients of the term; its value stays the same."""
         return loss_sum
 
-    def kept(self) -> list[Tensor]:
+    def graph_outputs(self) -> list[Tensor]:
         """Return what `add` and `observe` read of the layers' last pass; a recorded pass copies it to fixed places."""
         return []
 
-    def keep(self, kept: Sequence[Tensor]) -> None:
-        """Take what `kept` returned in an equal pass, with other values: the pass was a recorded one."""
+    def load_graph_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Take what `graph_outputs` returned in an equal pass, with other values: the pass was a recorded one."""
 
     def end_pass(self) -> None:
         """Drop what was read in a forward pass that ends or fails: it may hold the pass's graph."""

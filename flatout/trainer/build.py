@@ -31,6 +31,7 @@ from flatout.models.model_with_loss import ModelWithLoss, prepare_head
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
+from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
@@ -60,11 +61,11 @@ def build_run(
     """
     device, reporter = setup.device, setup.reporter
     while True:
-        stood_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run, why_no_graphs, sizes = assemble_run(setup)
+        bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        run, why_no_graphs = assemble_run(setup)
         if memory_check is None or saved is not None:
             break
-        measured, needs_replan = memory_check.check(run, stood_bytes)
+        measured, needs_replan = memory_check.check(run, bytes_before_model)
         setup = replace(setup, planned=replace(run.planned, device=measured))
         setup = setup.plan_again(measured) if needs_replan else setup
         if setup.planned.pass_settings == run.planned.pass_settings:
@@ -84,12 +85,12 @@ def build_run(
         restore(run, saved)
     reporter.phase("recording graphs")
     reporter.stage("graphs", record_graphs(run, why_no_graphs))
-    run.saver.reserve(sizes)
+    run.saver.reserve(saved_sizes(run.rank, run.named_parameters, run.config))
     return run
 
 
-def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
-    """Return the run, why it records no CUDA graphs (None: it does), and the bytes of each tensor it will save.
+def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
+    """Return the run, and why it records no CUDA graphs (None: it does).
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
@@ -102,7 +103,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
     compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loaders[0], proofs)
     named = trainable_parameters(loaded.model)
-    saver, sizes = make_saver(setup, named)
+    saver = make_saver(setup, named)
     run = TrainingRun(
         config=config,
         rank=rank,
@@ -127,7 +128,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None, list[int]]:
         term=loss.term,
     )
     run.model.train()
-    return run, why_no_graphs or (None if compiled.is_complete else NOT_COMPILED), sizes
+    return run, why_no_graphs or (None if compiled.is_complete else NOT_COMPILED)
 
 
 def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
@@ -302,21 +303,23 @@ def compile_model(
     return compiled, recompute
 
 
-def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> tuple[Saver, list[int]]:
-    """Choose how this rank saves, and estimate each saved tensor's bytes. Raises ResourceError if the disk is full."""
-    # replicas after the first save nothing
-    saves = setup.rank.is_first or any(map(is_sharded, named.values()))
-    sizes = state_sizes(named, setup.config.optim) if saves else []
-    setup.checkpoints.require_room(sum(sizes))
-    saver = choose_saver(
+def saved_sizes(rank: Rank, named: Mapping[str, torch.nn.Parameter], config: Config) -> list[int]:
+    """Estimate the bytes of each tensor that this rank saves; replicas after the first save nothing."""
+    return state_sizes(named, config.optim) if rank.is_first or any(map(is_sharded, named.values())) else []
+
+
+def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> Saver:
+    """Choose how this rank saves. Raises ResourceError if the disk is full."""
+    num_bytes = sum(saved_sizes(setup.rank, named, setup.config))
+    setup.checkpoints.require_room(num_bytes)
+    return choose_saver(
         setup.config.checkpoint.asynchronous,
         setup.checkpoints,
         setup.reporter,
         device=setup.device,
-        num_bytes=sum(sizes),
+        num_bytes=num_bytes,
         available_bytes=available_host_bytes(),
     )
-    return saver, sizes
 
 
 def free_memory(device: torch.device) -> None:

@@ -50,10 +50,10 @@ MAX_SAMPLE_SHARE = 0.9
 Measure = Callable[[TrainingRun, Sequence[StepPlan], int], list[int]]
 
 
-def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], bytes_before_model: int) -> list[int]:
     """Run the forward and backward passes of each step, without an update; return each one's peak on this rank.
 
-    Gradients stay allocated from one step to the next if steps have several micro-batches. `stood_bytes` were
+    Gradients stay allocated from one step to the next if steps have several micro-batches. `bytes_before_model` were
     allocated before the run's model. What the optimizer holds already is not counted. Clears torch's peaks.
     """
     # the plan counts tokens before they are padded to the sizes of recorded graphs
@@ -71,7 +71,7 @@ def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int
         accumulate_gradients(run, step)
         run.strategy.sum_gradients(run.parameters)
         torch.cuda.synchronize(run.device)
-        peaks.append(torch.cuda.max_memory_allocated(run.device) - stood_bytes - state_bytes)
+        peaks.append(torch.cuda.max_memory_allocated(run.device) - bytes_before_model - state_bytes)
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
     run.loader.size_buckets = size_buckets
@@ -83,7 +83,7 @@ class MemoryCheck:
     """Finds what passes have measured, measures new ones, and keeps the result; all methods are collective.
 
     A run that has checkpoints keeps its plan: only what its folder recorded corrects it. Any other start takes what an
-    equal start has kept (`recalls` as in `Proofs`), and measures what that one has not.
+    equal start has kept (`reuse_checks` as in `Proofs`), and measures what that one has not.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class MemoryCheck:
         group: ControlGroup,
         reporter: Reporter,
         *,
-        recalls: bool = False,
+        reuse_checks: bool = False,
         measure: Measure = measure_passes,
     ) -> None:
         self._config, self._group, self._reporter, self._measure = config, group, reporter, measure
-        self._recalls = recalls and not checks_again()
+        self._reuse_checks = reuse_checks and not checks_again()
         self._tell = partial(reporter.stage, "memory")
         self._key: dict[str, Any] | None = None
 
@@ -119,16 +119,16 @@ class MemoryCheck:
             line = f"{record.name} was measured on {recorded.name} and is not used on {gpu.name}"
             self._reporter.stage("memory", line)
             return {}
-        if not self._recalls:
+        if not self._reuse_checks:
             return {}
         self._key = _key(self._config, self._group)
         kept = find_facts(KIND, self._key, self._tell)
         return {} if kept is None else dict(kept.facts)
 
-    def check(self, run: TrainingRun, stood_bytes: int) -> tuple[Device | None, bool]:
+    def check(self, run: TrainingRun, bytes_before_model: int) -> tuple[Device | None, bool]:
         """Measure passes of a run before its first step; return its device as now known, and whether to plan again.
 
-        A line says what was found, or why nothing was measured. `stood_bytes` as in `measure_passes`.
+        A line says what was found, or why nothing was measured. `bytes_before_model` as in `measure_passes`.
         """
         # layers may recompute at another level than planned
         planned = replace(run.planned, memory=run.memory)
@@ -139,7 +139,7 @@ class MemoryCheck:
             return device, False
         self._reporter.phase("measuring memory")
         steps = choose_passes(planned)
-        peaks = self._measure(run, steps, stood_bytes)
+        peaks = self._measure(run, steps, bytes_before_model)
         peaks_of_ranks = self._group.all_gather(None if run.state.micro_batch_cap is not None else peaks)
         if None in peaks_of_ranks:
             line = f"not measured: out of memory on rank {peaks_of_ranks.index(None)}; its micro-batches stay smaller"

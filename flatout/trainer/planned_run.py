@@ -281,10 +281,10 @@ def report_plan(
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
 
 
-def report_objective(config: Config, plan: RunPlan, reporter: Reporter, counted: Normalizers) -> None:
+def report_objective(config: Config, plan: RunPlan, reporter: Reporter, normalizers: Normalizers) -> None:
     """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
-    objective, part = counted.objective, "third" if config.method == "full" else "half"
-    for note in objective.notes({name: float(values.sum()) for name, values in counted.values.items()}):
+    objective, part = normalizers.objective, "third" if config.method == "full" else "half"
+    for note in objective.notes({name: float(values.sum()) for name, values in normalizers.values.items()}):
         reporter.stage("objective", note)
     if REFERENCE in objective.columns:
         num_steps = min(plan.num_steps, plan.steps_per_epoch)

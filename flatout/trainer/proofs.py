@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 class Proofs:
     """Keeps what was proved, and finds it again; all methods are collective, and all ranks find the same.
 
-    With `recalls`, a check is left out or shortened if an earlier start proved it with an equal key: the same
+    With `reuse_checks`, a check is left out or shortened if an earlier start proved it with an equal key: the same
     code and packages, weights, model, settings, split over ranks, device and environment. Only a process that runs
     nothing but flatout's own code may recall, as code of others may have changed something that no key holds.
     """
@@ -47,16 +47,16 @@ class Proofs:
         self._group, self._device = setup.checkpoints.group, setup.device
         self._key: Mapping[str, Any] | None = None
         self._tell = partial(self._reporter.stage, "checks")
-        if setup.recalls and checks_again():
+        if setup.reuse_checks and checks_again():
             self._reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
         # without a fingerprint the weights are not known
-        recalls = setup.recalls and not checks_again() and "model" in self._planned.fingerprints
-        self._recalls = all(self._group.all_gather(recalls))
+        reuse_checks = setup.reuse_checks and not checks_again() and "model" in self._planned.fingerprints
+        self._reuse_checks = all(self._group.all_gather(reuse_checks))
 
     def identify(self, loaded: LoadedModel) -> None:
         """Take the loaded model, still without adapters, into the key; call it before the rest."""
         config, planned, layout = self._config, self._planned, self._planned.parallel_layout
-        if self._recalls:
+        if self._reuse_checks:
             self._key = {
                 **proof_key(loaded, self._device),
                 "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS)),
@@ -168,7 +168,7 @@ class Proofs:
 
     def find(self, kind: str) -> KeptFacts | None:
         """Return what was proved; None on all ranks unless all have found it."""
-        if not self._recalls:
+        if not self._reuse_checks:
             return None
         assert self._key is not None
         facts = find_facts(kind, self._key, self._tell)
@@ -176,7 +176,7 @@ class Proofs:
 
     def keep(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Keep these facts of a passed check for a later start with the same key."""
-        if not self._recalls:
+        if not self._reuse_checks:
             return
         assert self._key is not None
         keep_facts(kind, self._key, facts, self._tell)

@@ -89,12 +89,12 @@ def train(
     console: ConsoleCallback | None = None,
     on_peer_lost: OnPeerLost | None = None,
     start_up: StartUpClock | None = None,
-    recalls: bool = False,
+    reuse_checks: bool = False,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch of the process; by default, a start begins with this call. `recalls` is as in `Proofs`.
+    seconds since the launch of the process; by default, with this call. `reuse_checks` is as in `Proofs`.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -122,7 +122,7 @@ def train(
         )
         try:
             with watch.guard(), torch_settings_kept():
-                result = set_up_and_train(config, reporter, rank, watch, recalls)
+                result = set_up_and_train(config, reporter, rank, watch, reuse_checks)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or raised
@@ -175,7 +175,7 @@ def open_run(
     return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
 
-def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, recalls: bool) -> Result:
+def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_checks: bool) -> Result:
     """Plan the run, find its checkpoint, build model and optimizer, and take the steps; one call a stage.
 
     Ranks connect when the first stage needs the others. A run that is complete already is returned as it is.
@@ -183,23 +183,23 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
 
-    def meet() -> ControlGroup:
+    def join_ranks() -> ControlGroup:
         if rank.world > 1:
             reporter.phase("waiting for all ranks")
         return watch.join(rank, choose_device(config.wanted_device, rank))
 
     def find_device() -> Device | None:
         reporter.phase("opening the device")
-        gpu = weakest_gpu(config, rank, meet)
+        gpu = weakest_gpu(config, rank, join_ranks)
         return gpu and memory_check().corrected(gpu)
 
     @cache
     def memory_check() -> MemoryCheck:
-        return MemoryCheck(config, meet(), reporter, recalls=recalls)
+        return MemoryCheck(config, join_ranks(), reporter, reuse_checks=reuse_checks)
 
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
     planned = plan_run(config, reporter, rank, find_device, identity_of=partial(identify_model, config, reporter))
-    group, keep = meet(), config.checkpoint.keep
+    group, keep = join_ranks(), config.checkpoint.keep
     require_same_run(config, planned, group)
     reporter.phase("verifying checkpoints")
     checkpoints = Checkpoints(config.folder, keep=keep, on_event=reporter.event, group=group, check_facts=check_facts)
@@ -214,7 +214,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
-    setup = Setup(config, planned, checkpoints, reporter, rank, watch, recalls)
+    setup = Setup(config, planned, checkpoints, reporter, rank, watch, reuse_checks)
     run = build_run(setup, checkpoint, memory_check())
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")

@@ -99,7 +99,7 @@ class Setup:
     rank: Rank
     watch: PeerWatch | None = None
     # whether checks that an equal start has passed are left out, see `Proofs`
-    recalls: bool = False
+    reuse_checks: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -52,9 +52,9 @@ def step_gradients(
     loss.term = routers
 
     def replay(batch: PackedBatch) -> Tensor:
-        states, kept = hidden_states(model, batch), loss.term.kept()
+        states, outputs = hidden_states(model, batch), loss.term.graph_outputs()
         loss.term.end_pass()
-        loss.term.keep([one.clone() for one in kept])
+        loss.term.load_graph_outputs([output.clone() for output in outputs])
         return states
 
     loss.decoder = replay if replays else None

@@ -72,8 +72,8 @@ class GraphedDecoder:
             return hidden_states(self._model, batch)
         for name in ("token_ids", "position_ids", "cu_seqlens"):
             getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
-        states, *kept = _Replay.apply(self._anchor, recording)
-        self._term.keep(kept)
+        states, *term_outputs = _Replay.apply(self._anchor, recording)
+        self._term.load_graph_outputs(term_outputs)
         last: Tensor = states
         return last
 
@@ -137,7 +137,7 @@ class GraphedDecoder:
     def _outputs(self, batch: PackedBatch) -> list[Tensor]:
         """Return the last hidden states, and what the term has read in the pass."""
         try:
-            return [hidden_states(self._model, batch), *self._term.kept()]
+            return [hidden_states(self._model, batch), *self._term.graph_outputs()]
         finally:
             self._term.end_pass()
 

@@ -141,17 +141,17 @@ class Routers(LossTerm):
         extra = self._step.normalizer * (self.balance_loss * values[0] + self.z_loss * values[1])
         return loss_sum + (extra - extra.detach())
 
-    def kept(self) -> list[Tensor]:
+    def graph_outputs(self) -> list[Tensor]:
         """Return the last pass's choices (L, T, k) and, for losses, logits (L, T, E)."""
         logits, chosen = zip(*(getattr(router, _ROUTED) for router in self.layers), strict=True)
-        return [torch.stack(own) for own in (chosen, logits) if own[0] is not None]
+        return [torch.stack(by_layer) for by_layer in (chosen, logits) if by_layer[0] is not None]
 
-    def keep(self, kept: Sequence[Tensor]) -> None:
-        """Take choices and logits as `kept` returned them for those of the last pass."""
-        chosen, *more = kept
+    def load_graph_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Take choices and logits as `graph_outputs` returned them for those of the last pass."""
+        chosen, *more = outputs
         logits = more[0].unbind() if more else [None] * len(chosen)
-        for router, own in zip(self.layers, zip(logits, chosen, strict=True), strict=True):
-            setattr(router, _ROUTED, own)
+        for router, routed in zip(self.layers, zip(logits, chosen, strict=True), strict=True):
+            setattr(router, _ROUTED, routed)
 
     def end_pass(self) -> None:
         """Drop the logits and choices that routers kept in a pass."""

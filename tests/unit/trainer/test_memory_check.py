@@ -77,14 +77,14 @@ class Start:
         *,
         factor: float = 1.0,
         more_bytes: int = 0,
-        recalls: bool = False,
+        reuse_checks: bool = False,
         gpu: Device = GPU,
         measure: Callable[[TrainingRun, Sequence[StepPlan], int], list[int]] | None = None,
     ) -> None:
         self.told, self.num_measured, self.factor, self.more_bytes = Told(), 0, factor, more_bytes
         reporter, rank = Reporter(self.told), Rank()
         group = ControlGroup(rank)
-        check = MemoryCheck(config, group, reporter, recalls=recalls, measure=measure or self.measure)
+        check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks, measure=measure or self.measure)
         planned = plan_run(config, reporter, rank, lambda: check.corrected(gpu))
         self.first_plan = planned
         checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
@@ -93,7 +93,7 @@ class Start:
         assert run.plan.batch_layout == run.planned.plan.batch_layout
         run.close()
 
-    def measure(self, run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+    def measure(self, run: TrainingRun, steps: Sequence[StepPlan], bytes_before_model: int) -> list[int]:
         self.num_measured += 1
         model, found = run.memory.model, []
         assert model is not None
@@ -184,8 +184,8 @@ def test_a_gpu_that_takes_less_holds_more_tokens(config: Config) -> None:
 
 @pytest.mark.parametrize("factor", [1.02, 1.25])
 def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor: float) -> None:
-    first = Start(config, factor=factor, recalls=True)
-    second = Start(config, factor=factor, recalls=True)
+    first = Start(config, factor=factor, reuse_checks=True)
+    second = Start(config, factor=factor, reuse_checks=True)
     assert (first.num_measured, second.num_measured) == (1, 0)
     assert second.first_plan.pass_settings == first.planned.pass_settings == second.planned.pass_settings
     assert second.planned.device == first.planned.device
@@ -194,18 +194,18 @@ def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor:
     # other code in the process, or another setting: measured again
     assert Start(config, factor=factor).num_measured == 1
     other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 8})})
-    assert Start(other, factor=factor, recalls=True).num_measured == 1
+    assert Start(other, factor=factor, reuse_checks=True).num_measured == 1
 
 
 def test_each_recompute_level_is_measured_once(config: Config) -> None:
     """Passes that take more lead to another level, whose passes are measured as well."""
     auto, gpu = config.model_copy(update={"recompute": "auto"}), Device("a GPU", int(LARGER_GIB * GIB))
-    start = Start(auto, factor=1.6, recalls=True, gpu=gpu)
+    start = Start(auto, factor=1.6, reuse_checks=True, gpu=gpu)
     assert start.planned.device is not None
     levels = [kind.split()[0] for kind in start.planned.device.corrections]
     assert levels == ["none", "full", "offload"]
     assert start.num_measured == 3
-    again = Start(auto, factor=1.6, recalls=True, gpu=gpu)
+    again = Start(auto, factor=1.6, reuse_checks=True, gpu=gpu)
     assert again.num_measured == 0
     assert again.first_plan.pass_settings == start.planned.pass_settings
 
@@ -223,8 +223,8 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(
     values = config.model_dump()
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) else value
-    Start(config, factor=1.25, recalls=True)
-    start = Start(Config.model_validate(values), factor=1.25, recalls=True)
+    Start(config, factor=1.25, reuse_checks=True)
+    start = Start(Config.model_validate(values), factor=1.25, reuse_checks=True)
     assert start.num_measured == 0
     assert start.planned.device == GPU
     assert f"not measured: {why}" in start.told.of("memory")
@@ -236,13 +236,13 @@ def test_memory_is_measured_of_the_level_at_which_layers_recompute(config: Confi
     """No layer compiles on a CPU, so the compiler cannot recompute a part of one."""
     model = config.model.model_copy(update={"precision": "bf16"})
     config = config.model_copy(update={"recompute": planned, "compile": "auto", "model": model})
-    start = Start(config, factor=1.25, recalls=True)
+    start = Start(config, factor=1.25, reuse_checks=True)
     level = "full" if planned in ("selective", "budget") else planned
     assert start.planned.device is not None
     assert [kind.split()[0] for kind in start.planned.device.corrections] == [level]
     assert start.num_measured == 1
     # an equal start knows what this one measured, and its plan is the same
-    again = Start(config, factor=1.25, recalls=True)
+    again = Start(config, factor=1.25, reuse_checks=True)
     assert again.num_measured == 0
     assert again.planned.pass_settings == start.planned.pass_settings
 
@@ -278,14 +278,14 @@ def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
 
 
 def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> None:
-    first = Start(config, factor=1.25, recalls=True)
+    first = Start(config, factor=1.25, reuse_checks=True)
     assert read_record(config.folder / "memory.json") == first.planned.device
     # another start finds other facts
     other = config.model_copy(update={"run_dir": config.folder.parent / "other"})
     (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
 
     def known(config: Config) -> Device:
-        return MemoryCheck(config, ControlGroup(Rank()), Reporter(), recalls=True).corrected(GPU)
+        return MemoryCheck(config, ControlGroup(Rank()), Reporter(), reuse_checks=True).corrected(GPU)
 
     assert known(config) == first.planned.device
     (config.folder / "memory.json").unlink()
@@ -298,10 +298,10 @@ def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> Non
 
 
 def test_corrections_of_one_card_say_nothing_of_another(config: Config) -> None:
-    Start(config, factor=1.25, recalls=True)
+    Start(config, factor=1.25, reuse_checks=True)
     (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
     told = Told()
-    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), recalls=True)
+    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), reuse_checks=True)
     other = Device("another GPU", 2 * GIB)
     assert check.corrected(other) == other
     assert told.of("memory") == ["memory.json was measured on a GPU and is not used on another GPU"]
@@ -344,7 +344,7 @@ def test_plan_without_a_gpu_reproduces_a_runs_plan(
 
 
 def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -> None:
-    def runs_out(run: TrainingRun, steps: Sequence[StepPlan], stood_bytes: int) -> list[int]:
+    def runs_out(run: TrainingRun, steps: Sequence[StepPlan], bytes_before_model: int) -> list[int]:
         run.state.micro_batch_cap = 512
         return [GIB] * len(steps)
 
