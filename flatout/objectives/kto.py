@@ -79,9 +79,9 @@ class KTO(Objective):
             return
         ratio = self.desirable_weight * num_desirable / (self.undesirable_weight * num_undesirable)
         if not LEAST_RATIO * 0.99 <= ratio <= MOST_RATIO * 1.01:
-            least, most = (self.undesirable_weight * one * num_undesirable / num_desirable for one in (1, MOST_RATIO))
+            balance = self.undesirable_weight * num_undesirable / num_desirable
             yield (
                 f"desirable_weight x {num_desirable:,} desirable answers is {ratio:.2f} times undesirable_weight x "
                 f"{num_undesirable:,} undesirable ones; the paper takes 1 to 1.33, such as desirable_weight "
-                f"{least:.3g} to {most:.3g}"
+                f"{balance:.3g} to {balance * MOST_RATIO:.3g}"
             )

@@ -109,7 +109,7 @@ def _wrong_variables(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
         yield "scope", kind.scope, "sample or unit, as reads is 'scores' and a sample has one"
     for name, example in (("columns", "weight"), ("estimates", "kl")):
         value: Any = getattr(kind, name)
-        if not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+        if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
             yield name, value, f"a tuple of names, such as ({example!r},)"
     if kind.scope == "unit" and not (type(kind.unit_size) is int and kind.unit_size > 0):
         yield "unit_size", kind.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
@@ -140,5 +140,5 @@ def _wrong_metrics(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
         yield "metrics", "loss", "the other sums only"
 
 
-def _are_two_of(names: Collection[str], given: Any) -> bool:
-    return isinstance(given, tuple) and len(given) == 2 and all(isinstance(one, str) and one in names for one in given)
+def _are_two_of(names: Collection[str], pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) and name in names for name in pair)

@@ -104,7 +104,7 @@ class Objective(Section):
 
         A metric with nothing to divide by is left out.
         """
-        means = {name: one / count for name, one, count in zip(self.sum_names, sums, counts, strict=True) if count}
+        means = {name: total / count for name, total, count in zip(self.sum_names, sums, counts, strict=True) if count}
         for name, metric in self.metrics.items():
             if metric.difference is not None and means.keys() >= set(metric.difference):
                 means[name] = means[metric.difference[0]] - means[metric.difference[1]]

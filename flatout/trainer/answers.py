@@ -117,7 +117,7 @@ def training_weights(run: TrainingRun) -> Weights:
         is_padded=layout.name == "rows",
         packs=None if attention in TRANSFORMERS_ATTENTION else nullcontext,
         tell=lambda line: run.reporter.stage("answers", line),
-        pictures=next((own for loader in run.loaders if (own := loader.pictures)), None),
+        pictures=next((pictures for loader in run.loaders if (pictures := loader.pictures)), None),
     )
     return replace(weights, in_lockstep=True, agree=agree, least=least) if lockstep else weights
 

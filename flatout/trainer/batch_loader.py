@@ -180,8 +180,8 @@ class BatchLoader:
         for name in self._columns or ():
             column, values = self.store.columns[name], self.store.extra[name]
             if column.per == "token":
-                own = [sample.columns[name][1:][sample.loss_mask[1:]] for sample in read]
-                gathered: NDArray[Any] = np.concatenate([np.zeros(0, column.stored), *own])
+                label_values = [sample.columns[name][1:][sample.loss_mask[1:]] for sample in read]
+                gathered: NDArray[Any] = np.concatenate([np.zeros(0, column.stored), *label_values])
             else:
                 gathered = np.array(values[ids if column.per == "sample" else units])
             per[column.per][name] = torch.from_numpy(gathered)

@@ -186,14 +186,14 @@ def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[in
         # equal bounds, so that compiled layers take both
         of_steps["max_documents"] = max(of_steps["max_documents"], mismatched.plan.batch_bounds["max_documents"])
 
-    def loader_of(one: Planned) -> BatchLoader:
+    def loader_of(data_set: Planned) -> BatchLoader:
         columns, options = asked, of_steps
-        if isinstance(one, EvalSet):
+        if isinstance(data_set, EvalSet):
             # it asks which sample each label token is of
-            columns, options = asked or (), {"max_documents": one.max_documents}
-        own = None if columns is None else tuple(name for name in columns if name in one.store.extra)
-        loader = BatchLoader(one.store, setup.device, shard, columns=own, **options)
-        loader.pictures = PictureMaker.of(one.store, model)
+            columns, options = asked or (), {"max_documents": data_set.max_documents}
+        stored = None if columns is None else tuple(name for name in columns if name in data_set.store.extra)
+        loader = BatchLoader(data_set.store, setup.device, shard, columns=stored, **options)
+        loader.pictures = PictureMaker.of(data_set.store, model)
         loader.padding_id = scoring.padding_id if scoring else None
         return loader
 

@@ -37,7 +37,7 @@ class EvalSet:
         return max(len(batch.sample_ids) for batch in self.step.micro_batches)
 
 
-def eval_set(name: str, store: TokenStore, plan: PlannedSamples, normalizers: Normalizers) -> EvalSet:
+def make_eval_set(name: str, store: TokenStore, plan: PlannedSamples, normalizers: Normalizers) -> EvalSet:
     """Return an evaluation data set with one pass over these samples, in the order of their ids."""
     return EvalSet(name, store, plan, assemble_eval(plan.samples, plan.batch_layout), normalizers)
 
@@ -58,12 +58,14 @@ def plan_mismatched(
     """
     if not objective.estimates:
         return None, tuple(eval_sets)
-    stores = {id(one): mismatched(one) for one in (store, *(own.store for own in eval_sets))}
+    stores = [store, *(eval_set.store for eval_set in eval_sets)]
+    mismatched_stores = {id(store): mismatched(store) for store in stores}
     with_others = []
-    for own in eval_sets:
-        other, ids = stores[id(own.store)], np.sort(own.step.sample_ids)
+    for eval_set in eval_sets:
+        other, ids = mismatched_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
         layout = plan.batch_layout.for_others(int(other.lengths.max()))
         others_plan = PlannedSamples(select_samples(other.lengths, other.num_labels, ids, layout), layout)
-        with_others.append(replace(own, mismatched=eval_set(own.name, other, others_plan, own.normalizers)))
-    other = stores[id(store)]
+        others = make_eval_set(eval_set.name, other, others_plan, eval_set.normalizers)
+        with_others.append(replace(eval_set, mismatched=others))
+    other = mismatched_stores[id(store)]
     return MismatchedSteps(other, plan.of_lengths(other.lengths, other.num_labels)), tuple(with_others)

@@ -83,14 +83,15 @@ def read_eval_prompts(
             why = f"a pass holds {max_tokens:,} tokens, {most} of them for the answer (eval.max_new_tokens)"
             reporter.stage("answers", f"skipped {num_too_long:,} rows of the evaluation set that are too long: {why}")
     else:
-        given = _given_prompts(config.eval.prompts)
-        processor = processor_of(store) if store.num_pictures and any(one.pictures for one in given) else None
-        prompts = [_rendered(tokenizer, template, prompt, processor) for prompt in given]
+        untokenized = _prompts_of_setting(config.eval.prompts)
+        has_pictures = store.num_pictures and any(prompt.pictures for prompt in untokenized)
+        processor = processor_of(store) if has_pictures else None
+        prompts = [_rendered(tokenizer, template, prompt, processor) for prompt in untokenized]
     if max_positions is not None:
         prompts = _cut(prompts, max_positions, most, reporter)
     for number, prompt in enumerate(prompts, start=1):
         if (num_tokens := len(prompt.token_ids) + most) > max_tokens:
-            where = given[number - 1].origin or f"eval.prompts: prompt {number}"
+            where = untokenized[number - 1].origin or f"eval.prompts: prompt {number}"
             raise UsageError(
                 f"{where} has {num_tokens:,} tokens with its answer (eval.max_new_tokens: {most}), but a pass holds at "
                 f"most {max_tokens:,}; shorten it, lower eval.max_new_tokens or raise batch.micro_batch_tokens"
@@ -103,7 +104,7 @@ def read_eval_prompts(
 
 def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter: Reporter) -> list[TokenPrompt]:
     """Keep the ends of prompts that leave no positions for `most` new tokens, and say so."""
-    room = max(max_positions - most, max_positions // 2)
+    room, cut = max(max_positions - most, max_positions // 2), list(prompts)
     for number, prompt in enumerate(prompts, start=1):
         if (num_tokens := len(prompt.token_ids)) > room:
             if pictures_of(prompt.token_ids):
@@ -113,16 +114,16 @@ def _cut(prompts: Sequence[TokenPrompt], max_positions: int, most: int, reporter
                 )
             what = f"prompt {number}: only its last {room:,} of {num_tokens:,} tokens are used"
             reporter.stage("answers", f"{what}; the model has {max_positions:,} positions")
-    # a slice has no pictures
-    return [one if pictures_of(one.token_ids) else replace(one, token_ids=one.token_ids[-room:]) for one in prompts]
+            cut[number - 1] = replace(prompt, token_ids=prompt.token_ids[-room:])
+    return cut
 
 
-def _given_prompts(given: Sequence[str] | str) -> list[Prompt]:
-    if isinstance(given, str):
-        prompts = read_prompts(Path(given), max_bytes=MAX_PROMPT_BYTES)
+def _prompts_of_setting(value: Sequence[str] | str) -> list[Prompt]:
+    if isinstance(value, str):
+        prompts = read_prompts(Path(value), max_bytes=MAX_PROMPT_BYTES)
     else:
-        prompts = [user_prompt(text) for text in given]
-        if any(not text.strip() for text in given) or len("".join(given).encode(errors="replace")) > MAX_PROMPT_BYTES:
+        prompts = [user_prompt(text) for text in value]
+        if any(not text.strip() for text in value) or len("".join(value).encode(errors="replace")) > MAX_PROMPT_BYTES:
             raise UsageError(f"eval.prompts: expected prompts with text, {MAX_PROMPT_BYTES:,} bytes in all")
     if len(prompts) > MAX_PROMPTS:
         raise UsageError(f"eval.prompts: {len(prompts)} prompts; at most {MAX_PROMPTS} are answered, keep the best")
@@ -194,10 +195,10 @@ def _with_pictures(
     store: TokenStore, sample_id: int, context: NDArray[np.int32], token_id: int
 ) -> tuple[int, ...] | None:
     """Return a prompt with those of the sample's pictures that are in it; None if it ends inside one."""
-    own = slice(*store.picture_offsets[sample_id : sample_id + 2])
-    if own.start == own.stop:
+    picture_slice = slice(*store.picture_offsets[sample_id : sample_id + 2])
+    if picture_slice.start == picture_slice.stop:
         return tuple(context.tolist())
-    ends = np.cumsum(store.extra["picture_tokens"][own])
+    ends = np.cumsum(store.extra["picture_tokens"][picture_slice])
     count = int((context == token_id).sum())
     num_pictures = int(np.searchsorted(ends, count, side="right"))
     if count and count != ends[num_pictures - 1]:

@@ -78,11 +78,10 @@ def _is_better(run: TrainingRun, judged: float) -> bool:
     progress, name = run.progress, run.config.eval.best
     # a checkpoint of an earlier version has the best loss only
     best = progress.best_eval_loss if progress.best_figure is None and name == "loss" else progress.best_figure
-    metrics = run.planned.objective.metrics
-    gain = (
-        0.0 if best is None else judged - best if name != "loss" and metrics[name].better == "higher" else best - judged
-    )
-    return best is None or gain > run.config.eval.min_delta
+    if best is None:
+        return True
+    is_higher_better = name != "loss" and run.planned.objective.metrics[name].better == "higher"
+    return (judged - best if is_higher_better else best - judged) > run.config.eval.min_delta
 
 
 def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[str, EvalFigures]]:
@@ -94,7 +93,7 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
     totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
         for set_index, (total, eval_set) in enumerate(zip(totals, run.eval_sets, strict=True)):
-            compute_eval_estimates(run, set_index)
+            compute_eval_estimates(run, eval_set)
             take = partial(_sum_passes, run, worst, set_index)
             total += take_passes(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
     sums_by_set = sum_unless_stopped(run, totals).tolist()

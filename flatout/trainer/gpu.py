@@ -44,7 +44,7 @@ def weakest_gpu(config: Config, rank: Rank, join_ranks: Callable[[], ControlGrou
         return gpu
     gathered = join_ranks().all_gather((socket.gethostname(), asdict(gpu)))
     gpus = [Device(**values) for _, values in gathered]
-    without = [index for index, one in enumerate(gpus) if not one.has_bf16]
+    without = [index for index, other in enumerate(gpus) if not other.has_bf16]
     if config.model.precision == "auto" and 0 < len(without) < len(gpus):
         index = without[0]
         raise UsageError(

@@ -35,8 +35,7 @@ class GpuUse:
             joules, use = self._read()
         except ResourceError:
             # it will not answer later either
-            self._read = None
-            self._figures = dict.fromkeys(self._figures, 0.0)
+            self._read, self._figures = None, dict.fromkeys(self._figures, 0.0)
             return self._figures
         if self._last is not None:
             self._figures = {"gpu_watts": (joules - self._last[1]) / (now_s - self._last[0]), "gpu_use": use}

@@ -122,8 +122,8 @@ class MemoryCheck:
         if not self._reuse_checks:
             return {}
         self._key = _key(self._config, self._group)
-        kept = find_facts(KIND, self._key, self._tell)
-        return {} if kept is None else dict(kept.facts)
+        match = find_facts(KIND, self._key, self._tell)
+        return {} if match is None else dict(match.facts)
 
     def check(self, run: TrainingRun, bytes_before_model: int) -> tuple[Device | None, bool]:
         """Measure passes of a run before its first step; return its device as now known, and whether to plan again.
@@ -174,8 +174,8 @@ def read_record(path: Path, error: type[FlatoutError] = CheckpointError) -> Devi
     """Read the device and its corrections that a run has recorded. Raises `error` for a missing or damaged file."""
     device = validated(TypeAdapter(Device), read_json(path, error), str(path), error)
     numbers = {"memory_bytes": device.memory_bytes}
-    for kind, one in device.corrections.items():
-        numbers |= {f"corrections.{kind}.{name}": value for name, value in asdict(one).items()}
+    for kind, correction in device.corrections.items():
+        numbers |= {f"corrections.{kind}.{name}": value for name, value in asdict(correction).items()}
     for name, value in numbers.items():
         if not abs(value) <= MAX_BYTES or (value <= 0 and not name.endswith("offset_bytes")):
             raise error(f"{path}: {name} is {value!s:.40}, which no GPU has; name a memory.json that a run has written")

@@ -60,9 +60,9 @@ class Meter:
 
     def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
         run, elapsed_s, num_recorded = self._run, self._elapsed_s, len(self._steps)
-        flops_per_s = sum(useful_flops(run, one) for one in self._steps) / elapsed_s
+        flops_per_s = sum(useful_flops(run, recorded) for recorded in self._steps) / elapsed_s
         # a step without label tokens is skipped
-        num_tokens = sum(one.num_tokens for one in self._steps if one.num_label_tokens)
+        num_tokens = sum(recorded.num_tokens for recorded in self._steps if recorded.num_label_tokens)
         measured = [rank for ranks in self._rank_figures for rank in ranks]
         mean = mean_figures([rank for rank in measured if rank.busy_s])
         latest = outcome.rank_figures or (RankFigures(),)
@@ -74,7 +74,7 @@ class Meter:
             epoch=run.plan.epoch_after(step),
             loss=outcome.loss,
             token_accuracy=outcome.metrics.get("token_accuracy"),
-            metrics={name: one for name, one in outcome.metrics.items() if name != "token_accuracy"},
+            metrics={name: value for name, value in outcome.metrics.items() if name != "token_accuracy"},
             lr=outcome.lr,
             grad_norm=outcome.grad_norm,
             num_samples=len(step.sample_ids),
@@ -82,7 +82,7 @@ class Meter:
             num_label_tokens=step.num_label_tokens,
             num_micro_batches=sum(len(rank) for rank in step.by_rank),
             tokens_per_s=num_tokens / elapsed_s,
-            label_tokens_per_s=sum(one.num_label_tokens for one in self._steps) / elapsed_s,
+            label_tokens_per_s=sum(recorded.num_label_tokens for recorded in self._steps) / elapsed_s,
             step_s=elapsed_s / num_recorded,
             data_wait_s=mean_figures(measured).data_wait_s,
             flops_per_s=flops_per_s,
@@ -126,8 +126,8 @@ def _reported(run: TrainingRun, completed: int, values: tuple[float, ...]) -> di
     """Return what the term reports of the record after so many steps; some records have figures that take much room."""
     if not values:
         return {}
-    every, num_steps = run.config.log_every_steps, run.plan.num_steps
-    record_steps = int(every) if every >= 1 else math.ceil(every * num_steps)
+    num_steps = run.plan.num_steps
+    record_steps = interval_steps(run.config.log_every_steps, num_steps)
     map_steps = record_steps * math.ceil(num_steps / record_steps / MAX_EXPERT_MAPS)
     whole = completed % map_steps == 0 or completed == num_steps
     return dict(run.term.report(torch.tensor(values, dtype=torch.float64), whole=whole))
@@ -190,11 +190,14 @@ class PeakMemoryReporter:
         run.reporter.stage("memory", line)
 
 
-def is_due(num_completed: int, every: float | None, num_steps: int) -> bool:
-    """Whether to log, evaluate or save after so many steps; `every` below 1 is a share of the run, rounded up."""
-    if every is None:
-        return False
-    return num_completed % (int(every) if every >= 1 else math.ceil(every * num_steps)) == 0
+def is_due(num_completed: int, interval: float | None, num_steps: int) -> bool:
+    """Whether to log, evaluate or save after so many steps, by `interval_steps`; None: never."""
+    return interval is not None and num_completed % interval_steps(interval, num_steps) == 0
+
+
+def interval_steps(interval: float, num_steps: int) -> int:
+    """Return an interval in steps; below 1 it is a share of the run, rounded up."""
+    return int(interval) if interval >= 1 else math.ceil(interval * num_steps)
 
 
 def useful_flops(run: TrainingRun, step: StepPlan) -> float:
@@ -206,12 +209,12 @@ def useful_flops(run: TrainingRun, step: StepPlan) -> float:
         return 0.0  # such a step computes nothing
     cost, samples = run.plan.batch_layout.cost.useful or run.plan.batch_layout.cost, run.plan.samples
     places = samples.indices_of(step.sample_ids)
-    every = float(cost.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
-    every += samples.tower_flops_of(places)
+    num_flops = float(cost.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
+    num_flops += samples.tower_flops_of(places)
     if run.planned.mismatched is not None and cost.forward is not None:
         samples = run.planned.mismatched.plan.samples
-        every += float(cost.forward.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
-    return every - shared_flops(step.micro_batches, cost)
+        num_flops += float(cost.forward.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
+    return num_flops - shared_flops(step.micro_batches, cost)
 
 
 def device_peak(run: TrainingRun) -> Peak | None:

@@ -106,17 +106,17 @@ def _empty(values: Mapping[str, Any], origin: str, *, scores: bool) -> PreTraine
 def _tower_shape(model: PreTrainedModel, unread: Set[str], num_trained: int) -> TowerShape | None:
     """Return the shape of the part that reads pictures: its first convolution, its layers and what projects patches."""
     parts = {name: module for name, module in model.named_modules() if f"{name}.weight" in unread}
-    patch = next((one for one in parts.values() if isinstance(one, nn.Conv2d | nn.Conv3d)), None)
-    linears = {name: one for name, one in parts.items() if isinstance(one, nn.Linear)}
+    patch = next((part for part in parts.values() if isinstance(part, nn.Conv2d | nn.Conv3d)), None)
+    linears = {name: part for name, part in parts.items() if isinstance(part, nn.Linear)}
     width = 0 if patch is None else patch.out_channels
-    of_patches = [name for name, one in linears.items() if one.in_features == width]
-    lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList)}
-    lists = {name: one for name, one in lists.items() if any(own.startswith(f"{name}.") for own in of_patches)}
+    of_patches = [name for name, linear in linears.items() if linear.in_features == width]
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: layers for name, layers in lists.items() if any(path.startswith(f"{name}.") for path in of_patches)}
     if patch is None or not lists:
         return None
-    path = max(lists, key=lambda name: sum(own.numel() for own in lists[name].parameters()))
-    inner = {one for name, one in linears.items() if name.startswith(f"{path}.")}
-    in_layers, of_text = sum(one.weight.numel() for one in inner), set(text_decoder(model).modules())
+    path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    inner = {linear for name, linear in linears.items() if name.startswith(f"{path}.")}
+    in_layers, of_text = sum(linear.weight.numel() for linear in inner), set(text_decoder(model).modules())
     vision = getattr(model.config, "vision_config", None)
     whole = getattr(vision, "fullatt_block_indexes", None) if getattr(vision, "window_size", None) else None
     num_whole, size = len(lists[path]) if whole is None else len(whole), getattr(vision, "image_size", None)
@@ -124,15 +124,15 @@ def _tower_shape(model: PreTrainedModel, unread: Set[str], num_trained: int) -> 
     return TowerShape(
         patch_values=patch.weight[0].numel(),
         per_patch=in_layers + patch.weight.numel(),
-        per_token=sum(one.weight.numel() for one in linears.values()) - in_layers,
+        per_token=sum(linear.weight.numel() for linear in linears.values()) - in_layers,
         pair_width=2 * width * num_whole,
         width=width,
-        mlp_width=max(0, sum(one.out_features for one in inner) // len(lists[path]) - 5 * width),
+        mlp_width=max(0, sum(linear.out_features for linear in inner) // len(lists[path]) - 5 * width),
         num_layers=len(lists[path]),
-        rotates=any("Rotary" in type(one).__name__ for one in model.modules() if one not in of_text),
+        rotates=any("Rotary" in type(module).__name__ for module in model.modules() if module not in of_text),
         feature_width=model.get_input_embeddings().weight.shape[1]
         * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())),
-        projected_width=sum(one.in_features + one.out_features for one in linears.values() if one not in inner),
+        projected_width=sum(outer.in_features + outer.out_features for outer in linears.values() if outer not in inner),
         num_trained=num_trained,
         image_patches=(size // patch.kernel_size[-1]) ** 2 if isinstance(size, int) else None,
     )
@@ -143,8 +143,9 @@ def _shape_of(model: PreTrainedModel, text: Any, trained: Collection[str]) -> Mo
     layers = decoder.get_submodule(path)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers_path = next(name for name, module in model.named_modules() if module is layers)
-    every, unread = towers(model), towers(model, trained)
+    tower_weights, unread = towers(model), towers(model, trained)
     num_tower_params = sum(parameter.numel() for parameter in unread.values())
+    num_trained = sum(parameter.numel() for parameter in tower_weights.values()) - num_tower_params
     hidden_size = getattr(text, "hidden_size", None) or embedding.weight.shape[1]
     kinds = getattr(text, "layer_types", None) or ()
     kinds = kinds if len(kinds) == len(layers) else [None] * len(layers)
@@ -182,19 +183,19 @@ def _shape_of(model: PreTrainedModel, text: Any, trained: Collection[str]) -> Mo
         layers_path=layers_path,
         layers=tuple(shapes),
         outer_linears=tuple(
-            Linear(name, module.in_features, module.out_features, num_used=int(f"{name}.weight" not in every))
+            Linear(name, module.in_features, module.out_features, num_used=int(f"{name}.weight" not in tower_weights))
             for name, module in model.named_modules()
             if is_plain_linear(module) and module is not head and f"{name}.weight" not in unread
             if not name.startswith(f"{layers_path}.")
         ),
         groups_experts=bool(experts_modules(layers)),
-        tower=_tower_shape(model, set(every), sum(one.numel() for one in every.values()) - num_tower_params),
+        tower=_tower_shape(model, set(tower_weights), num_trained),
         embedding=next(name for name, module in model.named_modules() if module is embedding),
         head=next((name for name, module in model.named_modules() if head is not None and module is head), ""),
         modules=tuple(
             (name, num_elements)
             for name, module in model.named_modules()
-            if (num_elements := sum(own.numel() for own in module.parameters(recurse=False)))
+            if (num_elements := sum(parameter.numel() for parameter in module.parameters(recurse=False)))
         ),
     )
 
@@ -228,11 +229,11 @@ def _head_sizes(config: Any, attention: nn.Module, index: int, hidden_size: int)
     """Return one layer's heads by its config, else by its attention module, else as one head as wide as the model."""
 
     def size(key: str, default: int) -> int:
-        given = next(
+        value = next(
             (head_size for place in (config, attention) if (head_size := getattr(place, key, None)) is not None), None
         )
-        given = given[index] if isinstance(given, list | tuple) else given
-        return given if isinstance(given, int) and given > 0 else default
+        value = value[index] if isinstance(value, list | tuple) else value
+        return value if isinstance(value, int) and value > 0 else default
 
     num_heads = size("num_attention_heads", size("num_heads", 1))
     head_dim = size("head_dim", hidden_size // num_heads)

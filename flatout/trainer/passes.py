@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import takewhile
 from operator import length_hint
 from typing import Literal, TypeVar
 
@@ -105,6 +106,14 @@ def until_stopped(run: TrainingRun, batches: Iterable[PackedBatch]) -> Iterator[
         yield batch
 
 
+def until_stopped_in_step(run: TrainingRun, batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+    """Yield batches of a training step until a stop is requested, which ranks tell each other after its passes.
+
+    Where ranks share passes each must run all of them, or the others would hang.
+    """
+    return takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)
+
+
 def sum_unless_stopped(run: TrainingRun, values: Tensor) -> Tensor:
     """Sum a tensor over ranks, as `Strategy.sum_values`. Raises PassesStopped on all if one was asked to stop."""
     stop = values.new_full((1,), run.stop.requested)
@@ -131,12 +140,12 @@ def take_passes(
     """
     while True:
         passes = micro_batches_of(run, plan, step, during)
-        left = iter(passes)
+        remaining = iter(passes)
         try:
             with run.rank_meter.attempt(), oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
-                return take(passes, (batch for _, batch in zip(left, loader.batches(passes), strict=True)))
+                return take(passes, (batch for _, batch in zip(remaining, loader.batches(passes), strict=True)))
         except torch.OutOfMemoryError:
-            failed = passes[max(0, len(passes) - length_hint(left) - 1)]
+            failed = passes[max(0, len(passes) - length_hint(remaining) - 1)]
         # called here because no frame of the failed pass holds tensors any more
         if drop_graphs(run, step, during):
             continue

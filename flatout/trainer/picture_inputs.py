@@ -80,41 +80,39 @@ class PictureMaker(PicturePacker):
         if not any(files):
             return replace(batch, pictures={})
         for sample_id, ids in zip(sample_ids, token_ids, strict=True):
-            own = slice(*store.picture_offsets[sample_id : sample_id + 2])
-            expected, features = (
-                int(store.extra["picture_tokens"][own].sum()),
-                int((ids == self._processor.token_id).sum()),
-            )
+            picture_slice = slice(*store.picture_offsets[sample_id : sample_id + 2])
+            expected = int(store.extra["picture_tokens"][picture_slice].sum())
+            features = int((ids == self._processor.token_id).sum())
             if expected != features:
                 where = store.origin(sample_id)
                 raise DataError(f"{where}: its pictures need {expected} tokens, but it has {features}; rebuild the set")
         values = self._make(store, sample_ids) if made is None else made.result()
-        return self.with_values(batch, values, [len(own) for own in files], token_ids)
+        return self.with_values(batch, values, [len(of_sample) for of_sample in files], token_ids)
 
     def probes(self, seed: int) -> list[PictureDocument]:
         """Return documents for the self-test: texts only, with one picture, and with two; the same for each seed."""
         random = np.random.default_rng(seed)
         images = [self._processor.image_of(random.integers(0, 256, (*size, 3), np.uint8)) for size in _PROBED]
         documents = []
-        for own in ([], images[:1], images[1:], []):
-            ids = [self._processor.tokens_of(image.height, image.width) for image in own]
-            texts = iter(random.choice(self._processor.plain_ids, (len(own) + 1, 5)))
+        for pictures in ([], images[:1], images[1:], []):
+            ids = [self._processor.tokens_of(image.height, image.width) for image in pictures]
+            texts = iter(random.choice(self._processor.plain_ids, (len(pictures) + 1, 5)))
             parts = [next(texts), *(part for ids_of_picture in ids for part in (ids_of_picture, next(texts)))]
             token_ids = np.concatenate(parts).astype(np.int64)
-            documents.append(PictureDocument(token_ids, own, self.alone(token_ids, own)))
+            documents.append(PictureDocument(token_ids, pictures, self.alone(token_ids, pictures)))
         return documents
 
     def alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return the arguments of transformers' whole model for one document."""
         ids = torch.from_numpy(token_ids)[None]
-        given = {"input_ids": ids}
+        arguments = {"input_ids": ids}
         if images:
             values = self._processor.values_of(images)
-            given |= {name: torch.from_numpy(array) for name, array in values.items()}
+            arguments |= {name: torch.from_numpy(array) for name, array in values.items()}
             kinds = "mm_token_type_ids" if self.has_axes else self.kinds
             if kinds is not None:
-                given[kinds] = (ids == self._processor.token_id).int()
-        return given
+                arguments[kinds] = (ids == self._processor.token_id).int()
+        return arguments
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -155,8 +153,8 @@ def tower_flops(shape: ModelShape, store: TokenStore) -> NDArray[np.float64] | N
     """Return the FLOPs that the tower takes for each sample's pictures, float64 (N,); None without pictures."""
     if not store.num_pictures or shape.tower is None:
         return None
-    each = shape.tower.flops(store.extra["picture_values"], store.extra["picture_tokens"])
-    return np.asarray(np.diff(np.append(0.0, np.cumsum(each))[store.picture_offsets]))
+    flops = shape.tower.flops(store.extra["picture_values"], store.extra["picture_tokens"])
+    return np.asarray(np.diff(np.append(0.0, np.cumsum(flops))[store.picture_offsets]))
 
 
 def recorded(pictures: Sequence[bytes]) -> tuple[str, ...]:

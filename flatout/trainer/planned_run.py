@@ -40,7 +40,7 @@ from flatout.planner.steps.run_plan import RunPlan, select_samples, split_held_o
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_and_expert_parallel import check_context
-from flatout.trainer.data_sets import EvalSet, MismatchedSteps, eval_set, plan_mismatched
+from flatout.trainer.data_sets import EvalSet, MismatchedSteps, make_eval_set, plan_mismatched
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
@@ -87,8 +87,8 @@ class PlannedRun:
     @property
     def sets(self) -> list[Planned]:
         """What has a store and a plan: the run, its prompts with answers to other ones, then evaluation sets alike."""
-        own: list[PlannedRun | EvalSet] = [self, *self.eval_sets]
-        return [one for each in own for one in (each, each.mismatched) if one is not None]
+        data_sets: list[PlannedRun | EvalSet] = [self, *self.eval_sets]
+        return [planned for data_set in data_sets for planned in (data_set, data_set.mismatched) if planned is not None]
 
     @property
     def pass_settings(self) -> list[Any]:
@@ -134,7 +134,8 @@ def plan_run(
     report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
     others, eval_sets = plan_mismatched(objective, store, plan, eval_sets)
-    evaluated = [(each.store, each.step.sample_ids) for each in eval_sets if not scoring]  # which answers nothing
+    # a model that scores answers nothing
+    evaluated = [] if scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
     fingerprints = fingerprints_of(config, objective, store, plan, eval_sets) | identity_of()
     return PlannedRun(
@@ -162,9 +163,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
         usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
         if usual and lr > UNUSUAL_LR * usual:
             ran += f"; optim.lr {lr:g} is {lr / usual:.0f} times the usual {usual:g}, which optim.lr=auto takes"
-        own, pairs = config.objective.path, Preference.usual_lr[config.method]
-        if own and isinstance(objective, Preference) and lr > UNUSUAL_LR * pairs:
-            ran += f"; losses over pairs usually take optim.lr={pairs:g}, not {lr:g}"
+        pairs_lr = Preference.usual_lr[config.method]
+        if config.objective.path and isinstance(objective, Preference) and lr > UNUSUAL_LR * pairs_lr:
+            ran += f"; losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
         reporter.stage("objective", f"{objective.line}{ran}")
     return objective
 
@@ -318,16 +319,16 @@ def plan_evaluation(
         layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
         samples = select_samples(eval_store.lengths, eval_store.num_labels, eval_ids, layout, eval_store.unit_offsets)
         normalizers = make_normalizers(objective, eval_store)
-        eval_sets.append(eval_set(name, eval_store, PlannedSamples(samples, layout), normalizers))
+        eval_sets.append(make_eval_set(name, eval_store, PlannedSamples(samples, layout), normalizers))
         step = eval_sets[-1].step
         of_data = f"{name}: " if len(stores) > 1 else ""
         counts = f"{len(step.sample_ids):,} samples, {step.num_label_tokens:,} label tokens"
         reporter.stage("eval", of_data + counts)
-        num_seen = int(np.isin(eval_store.hashes[list(step.sample_ids)], train_hashes).sum())
-        if num_seen:
+        if num_seen := int(np.isin(eval_store.hashes[list(step.sample_ids)], train_hashes).sum()):
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
-    totals = [sum(counts) for counts in zip(*(own.normalizers.of(own.step) for own in eval_sets), strict=True)]
+    counts_by_set = [eval_set.normalizers.of(eval_set.step) for eval_set in eval_sets]
+    totals = [sum(counts) for counts in zip(*counts_by_set, strict=True)]
     if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
         raise DataError(
             f"eval.best: {config.eval.best} has no value on the evaluation data, which lacks the answers that it is a "
@@ -343,7 +344,7 @@ def fingerprints_of(
     columns = objective.needed_columns
     fingerprints: dict[str, Any] = {"data": _identity(store, columns), "plan": plan.fingerprint}
     if eval_sets:
-        identities = [_identity(each.store, columns) for each in eval_sets]
+        identities = [_identity(eval_set.store, columns) for eval_set in eval_sets]
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
@@ -380,8 +381,8 @@ def require_same_run(config: Config, planned: PlannedRun, group: ControlGroup) -
     first, *others = group.all_gather(mine)
     for index, other in enumerate(others, start=1):
         who = f"rank {index} on {other['host']}"
-        changes = [one for one in config_changes(first["config"], other["config"]) if one.key not in NODE_LOCAL]
-        if changes:
+        changes = config_changes(first["config"], other["config"])
+        if changes := [change for change in changes if change.key not in NODE_LOCAL]:
             said = "; ".join(f"{change.key} is {change.now!r}, but {change.saved!r} on rank 0" for change in changes)
             raise UsageError(f"{who} has different settings: {said}; start every node with the same settings")
         if other["data"] != first["data"]:

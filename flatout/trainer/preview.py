@@ -20,6 +20,7 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
 from flatout.track.callback import Reporter
+from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.gpu import gpu_of
 from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.steps_and_memory import fit_plan
@@ -101,13 +102,12 @@ CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
 def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[PlannedRun, str | None]:
     """Plan for the GPU of this machine, if it has one; without it, and with the reason, if the run does not fit."""
     has_gpu = config.wanted_device != "cpu" and torch.cuda.is_available()
-    if not has_gpu or config.full.update == "backward":  # no plan without a GPU is known to fit in one pass
-        gpu = gpu_of(config, rank) if has_gpu else None
-        return plan_run(config, reporter, rank, lambda: gpu), None
-    gpu = gpu_of(config, rank)
+    gpu = gpu_of(config, rank) if has_gpu else None
     try:
         return plan_run(config, reporter, rank, lambda: gpu), None
     except ResourceError as error:
+        if gpu is None or config.full.update == "backward":  # no plan without a GPU is known to fit in one pass
+            raise
         return plan_run(config, Reporter(), rank), str(error)
 
 
@@ -139,7 +139,6 @@ def _reference_passes(planned: PlannedRun) -> Iterator[tuple[PlannedSamples, Ste
     if REFERENCE not in planned.objective.columns:
         return
     num_steps = min(planned.plan.num_steps, planned.plan.steps_per_epoch)
-    for plan in (planned.plan, *([planned.mismatched.plan] if planned.mismatched else [])):
-        yield from ((plan, step) for step in islice(plan.steps(), num_steps))
-    for own in planned.eval_sets:
-        yield from ((each.plan, each.step) for each in (own, own.mismatched) if each is not None)
+    for data_set in planned.sets:
+        steps = [data_set.step] if isinstance(data_set, EvalSet) else islice(data_set.plan.steps(), num_steps)
+        yield from ((data_set.plan, step) for step in steps)

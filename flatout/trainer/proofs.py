@@ -44,6 +44,7 @@ class Proofs:
 
     def __init__(self, setup: Setup) -> None:
         self._config, self._planned, self._reporter = setup.config, setup.planned, setup.reporter
+        self._stores = [setup.planned.store, *(eval_set.store for eval_set in setup.planned.eval_sets)]
         self._group, self._device = setup.checkpoints.group, setup.device
         self._key: Mapping[str, Any] | None = None
         self._tell = partial(self._reporter.stage, "checks")
@@ -77,8 +78,7 @@ class Proofs:
 
     @property
     def _longest(self) -> int:
-        stores = [self._planned.store, *(each.store for each in self._planned.eval_sets)]
-        return max(int(store.lengths.max()) for store in stores)
+        return max(int(store.lengths.max()) for store in self._stores)
 
     def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
         """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
@@ -105,8 +105,7 @@ class Proofs:
     @property
     def _pictures(self) -> TokenStore | None:
         """The first set of the run that has pictures."""
-        stores = [self._planned.store, *(each.store for each in self._planned.eval_sets)]
-        return next((store for store in stores if store.num_pictures), None)
+        return next((store for store in self._stores if store.num_pictures), None)
 
     def _attending(self, loaded: LoadedModel) -> LoadedModel:
         """Return the model with the attention that the run's pictures need. Raises UsageError if another is wanted."""

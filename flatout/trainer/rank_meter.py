@@ -79,6 +79,13 @@ class RankFigures:
 
 
 NUM_FIGURES = len(fields(RankFigures))
+# keys of torch.cuda.memory_stats
+MEMORY_STATS = {
+    "memory_bytes": "allocated_bytes.all.current",
+    "reserved_memory_bytes": "reserved_bytes.all.current",
+    "peak_memory_bytes": "allocated_bytes.all.peak",
+    "peak_reserved_memory_bytes": "reserved_bytes.all.peak",
+}
 
 
 class RankMeter:
@@ -150,16 +157,10 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     """Return this process's memory by the names of RankFigures; on a CPU, its largest resident size for each."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)  # one call, because each builds the whole table
-        return {
-            "memory_bytes": stats["allocated_bytes.all.current"],
-            "reserved_memory_bytes": stats["reserved_bytes.all.current"],
-            "peak_memory_bytes": stats["allocated_bytes.all.peak"],
-            "peak_reserved_memory_bytes": stats["reserved_bytes.all.peak"],
-        }
+        return {name: stats[key] for name, key in MEMORY_STATS.items()}
     # Linux counts kilobytes, macOS bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    names = ("memory_bytes", "reserved_memory_bytes", "peak_memory_bytes", "peak_reserved_memory_bytes")
-    return dict.fromkeys(names, peak)
+    return dict.fromkeys(MEMORY_STATS, peak)
 
 
 def scatter_figures(figures: RankFigures, rank: Rank, device: torch.device) -> Tensor:
@@ -181,5 +182,5 @@ def gathered_figures(values: Sequence[float]) -> tuple[RankFigures, ...]:
 
 def mean_figures(figures: Sequence[RankFigures]) -> RankFigures:
     """Return the mean of each figure, 0 without any."""
-    rows = [astuple(one) for one in figures] or [(0.0,) * NUM_FIGURES]
+    rows = [astuple(rank_figures) for rank_figures in figures] or [(0.0,) * NUM_FIGURES]
     return RankFigures(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))

@@ -56,13 +56,13 @@ def compute_reference(run: TrainingRun) -> None:
     adapter, plan = run.config.objective.reference.adapter, run.plan
     first_epoch = min(plan.num_steps, plan.steps_per_epoch)
     with _weights_of(run, adapter) if adapter else nullcontext():
-        for each, loader in zip(run.planned.sets, run.loaders, strict=True):
-            if isinstance(each, EvalSet):
+        for data_set, loader in zip(run.planned.sets, run.loaders, strict=True):
+            if isinstance(data_set, EvalSet):
                 with inference(run):
-                    _fill_column(run, loader, each.plan, partial(_parts, each.step))
+                    _fill_column(run, loader, data_set.plan, partial(_parts, data_set.step))
             else:
                 with as_in_training(run):
-                    _fill_column(run, loader, each.plan, partial(_first_steps, each.plan, first_epoch))
+                    _fill_column(run, loader, data_set.plan, partial(_first_steps, data_set.plan, first_epoch))
     if run.device.type == "cuda":
         # the reference took an epoch's passes, and the first steps are compared with their own plan
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -72,12 +72,12 @@ def compute_step(run: TrainingRun, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
     adapter = run.config.objective.reference.adapter
     with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
-        for each, loader in zip(run.planned.sets, run.loaders, strict=True):
-            if isinstance(each, EvalSet):
+        for data_set, loader in zip(run.planned.sets, run.loaders, strict=True):
+            if isinstance(data_set, EvalSet):
                 continue
-            own = step if each is run.planned else each.plan.step(step.index)
-            ids = _ids(own)
-            loader.store.extra[REFERENCE][ids] = _take(run, loader, each.plan, own, ids)
+            planned_step = step if data_set is run.planned else data_set.plan.step(step.index)
+            ids = _ids(planned_step)
+            loader.store.extra[REFERENCE][ids] = _take(run, loader, data_set.plan, planned_step, ids)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _weights_of(run: TrainingRun, adapter: Path) -> Iterator[None]:
             "objective.reference.adapter needs whole weights on each rank, but "
             f"{run.planned.parallel_layout.strategy} shards them; set strategy: ddp"
         )
-    own = {name: parameter.detach().clone() for name, parameter in run.named_parameters.items()}
+    trained_weights = {name: parameter.detach().clone() for name, parameter in run.named_parameters.items()}
     load_adapter(run.model, adapter)
     run.reporter.stage("reference", f"the adapter in {adapter}")
     try:
@@ -96,7 +96,7 @@ def _weights_of(run: TrainingRun, adapter: Path) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for name, parameter in run.named_parameters.items():
-                parameter.copy_(own[name])
+                parameter.copy_(trained_weights[name])
 
 
 def _first_steps(plan: RunPlan, count: int) -> Iterator[StepPlan]:
@@ -127,9 +127,8 @@ def _fill_column(
     add_kept(values, store, key)
     if len(set(run.checkpoints.group.all_gather(xxh3_128_hexdigest(values.tobytes())))) > 1:
         values[:] = known  # nodes with copies of the data set, of which one has more; all ranks know the same before
-    num_needed, total = (
-        sum(len(ids_of_chunk) for ids_of_chunk in map(which, chunks())) for which in (_ids, partial(_unknown, values))
-    )
+    num_needed = sum(len(_ids(chunk)) for chunk in chunks())
+    total = sum(len(_unknown(values, chunk)) for chunk in chunks())
     if not total:
         run.reporter.stage("reference", f"{name}: {num_needed:,} log-probabilities are known from an earlier run")
         return
@@ -150,13 +149,8 @@ def _fill_column(
             _keep(run, store, key, meaning)
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
-    seconds, known_text = (
-        time.perf_counter() - started,
-        f"; {num_needed - total:,} were known" if num_needed > total else "",
-    )
-    run.reporter.stage(
-        "reference", f"{name}: {total:,} log-probabilities in {seconds:.1f} s, cached for other runs{known_text}"
-    )
+    line = f"{name}: {total:,} log-probabilities in {time.perf_counter() - started:.1f} s, cached for other runs"
+    run.reporter.stage("reference", line + (f"; {num_needed - total:,} were known" if num_needed > total else ""))
 
 
 def _ids(chunk: StepPlan) -> list[int]:
@@ -172,7 +166,7 @@ def _take(
     run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan, ids: Sequence[int]
 ) -> list[float]:
     """Return the log-probabilities of these samples, which are all of a chunk; collective."""
-    places = {sample_id: place for place, sample_id in enumerate(ids)}
+    index_of = {sample_id: index for index, sample_id in enumerate(ids)}
 
     def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
         logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
@@ -186,7 +180,7 @@ def _take(
                 with autocast(run):
                     run.loss_module(batch)
                 if not planned.is_filler:
-                    logprobs[[places[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
+                    logprobs[[index_of[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
         return logprobs
 
     return list(run.strategy.sum_values(take_passes(run, plan, chunk, loader, "reference", take)).tolist())

@@ -76,7 +76,8 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
         raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
     # best_figure is newer than the format
-    if absent := {one.name for one in fields(Progress)} - facts["progress"].keys() - {"best_figure"}:
+    names = {progress_field.name for progress_field in fields(Progress)} - {"best_figure"}
+    if absent := names - facts["progress"].keys():
         raise CheckpointError(f"facts: progress.{min(absent)} is missing")
     history = asdict(saved.loss_history)
     if not all(math.isfinite(value) for value in history.values()) or history["variance"] < 0:

@@ -96,11 +96,12 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     estimate = memory.estimate(largest.size)
     lengths = plan.samples.lengths
     edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
+    shown = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
     epochs = plan.epoch_after(plan.step(plan.num_steps - 1))
     return PlanFacts(
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
-        num_eval_samples=sum(len(each.step.sample_ids) for each in planned.eval_sets),
+        num_eval_samples=sum(len(eval_set.step.sample_ids) for eval_set in planned.eval_sets),
         samples_per_step=config.batch.samples_per_step,
         micro_batch_tokens=plan.batch_layout.micro_batch_tokens,
         epochs=epochs,
@@ -114,14 +115,8 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         memory_bytes=None if estimate is None else estimate.total_bytes,
         length_edges=tuple(edges.tolist()),
         length_counts=tuple(np.histogram(lengths, edges)[0].tolist()),
-        packing=tuple(
-            tuple(tuple(_lengths(plan, batch) for batch in rank) for rank in plan.step(index).by_rank)
-            for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
-        ),
-        padded=tuple(
-            tuple(tuple(map(tuple, rank)) for rank in plan.naive_batches(plan.step(index)))
-            for index in range(min(NUM_PACKED_STEPS, plan.num_steps))
-        ),
+        packing=tuple(tuple(tuple(_lengths(plan, batch) for batch in rank) for rank in step.by_rank) for step in shown),
+        padded=tuple(tuple(tuple(map(tuple, rank)) for rank in plan.naive_batches(step)) for step in shown),
     )
 
 

@@ -73,12 +73,11 @@ def with_used_labels(store: TokenStore, objective: Objective, reporter: Reporter
     if not labels or objective.reads != "scores":
         return store
     counts = np.bincount(np.asarray(store.extra[CLASS]), minlength=len(labels))
-    used, unused = (
-        [label for label, count in zip(labels, counts, strict=True) if bool(count) == has] for has in (1, 0)
-    )
-    left = f"; no sample has {', '.join(map(repr, unused))[:200]}, whose rows were left out" if unused else ""
+    used = [label for label, count in zip(labels, counts, strict=True) if count]
+    unused = [label for label in labels if label not in used]
+    note = f"; no sample has {', '.join(map(repr, unused))[:200]}, whose rows were left out" if unused else ""
     if len(used) < 2:
-        raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: there is nothing to classify{left}")
-    if left:
-        reporter.stage("labels", f"{len(used)} of {len(labels)} are trained{left}")
+        raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: there is nothing to classify{note}")
+    if note:
+        reporter.stage("labels", f"{len(used)} of {len(labels)} are trained{note}")
     return in_order_of(store, used)

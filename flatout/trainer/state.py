@@ -157,9 +157,10 @@ class TrainingRun:
         """The loader of the run's steps."""
         return self.loaders[0]
 
-    def loader_of(self, one: MismatchedSteps | EvalSet) -> BatchLoader:
+    def loader_of(self, data_set: MismatchedSteps | EvalSet) -> BatchLoader:
         """Return the loader of one of `PlannedRun.sets`."""
-        return next(own for each, own in zip(self.planned.sets, self.loaders, strict=True) if each is one)
+        loaders = zip(self.planned.sets, self.loaders, strict=True)
+        return next(loader for planned, loader in loaders if planned is data_set)
 
     @property
     def plan(self) -> RunPlan:

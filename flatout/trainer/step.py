@@ -28,7 +28,7 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.passes import autocast, take_passes
+from flatout.trainer.passes import autocast, take_passes, until_stopped_in_step
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_step_estimates
@@ -120,21 +120,18 @@ def leave_to_repeat(run: TrainingRun) -> None:
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
     """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `take_passes`."""
     compute_step_estimates(run, step)
-    return take_passes(run, run.plan, step, run.loader, "training", partial(_backward_each, run, step))
+    return take_passes(run, run.plan, step, run.loader, "training", partial(_backward_micro_batches, run, step))
 
 
-def _backward_each(
+def _backward_micro_batches(
     run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
 ) -> Tensor:
     run.fused_lora.refresh()
     normalizer = run.planned.normalizers.of_loss(step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
-    each = sums.unbind()
+    totals = sums.unbind()
     start_term(run, step, micro_batches)
-    for index, batch in enumerate(batches):
-        # in lockstep every rank must run every pass, or the others would hang
-        if run.stop.requested and not run.shares_passes:
-            break
+    for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
                 pass_sums = forward_pass(run, step, index, batch)
@@ -142,7 +139,7 @@ def _backward_each(
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_sums[0] / normalizer)
                 loss.backward()
-        for total, value in zip(each, pass_sums, strict=True):
+        for total, value in zip(totals, pass_sums, strict=True):
             total += value.detach()
     return sums
 
@@ -160,9 +157,8 @@ def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBa
     normalizer = run.planned.normalizers.of_loss(step)
     facts = StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values)
     with run.term.passes_before(facts, len(micro_batches)) as needed:
-        for index, batch in enumerate(run.loader.batches(micro_batches) if needed else ()):
-            if run.stop.requested and not run.shares_passes:
-                break
+        batches = run.loader.batches(micro_batches) if needed else iter(())
+        for index, batch in enumerate(until_stopped_in_step(run, batches)):
             with torch.no_grad():
                 forward_pass(run, step, index, batch)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from flatout.models.packed import PackedBatch
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.passes import as_in_training, autocast, take_passes, until_stopped
+from flatout.trainer.data_sets import EvalSet
+from flatout.trainer.passes import as_in_training, autocast, take_passes, until_stopped, until_stopped_in_step
 from flatout.trainer.state import TrainingRun
 
 
@@ -28,16 +28,15 @@ def compute_step_estimates(run: TrainingRun, step: StepPlan) -> None:
         return
     plan, loader = mismatched.plan, run.loader_of(mismatched)
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
-    own = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
+    mismatched_step = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
     with as_in_training(run):
-        _sum_estimates(run, plan, own, loader, is_evaluation=False)
+        _sum_estimates(run, plan, mismatched_step, loader, is_evaluation=False)
 
 
-def compute_eval_estimates(run: TrainingRun, set_index: int) -> None:
+def compute_eval_estimates(run: TrainingRun, eval_set: EvalSet) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
-    each = run.eval_sets[set_index].mismatched
-    if each is not None:
-        _sum_estimates(run, each.plan, each.step, run.loader_of(each), is_evaluation=True)
+    if (mismatched := eval_set.mismatched) is not None:
+        _sum_estimates(run, mismatched.plan, mismatched.step, run.loader_of(mismatched), is_evaluation=True)
 
 
 def _sum_estimates(
@@ -52,12 +51,11 @@ def _sum_estimates(
             tokens = run.loss_module.label_tokens(batch, states)
             sums.add_(torch.stack(sums_of(objective, tokens, estimates=True)).double())
 
-        # in lockstep every rank must run every pass of a step, or the others would hang
-        wanted = takewhile(lambda _: run.shares_passes or not run.stop.requested, batches)
-        num_tokens = sum(one.num_padded_tokens for one in passes)
+        wanted = (until_stopped if is_evaluation else until_stopped_in_step)(run, batches)
+        num_tokens = sum(micro_batch.num_padded_tokens for micro_batch in passes)
         timed = nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens)
         with timed, run.term.observed_by(add):
-            for batch in until_stopped(run, batches) if is_evaluation else wanted:
+            for batch in wanted:
                 with autocast(run):
                     run.loss_module(batch)
         return sums

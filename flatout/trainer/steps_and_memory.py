@@ -137,8 +137,8 @@ def index_prefixes(
     units, declared = store.unit_offsets, store.extra.get(PREFIX_TOKENS)
     prefixes: Prefixes
     if units is not None and declared is not None:
-        own = UnitPrefixes.of(units, declared, None)
-        prefixes, has_any = own, bool(own.tokens.any())
+        prefixes = UnitPrefixes.of(units, declared, None)
+        has_any = bool(prefixes.tokens.any())
     else:
         index = find_prefixes(store.token_ids, store.loss_mask, store.offsets, train_ids)
         prefixes, has_any = index if units is None else UnitPrefixes.of(units, None, index), len(index.shared) > 0

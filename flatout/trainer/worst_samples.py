@@ -34,7 +34,8 @@ class WorstSamples:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self._count, self._scope = run, run.config.eval.worst_samples, run.planned.objective.scope
-        self._ids = [self._firsts(each.store, each.step.sample_ids) for each in run.eval_sets] if self._count else []
+        eval_sets = run.eval_sets if self._count else ()
+        self._ids = [self._firsts(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
         self._sums = [torch.zeros(len(ids), dtype=torch.float64, device=run.device) for ids in self._ids]
 
     def _firsts(self, store: TokenStore, sample_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -62,8 +63,8 @@ class WorstSamples:
     def _add(self, set_index: int, micro_batch: MicroBatch, batch: PackedBatch, losses: Tensor) -> None:
         sums, store = self._sums[set_index], self._run.eval_sets[set_index].store
         ids = self._firsts(store, micro_batch.sample_ids) if self._scope == "unit" else np.array(micro_batch.sample_ids)
-        own = torch.from_numpy(np.searchsorted(self._ids[set_index], ids)).to(sums.device)
-        sums.index_add_(0, own[batch.label_samples] if self._scope == "token" else own, losses.double())
+        indices = torch.from_numpy(np.searchsorted(self._ids[set_index], ids)).to(sums.device)
+        sums.index_add_(0, indices[batch.label_samples] if self._scope == "token" else indices, losses.double())
 
     def greatest(self) -> tuple[WorstSample, ...]:
         """Return what has the greatest losses in all evaluation sets, the greatest first; collective."""
@@ -73,11 +74,11 @@ class WorstSamples:
             if self._scope == "token":
                 losses = losses / np.maximum(1, run.eval_sets[set_index].store.num_labels[ids])
             greatest = np.argsort(-losses, kind="stable")[: self._count if losses.any() else 0]
-            ranked += [(float(losses[one]), set_index, int(ids[one])) for one in greatest]
-        ranked.sort(key=lambda one: -one[0])
+            ranked += [(float(losses[index]), set_index, int(ids[index])) for index in greatest]
+        ranked.sort(key=lambda entry: -entry[0])
         if not ranked or not run.rank.is_first:
             return ()
-        return tuple(self._sample(*one) for one in ranked[: self._count])
+        return tuple(self._sample(*entry) for entry in ranked[: self._count])
 
     @cached_property
     def _text_of(self) -> Callable[[Sequence[int]], str]:
@@ -92,8 +93,8 @@ class WorstSamples:
         return lambda ids: str(tokenizer.decode(list(ids)))
 
     def _sample(self, loss: float, set_index: int, first: int) -> WorstSample:
-        run, each = self._run, self._run.eval_sets[set_index]
-        store, members = each.store, [first]
+        run, eval_set = self._run, self._run.eval_sets[set_index]
+        store, members = eval_set.store, [first]
         if self._scope == "unit" and store.unit_offsets is not None:
             unit = int(store.units_of(np.array([first]))[0])
             members = [*range(first, int(store.unit_offsets[unit + 1]))]
@@ -107,7 +108,7 @@ class WorstSamples:
             texts.append(name + (text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"))
         origin = store.origin(first)
         return WorstSample(
-            data=each.name,
+            data=eval_set.name,
             source=origin.source,
             row=origin.row_number,
             loss=round(loss, 6),

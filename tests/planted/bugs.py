@@ -68,7 +68,7 @@ class Bug:
 
 
 BUGS = (
-    Bug("mean of means", "_backward_each", "X / normalizer",
+    Bug("mean of means", "_backward_micro_batches", "X / normalizer",
         "X / max(1, batch.num_label_tokens) / len(micro_batches)", PACKED_EXACT),
     Bug("ranks averaged", "BucketedSum._launch", "dist.all_reduce(X, group=Y, async_op=True)",
         "dist.all_reduce(X.div_(2), group=Y, async_op=True)", RANKS),
@@ -146,7 +146,7 @@ BUGS = (
         "tests/parity/test_fused_lora.py"),
     Bug("float8 gradient without the scale", "FusedLora._empty_copies", "self.scaling / X", "1 / X",
         "tests/parity/test_low_rank.py"),
-    Bug("training reads an old adapter", "_backward_each", "X.fused_lora.refresh()", "None",
+    Bug("training reads an old adapter", "_backward_micro_batches", "X.fused_lora.refresh()", "None",
         f"{RUNS}::test_a_resumed_run_reads_the_restored_adapter"),
     Bug("evaluation reads an old adapter", "inference", "X.fused_lora.refresh()", "None",
         f"{EXACT}::test_evaluation_equals"),
@@ -220,7 +220,7 @@ BUGS = (
         f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
     Bug("a key without the adapter", "reference_identity", "adapter is None", "True",
         f"{REFERENCE}::test_a_second_run_pays_nothing_unless_what_decides_it_differs"),
-    Bug("the model keeps the reference's adapter", "_weights_of", "parameter.copy_(own[name])", "None",
+    Bug("the model keeps the reference's adapter", "_weights_of", "parameter.copy_(trained_weights[name])", "None",
         f"{REFERENCE}::test_another_adapter_can_be_the_reference"),
     Bug("what a killed pass knew is lost", "add_kept", "np.copyto(values, stored, where=X)", "None",
         f"{REFERENCE}::test_a_killed_pass_goes_on_to_the_bit"),
