@@ -24,7 +24,7 @@ from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock, holder_of
 from flatout.io.redact import printable, redacted
-from flatout.studio.workspace import Workspace
+from flatout.studio.workspace import Workspace, require_no_code
 from flatout.track.notes import RunNotes, write_notes
 from flatout.track.record import StepRecord
 from flatout.track.run_log import LineFollower, RunFollower, notes_to_change, read_end, read_side_files, record_of
@@ -84,7 +84,9 @@ class Trainings:
         file, shown = _settings_file(folder), self._workspace.relative(folder)
         if file is None:
             raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
-        if self._workspace.inside(str(load_config(file).folder)) != folder:
+        config = load_config(file)
+        require_no_code(config)  # the folder may be another person's
+        if self._workspace.inside(str(config.folder)) != folder:
             raise UsageError(f"{shown}/{file.name} is for another run folder; set run_dir: {shown} in it")
         with self._lock:
             self._require_free(folder)

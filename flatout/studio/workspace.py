@@ -42,6 +42,15 @@ class Survey:
     is_complete: bool = True
 
 
+def require_no_code(config: Config) -> None:
+    """Raise SecurityError for a configuration that runs code of a file: a person's own objective."""
+    if config.objective.path is not None:
+        raise SecurityError(
+            "objective.path: the file would run as code, which a page may not start; use objective.kind, or start "
+            "this run in a terminal: flatout train"
+        )
+
+
 class Workspace:
     """The folder `root` and what may be read and written in it; in the folders `models`, models may be read."""
 
@@ -131,11 +140,7 @@ class Workspace:
         if isinstance(file := merged.get("deepspeed"), str):
             self.inside(file)  # before it is read
         config = make_config(merged, origin="settings", folder=self.root)
-        if config.objective.path is not None:
-            raise SecurityError(
-                "objective.path: the file would run as code, which a page may not start; use objective.kind, or start "
-                "this run in a terminal: flatout train"
-            )
+        require_no_code(config)
         models = {config.model.name, config.data.tokenizer}
         for path in (str(config.folder), *paths_of(config)):
             self.inside(path, is_model=path in models)  # a hub id, read as a path, is inside

@@ -78,7 +78,7 @@ MAX_PACKAGE_LINES = {
     "planner": 3347,
     "profile": 303,
     "rollout": 1342,
-    "studio": 1398,
+    "studio": 1405,
     "track": 2672,
     "trainer": 6249,
     "verifier": 1151,

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,11 +173,30 @@ def test_settings_that_name_other_places_are_refused(client: Any, workspace: Pat
     assert set(workspace.rglob("*")) == before
 
 
-def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(client: Any, workspace: Path) -> None:
+def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[list[str]]()
+
+    def start(words: list[str], *_: Any, **__: Any) -> Any:
+        started.append(words)
+        return SimpleNamespace(poll=lambda: 0)
+
+    monkeypatch.setattr(trainings_module, "start_python", start)
     (workspace / "mine.py").write_text("raise SystemExit('this file ran')")
     for action in ("train", "plan"):
         body = {"settings": SETTINGS, "overrides": ["objective.path=mine.py:Mine"]}
         assert "run as code" in refusal(client.post(f"/api/{action}", json=body), 403)
+    given = workspace / "runs" / "of-another-person"
+    given.mkdir(parents=True)
+    settings = "run_dir: runs/of-another-person\nmodel: {name: nowhere/tiny-model}\n"
+    (given / "config.yaml").write_text(f"{settings}objective: {{path: mine.py:Mine}}\n")
+    answer = client.post("/api/resume", json={"folder": "runs/of-another-person"})
+    assert "run as code" in refusal(answer, 403)
+    (given / "config.yaml").write_text(f"{settings}objective: {{kind: weighted_tokens}}\n")
+    assert client.post("/api/resume", json={"folder": "runs/of-another-person"}).status_code == 200
+    assert [words[-1] for words in started] == ["runs/of-another-person/config.yaml"]
+    shutil.rmtree(given)
     assert Workspace(workspace).config(SETTINGS, ["objective.kind=weighted_tokens"]).objective.kind == "weighted_tokens"
 
 
