@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 
 import peft
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from flatout.cli.main import main
 from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
@@ -111,7 +113,10 @@ def tiny_like(plain, folder):
     return model
 
 
-def test_an_adapter_with_more_tokens_than_the_model_grows_it(tmp_path):
+def test_an_adapter_with_more_tokens_than_the_model_grows_it(tmp_path, monkeypatch, caplog):
+    # not once a process, so that it does not matter who resized a model before
+    monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning)
+    transformers_logging.get_logger("transformers").addHandler(caplog.handler)
     bigger = tiny_model("llama", torch.float32)
     num_rows = len(bigger.get_input_embeddings().weight)
     plain = copy.deepcopy(bigger)
@@ -127,7 +132,10 @@ def test_an_adapter_with_more_tokens_than_the_model_grows_it(tmp_path):
     other = copy.deepcopy(plain)
     grow_vocabulary(other, num_rows + 2)
     assert torch.equal(other.get_input_embeddings().weight, grown)
+    assert caplog.messages == []  # of new rows that the adapter's replace
     plain.resize_token_embeddings(num_rows + 2)
+    assert "will be initialized" in caplog.text
+    transformers_logging.get_logger("transformers").removeHandler(caplog.handler)
     PeftModel.from_pretrained(plain, str(tmp_path))
 
 

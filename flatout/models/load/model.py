@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import logging
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.environment import named_capability
@@ -29,7 +28,7 @@ from flatout.models.load import quantized
 from flatout.models.load.auto_class import auto_class, is_scoring
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import check_source
-from flatout.models.lora.saved import grow_vocabulary
+from flatout.models.lora.saved import grow_vocabulary, without_reports
 from flatout.models.rope import scale_by_document
 from flatout.models.scoring import NEW_WEIGHT, Scoring, set_padding, start_score, use_scoring
 
@@ -303,7 +302,7 @@ def load_pretrained(
     try:
         source, revision = hub_source(name, revision)
         # it would report a new `score` as a fault of the files
-        quiet = _without_reports() if is_scoring(config) else nullcontext()
+        quiet = without_reports() if is_scoring(config) else nullcontext()
         with hub_errors(name), quiet:
             model, loading = auto_class(config).from_pretrained(
                 source, revision=revision, config=config, use_safetensors=True, trust_remote_code=False,
@@ -335,17 +334,6 @@ def load_pretrained(
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.to(options["dtype"])
     return model, sorted(map(str, loading["unexpected_keys"]))
-
-
-@contextmanager
-def _without_reports() -> Iterator[None]:
-    """Keep transformers from reporting which weights it did not find; `load_pretrained` does."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _report(

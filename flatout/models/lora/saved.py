@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
@@ -208,6 +209,17 @@ def untie(model: PreTrainedModel) -> None:
             config.tie_word_embeddings = False
 
 
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """Keep transformers from reporting what it does to weights: those that matter are reported by the caller."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def grow_vocabulary(model: PreTrainedModel, num_rows: int, *, seed: int = 0) -> None:
     """Add rows for new tokens to embedding and head, as transformers starts them: near the mean of the others.
 
@@ -221,7 +233,7 @@ def grow_vocabulary(model: PreTrainedModel, num_rows: int, *, seed: int = 0) -> 
     frozen = {end.weight.requires_grad for end in ends} == {False}
     for end in ends:
         end.to("cpu")
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+    with torch.random.fork_rng(devices=[]), without_reports():
         torch.manual_seed(seed)
         model.resize_token_embeddings(num_rows)
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
