@@ -313,8 +313,8 @@ def page(results, families):
     lines = [
         "# Chat templates",
         "",
-        "This page shows which kinds of conversations a chat template supports, so that you can check the template of "
-        f"your model before you train. We tested {len(results)} public chat templates of {len(by_family)} families "
+        "Many chat templates drop or reject reasoning, tools or tool calls. Look up the template of your model here "
+        f"before you build such data. We tested {len(results)} public chat templates of {len(by_family)} families "
         f"with {len(KINDS)} kinds of conversations. For each of them, `benchmarks/template_table.py` renders the "
         "conversation with plain `apply_chat_template`, and compares the text, the position of each answer and its "
         "stop token with what flatout stores. It works on any folder of templates:",
