@@ -70,6 +70,8 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
      "prompt is a string and completion is a list; give two strings or two lists of messages"),
     ("C6", {"text": 5}, "text is a number (5), not a string"),
     ("C12", {"text": "ab\0c"}, "text contains NUL (U+0000) at character 3; remove it from the data"),
+    ("C12", chat({"role": "user", "content": "ab\U000f5a14c"}, A),
+     "messages[0].content contains the private-use character U+F5A14 at character 3; remove it from the data"),
     ("C12", chat({"role": "user", "content": "é\ud83d!"}),
      "messages[0].content contains the lone surrogate U+D83D at character 2; "
      "half a character was lost when the data was written"),
@@ -163,7 +165,7 @@ LIKE_ROWS: list[dict[str, Any]] = [
     {"instruction": "q", "input": None, "output": "a", "history": [["q", "a"]]},
     {"instruction": "q", "output": "a", "history": []},
     {"text": "a\tb\r\n\x0c\x1b\u2028"},
-    {"text": "é\U0001f642 \ufeff\u200d"},
+    {"text": "é\U0001f642 \ufeff\u200d \ue000\U000f5a16"},
     chat(*ASK, RESULT, A),
     chat(*ASK, RESULT | {"tool_call_id": "c1"}, A),
     chat(*ASK, RESULT | {"tool_call_id": None}, A),

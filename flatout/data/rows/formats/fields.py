@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flatout.data.conversation import PICTURE
 from flatout.io.json_file import JSONSyntaxError, parse_json
+
+# a PICTURE in a text would become a place for a picture that the row does not have
+_REFUSED = {"\0": "NUL (U+0000)", PICTURE: "the private-use character U+F5A14"}
 
 
 class FieldError(Exception):
@@ -48,13 +52,13 @@ def kind(value: object) -> str:
 
 
 def text_at(value: object, place: str) -> str:
-    """Return a text that UTF-8 can encode, unchanged. Raises FieldError for another type, a NUL or a lone surrogate."""
+    """Return a text that UTF-8 can encode, unchanged. Raises FieldError for another type, and _REFUSED characters."""
     if not isinstance(value, str):
         raise FieldError(f"{place} is {kind(value)}, not a string")
     if value.isascii() and "\0" not in value:
         return value
-    if (at := value.find("\0")) >= 0:
-        raise FieldError(f"{place} contains NUL (U+0000) at character {at + 1}; remove it from the data")
+    if at := next((at for at in map(value.find, _REFUSED) if at >= 0), -1) + 1:
+        raise FieldError(f"{place} contains {_REFUSED[value[at - 1]]} at character {at}; remove it from the data")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
