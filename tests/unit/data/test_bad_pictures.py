@@ -92,6 +92,10 @@ def odd() -> Iterator[tuple[str, Case]]:
     for mode in ("I;16", "I", "F", "LAB"):
         content = saved(Image.new(mode, (20, 20)), "TIFF")
         yield f"mode {mode}", (of(content), f"its pixels are of mode {mode}")
+    rows = zlib.compress(b"".join(b"\0" + bytes(range(6 * 20)) for _ in range(20)))
+    deep = png(header(20, 20, depth=16), (b"IDAT", rows), (b"IEND", b""))
+    assert Image.open(io.BytesIO(deep)).getpixel((1, 0)) == (6, 8, 10)  # the high byte of each
+    yield "RGB of 16 bit", (of(deep), GOOD)
     yield "gray of 16 bit", (of(saved(Image.new("I;16", (20, 20)), "PNG")), "its pixels are of mode I;16")
     for name, options in {"progressive": {"progressive": True}, "no chroma": {"subsampling": 2}}.items():
         yield f"JPEG {name}", (of(saved(picture(), "JPEG", **options)), GOOD)
