@@ -233,9 +233,9 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
                 f"{type(module).__name__} calls packed attention without document boundaries: to generate, load the "
                 "model with sdpa; in training, its layers do not pass the boundaries on: choose a different model"
             )
-        given: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
-        given |= {"shared": shared_prefixes, "keys": context_keys}
-        options = {variant: setting for variant, setting in given.items() if setting is not None}
+        values: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "dropout": dropout or None}
+        values |= {"shared": shared_prefixes, "keys": context_keys}
+        options = {variant: setting for variant, setting in values.items() if setting is not None}
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
             raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")

@@ -107,9 +107,9 @@ def trains_tower(model: PreTrainedModel) -> bool:
 def trained_towers(model: PreTrainedModel) -> list[PreTrainedModel]:
     """Return the models inside a model that read pictures, are trained, and can compute their layers again."""
     trained = {parameter for parameter in towers(model).values() if parameter.requires_grad}
-    inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and one.supports_gradient_checkpointing]
     read = text_decoder(model)
-    return [one for one in inner if trained & set(one.parameters()) and read not in one.modules()]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and read not in part.modules()]
+    return [part for part in parts if part.supports_gradient_checkpointing and trained & set(part.parameters())]
 
 
 def part_of(name: str) -> str:
@@ -132,8 +132,8 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any], *, whole: bool =
     head = model.get_output_embeddings()
     if head is None or not _transforms_states(model):
         reader = model.base_model if whole else text_decoder(model)
-        with _own_features(reader, inputs) as given:
-            states: torch.Tensor = reader(**{"use_cache": False, **given}).last_hidden_state
+        with _own_features(reader, inputs) as arguments:
+            states: torch.Tensor = reader(**{"use_cache": False, **arguments}).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
     replace_module(model, name, nn.Identity())
@@ -192,11 +192,11 @@ def model_inputs(model: PreTrainedModel, batch: PackedBatch) -> tuple[dict[str, 
         token_ids = batch.token_ids[None]
         mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(1, rows, True)
     positions = batch.position_ids.view(batch.shape)
-    given = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
-    given |= cache | picture_arguments(model, batch)
+    arguments = {"input_ids": token_ids, "position_ids": positions, "attention_mask": mask, **document_arguments(batch)}
+    arguments |= cache | picture_arguments(model, batch)
     if packages == MAMBA2 and batch.row_length is None:
-        given["seq_idx"] = batch.document_numbers.int()[None]
-    return given, rows
+        arguments["seq_idx"] = batch.document_numbers.int()[None]
+    return arguments, rows
 
 
 def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Any]:
@@ -204,16 +204,16 @@ def picture_arguments(model: PreTrainedModel, batch: PackedBatch) -> dict[str, A
 
     One call of the tower computes the features of all pictures; a frozen one leaves no graph.
     """
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if batch.axes is not None:  # positions in the text come first, and tell documents apart
         positions = torch.cat([batch.position_ids[None], batch.axes])
-        given["position_ids"] = positions.view(4, *batch.token_ids.view(batch.shape).shape)
+        arguments["position_ids"] = positions.view(4, *batch.token_ids.view(batch.shape).shape)
     if batch.pictures:
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains_tower(model)):
-            given[FEATURES] = {"image": image_features(model, batch.pictures)}
+            arguments[FEATURES] = {"image": image_features(model, batch.pictures)}
     if batch.pictures is not None and (kinds := picture_kinds(model.config.get_text_config())):
-        given[kinds] = batch.token_ids.eq(picture_token(model)).int().view(batch.shape)
-    return given
+        arguments[kinds] = batch.token_ids.eq(picture_token(model)).int().view(batch.shape)
+    return arguments
 
 
 def picture_token(model: PreTrainedModel) -> int:
@@ -251,15 +251,15 @@ def document_arguments(batch: PackedBatch) -> dict[str, Any]:
     """
     if batch.row_length is not None:
         return {"row_cu_seqlens": batch.cu_seqlens, "max_row_length": batch.max_seqlen}
-    given: dict[str, Any] = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
+    arguments: dict[str, Any] = {"cu_seq_lens_q": batch.cu_seqlens, "max_length_q": batch.max_seqlen}
     if batch.shared is not None:
-        given["shared_prefixes"] = batch.shared
+        arguments["shared_prefixes"] = batch.shared
     if batch.keys is not None:
-        given["context_keys"] = batch.keys
+        arguments["context_keys"] = batch.keys
     if isinstance(batch.cache, SlotCache) and batch.cache.reads is not None:
-        given["slot_reads"] = batch.cache.reads
+        arguments["slot_reads"] = batch.cache.reads
     # kernels for the delta rule then count their chunks without waiting for the GPU
-    return given if batch.cu_seqlens_cpu is None else {**given, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
+    return arguments if batch.cu_seqlens_cpu is None else {**arguments, "cu_seqlens_cpu": batch.cu_seqlens_cpu}
 
 
 def layer_configs(config: Any) -> list[Any]:

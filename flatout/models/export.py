@@ -60,10 +60,10 @@ def save_model(
         raise UsageError("this model still has LoRA layers; merge it, or save the adapter")
     dtype = dtype or model.dtype
     if state is None and dtype != model.dtype:
-        own = model.state_dict(keep_vars=True)
+        tensors = model.state_dict(keep_vars=True)
         # a tied tensor is cast once, so that its entries still share one
-        cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(own.values())}
-        state = {name: cast[old] for name, old in own.items()}
+        cast = {old: old.detach().to(dtype if old.is_floating_point() else old.dtype) for old in set(tensors.values())}
+        state = {name: cast[old] for name, old in tensors.items()}
     # a copy, as transformers removes what it has written
     model.save_pretrained(folder, state_dict=None if state is None else {**state, **keep})
     if state is not None:

@@ -99,5 +99,5 @@ def _leaves(loss: Tensor) -> set[Tensor]:
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
             leaves.add(variable)
-        waiting += [each for each, _ in node.next_functions]
+        waiting += [next_node for next_node, _ in node.next_functions]
     return leaves

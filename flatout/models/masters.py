@@ -60,5 +60,5 @@ class Dither:
 
 def _is_experts(module: nn.Module) -> bool:
     """Whether a module's own parameters are stacks of matrices, one for each expert."""
-    own = list(module.parameters(recurse=False))
-    return not isinstance(module, nn.modules.conv._ConvNd) and any(parameter.dim() == 3 for parameter in own)
+    parameters = list(module.parameters(recurse=False))
+    return not isinstance(module, nn.modules.conv._ConvNd) and any(parameter.dim() == 3 for parameter in parameters)

@@ -118,7 +118,7 @@ class ModelWithLoss(nn.Module):
         """
         reads_none = torch.is_grad_enabled() and batch.pictures is not None and not batch.pictures
         if reads_none and self._readers is None:
-            names = [name.rpartition(".") for name, one in towers(self.model).items() if one.requires_grad]
+            names = [name.rpartition(".") for name, parameter in towers(self.model).items() if parameter.requires_grad]
             self._readers = [(self.model.get_submodule(path), leaf) for path, _, leaf in names]
         if not (reads_none and self._readers):
             return hidden_states(self.model, batch)
@@ -126,7 +126,7 @@ class ModelWithLoss(nn.Module):
         weights = [getattr(module, leaf) for module, leaf in self._readers]
         zero = sum(weight.flatten()[:0].sum() for weight in weights)
         embedding = self.model.get_input_embeddings()
-        hook = embedding.register_forward_hook(lambda _, given, embedded: embedded + zero)
+        hook = embedding.register_forward_hook(lambda _, args, embedded: embedded + zero)
         try:
             return hidden_states(self.model, batch)
         finally:
@@ -176,7 +176,7 @@ def _wrong_in(sums: object, names: Sequence[str]) -> str | None:
         return f"a {type(sums).__name__}"
     if set(sums) != set(names):
         return ", ".join(map(str, sums)) or "nothing"
-    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in sums.items()}
+    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in sums.items()}
     return ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or None
 
 
@@ -196,7 +196,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     """
     head = model.get_output_embeddings()
     product = head_product(head) if isinstance(head, nn.Module) else None
-    if product is None or any(isinstance(own, DTensor) for own in head.parameters()):
+    if product is None or any(isinstance(parameter, DTensor) for parameter in head.parameters()):
         return
     weight = product[0]
     # a trained head's rows have the dtype of what it replaced

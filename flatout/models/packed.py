@@ -192,8 +192,8 @@ class PackedBatch:
         """Return the batch on `device`. Copies to a GPU are from pinned memory and non-blocking, others complete."""
         pin = device.type == "cuda" and self.token_ids.device.type == "cpu"
 
-        def copy(own: torch.Tensor) -> torch.Tensor:
-            return (own.pin_memory() if pin else own).to(device, non_blocking=device.type != "cpu")
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=device.type != "cpu")
 
         moved: PackedBatch = _mapped(self, copy)
         return replace(moved, cu_seqlens_cpu=self.cu_seqlens) if pin else moved
@@ -247,12 +247,12 @@ def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(part, torch.Tensor):
         return change(part)
     if isinstance(part, Mapping):
-        return {name: _mapped(own, change) for name, own in part.items()}
+        return {name: _mapped(value, change) for name, value in part.items()}
     if isinstance(part, SharedPrefixes | KeyPieces):
         make: Any = type(part)
         return make(*map(change, part[:2]), part[2])
     if isinstance(part, PackedBatch | BatchColumns):
-        names = [one.name for one in fields(part) if one.name not in ("cu_seqlens_cpu", "cache")]
+        names = [item.name for item in fields(part) if item.name not in ("cu_seqlens_cpu", "cache")]
         return replace(part, **{name: _mapped(getattr(part, name), change) for name in names})
     return part
 
@@ -383,5 +383,5 @@ def _shared_prefixes(
     sizes = [num_tokens for num_tokens, _ in shared]
     suffixes = [sum(lengths[start:end]) for start, end in pairwise(ends)]
     facts = [len(shared), sum(sizes), sum(suffixes), max(suffixes, default=0), max(sizes, default=0)]
-    bounds = (torch.from_numpy(padded_boundaries(each, num_boundaries)) for each in (sizes, suffixes))
+    bounds = (torch.from_numpy(padded_boundaries(token_counts, num_boundaries)) for token_counts in (sizes, suffixes))
     return SharedPrefixes(next(bounds), next(bounds), torch.tensor(facts))

@@ -45,10 +45,10 @@ def require_picture_model(model: PreTrainedModel, token_id: int) -> None:
             f"the data has pictures, and model type {kind} attends in both directions in more than pictures, which is "
             "not built; choose a different model, or train on rows without pictures"
         )
-    if (own := picture_token(model)) != token_id:
+    if (model_token := picture_token(model)) != token_id:
         raise UsageError(
-            f"the data has pictures at token {token_id}, but this model reads them at {own}; build the set with the "
-            "model's own tokenizer"
+            f"the data has pictures at token {token_id}, but this model reads them at {model_token}; build the set "
+            "with the model's own tokenizer"
         )
 
 
@@ -108,9 +108,7 @@ def _measure(
     error = relative_error(ours, alone[trusted], experts, lengths)
     leaks = []
     for parity in (0, 1):
-        mixed = [
-            own if k % 2 == parity else other for k, (own, other) in enumerate(zip(documents, others, strict=True))
-        ]
+        mixed = [documents[k] if k % 2 == parity else others[k] for k in range(len(documents))]
         pairs = zip(_together(loaded, mixed, pack).split(lengths), ours.split(lengths), strict=True)
         of_parity = [pair for k, pair in enumerate(pairs) if k % 2 == parity]
         leaks += [relative_error(now, before, experts, [len(now)]) for now, before in of_parity]
@@ -134,8 +132,8 @@ def _together(loaded: LoadedModel, documents: Sequence[PictureDocument], pack: P
 
 
 def _alone(model: PreTrainedModel, document: PictureDocument) -> torch.Tensor:
-    given = {name: values.to(model.device) for name, values in document.alone.items()}
-    return widened(model.base_model(**given, use_cache=False).last_hidden_state[0])
+    arguments = {name: values.to(model.device) for name, values in document.alone.items()}
+    return widened(model.base_model(**arguments, use_cache=False).last_hidden_state[0])
 
 
 def _layout(loaded: LoadedModel) -> str:
@@ -150,15 +148,15 @@ def read_with_own_attention(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     A decoder that attends in both directions inside a picture uses transformers' attention; return whether it does.
     """
     config, text = model.config, model.config.get_text_config()
-    own, with_text = attention_of_parts(model), picture_kinds(text) is not None
-    for name in own.keys() - {""}:
+    attention, with_text = attention_of_parts(model), picture_kinds(text) is not None
+    for name in attention.keys() - {""}:
         if with_text or getattr(config, name) is not text:
-            own[name] = TOWER if _takes_boundaries(model, getattr(config, name), dtype) else "sdpa"
+            attention[name] = TOWER if _takes_boundaries(model, getattr(config, name), dtype) else "sdpa"
     register_tower()
     try:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(attention)
     except ValueError:  # a tower without it
-        model.set_attn_implementation({name: "eager" if kind == "sdpa" else kind for name, kind in own.items()})
+        model.set_attn_implementation({name: "eager" if kind == "sdpa" else kind for name, kind in attention.items()})
     return with_text
 
 

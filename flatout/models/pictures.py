@@ -64,16 +64,16 @@ class PicturePacker:
         token_ids: Sequence[NDArray[Any]],
     ) -> PackedBatch:
         """Return what `with_images` does, of what the processor made of the images."""
-        given = {name: torch.from_numpy(array) for name, array in values.items() if name in self._arguments}
+        arguments = {name: torch.from_numpy(array) for name, array in values.items() if name in self._arguments}
         axes = None
         if self.has_axes:
             axes = batch.position_ids.expand(3, -1).clone()
-            grids = given["image_grid_thw"].split(list(counts))
+            grids = arguments["image_grid_thw"].split(list(counts))
             starts = batch.cu_seqlens[: len(counts)].tolist()
             for start, ids, grid in zip(starts, token_ids, grids, strict=True):
                 if len(grid):
                     axes[:, start : start + len(ids)] = self._axes(torch.from_numpy(ids.astype(np.int64)), grid)
-        return replace(batch, pictures=given, axes=axes)
+        return replace(batch, pictures=arguments, axes=axes)
 
     def _axes(self, token_ids: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         """Return the positions (3, n) of one document, by the model's own rule."""

@@ -60,11 +60,11 @@ def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
         for length in lengths:
             ids, start = np.concatenate([prefix, token_ids[start : start + length]]), start + length
             samples.append((ids, np.arange(len(ids)) > prefix_tokens))
-    shared = [(prefix_tokens, len(own)) for prefix_tokens, own in _PREFIXES if prefix_tokens]
+    shared = [(prefix_tokens, len(suffixes)) for prefix_tokens, suffixes in _PREFIXES if prefix_tokens]
     # both of a multiple of the SIMD width
-    batches = (flatten_samples(samples, fill_tokens=128, shared=own) for own in (shared, ()))
-    one, other = (batch.to(model.device) for batch in batches)
-    return one, other
+    batches = (flatten_samples(samples, fill_tokens=128, shared=prefixes) for prefixes in (shared, ()))
+    sharing, whole = (batch.to(model.device) for batch in batches)
+    return sharing, whole
 
 
 def _errors(model: PreTrainedModel, ours: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> list[float]:

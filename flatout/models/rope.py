@@ -60,11 +60,11 @@ class DocumentRope(nn.Module):
             lengths = ends - (rows - positions)
             # if no document exceeds the limit, these equal the short frequencies
             is_long = (lengths > limit)[..., None]
-            return _map(lambda one, other: torch.where(is_long, one, other), rotate(position_ids), short)
+            return _map(lambda long, short_: torch.where(is_long, long, short_), rotate(position_ids), short)
         # this waits for the device
-        for row, own in enumerate(positions):
-            begins = own.eq(0).nonzero().flatten().tolist()
-            for start, end in zip(begins, [*begins[1:], len(own)], strict=True):
+        for row, row_positions in enumerate(positions):
+            begins = row_positions.eq(0).nonzero().flatten().tolist()
+            for start, end in zip(begins, [*begins[1:], len(row_positions)], strict=True):
                 if end - start > limit:
                     rotate(position_ids[..., :1])
                     alone = rotate(position_ids[..., row : row + 1, start:end])
@@ -124,8 +124,8 @@ def _replace(rows: slice, columns: slice, whole: Tensor, part: Tensor) -> Tensor
     return whole[..., rows, columns, :].copy_(part)
 
 
-def _map(function: Callable[..., Tensor], one: Rotated, other: Rotated) -> Rotated:
-    if isinstance(one, Tensor):
-        assert isinstance(other, Tensor)
-        return function(one, other)
-    return tuple(function(left, right) for left, right in zip(one, other, strict=True))
+def _map(function: Callable[..., Tensor], first: Rotated, second: Rotated) -> Rotated:
+    if isinstance(first, Tensor):
+        assert isinstance(second, Tensor)
+        return function(first, second)
+    return tuple(function(left, right) for left, right in zip(first, second, strict=True))

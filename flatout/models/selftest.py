@@ -176,8 +176,8 @@ def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor
     for ids, end in zip(documents, ends.tolist(), strict=True):
         last = last_position(ids.cpu().numpy(), model.config.get_text_config().pad_token_id)
         ours.append(head(states[end - len(ids) + last][None]))
-        one = flatten_samples([(ids.cpu().numpy(), np.ones(len(ids), bool))]).to(model.device)
-        truth.append(widened(model(use_cache=False, **model_inputs(model, one)[0]).logits))
+        alone = flatten_samples([(ids.cpu().numpy(), np.ones(len(ids), bool))]).to(model.device)
+        truth.append(widened(model(use_cache=False, **model_inputs(model, alone)[0]).logits))
     limit = {torch.float64: 1e-5, torch.float32: 1e-4}.get(loaded.dtype, 0.05)
     our_scores, true_scores = torch.cat(ours).double(), torch.cat(truth).double()
     error = float((our_scores - true_scores).norm() / true_scores.norm().clamp_min(torch.finfo(torch.float32).tiny))
@@ -267,8 +267,8 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
                 logits = _outputs(model, {"input_ids": rows})
                 results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
                 if loaded.is_padded:
-                    each = [_outputs(model, {"input_ids": ids[None]})[0] for ids in documents]
-                    results[name] = widened(torch.cat(each))
+                    logits_alone = [_outputs(model, {"input_ids": ids[None]})[0] for ids in documents]
+                    results[name] = widened(torch.cat(logits_alone))
     if not results:
         raise ValueError("its attention does not go through transformers' attention interface")
     trusted = "sdpa" if "sdpa" in results else "eager"

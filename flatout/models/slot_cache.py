@@ -58,16 +58,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types for i
         """Write the keys and values (1, heads, T, size) of a layer; return those that its queries attend to."""
         assert self._writes is not None
         source, target = self._writes
-        given = key_states, value_states
+        new_states = key_states, value_states
         if layer_idx not in self._held:
             dtype = attention_dtype(value_states)
             self._held[layer_idx] = self._make(key_states, dtype), self._make(value_states, dtype)
-        for slots, states in zip(self._held[layer_idx], given, strict=True):
+        for slots, states in zip(self._held[layer_idx], new_states, strict=True):
             rows = states[0].transpose(0, 1)
             rows = rows if source is None else rows.index_select(0, source)
             slots.index_copy_(0, target, rows.to(slots.dtype))
         if self.reads is None:
-            return given
+            return new_states
         num_rows = len(self.reads.lengths) * self.length
         key, value = (slots[:num_rows].transpose(0, 1)[None] for slots in self._held[layer_idx])
         return key, value
@@ -78,7 +78,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types for i
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy slots (from, to); no slot is both."""
-        for tensor in (each for both in self._held.values() for each in both):
+        for tensor in (slots for both in self._held.values() for slots in both):
             slots = tensor.unflatten(0, (self.num_slots, self.length))
             for old, new in pairs:
                 slots[new].copy_(slots[old])

@@ -62,10 +62,10 @@ def give_template(tokenizer: Any, template: str, ends: str | Sequence[str]) -> N
     is_base, tokenizer.chat_template = tokenizer.chat_template is None, template
     if not is_base or "eos_token" in template or not ends:
         return
-    own = end_of_turn_id(tokenizer, ends if isinstance(ends, str) else ends[0])
+    end_id = end_of_turn_id(tokenizer, ends if isinstance(ends, str) else ends[0])
     # not the next turn's marker, at which an answer also stops
-    if own is not None and own == end_of_turn_id(tokenizer, template_end(tokenizer)):
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(own)
+    if end_id is not None and end_id == end_of_turn_id(tokenizer, template_end(tokenizer)):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_id)
 
 
 def set_stops(model: PreTrainedModel, token_ids: Iterable[int]) -> None:
@@ -90,6 +90,6 @@ def saved_stops(folder: Path) -> list[int]:
     content = read_json(path)
     stops = content.get("eos_token_id") if isinstance(content, dict) else None
     ids = [stops] if type(stops) is int else stops or []
-    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+    if not isinstance(ids, list) or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         raise CheckpointError(f"{path}: eos_token_id is {stops!r:.100}; expected token ids, such as [2, 7]")
     return ids

@@ -90,7 +90,7 @@ class TokenHead:
 
         tiles = zip(rows.split(self._tile_rows), ids.split(self._tile_rows), strict=True)
         losses, is_correct = zip(
-            *(checkpoint(tile_losses, tile, own, use_reentrant=False) for tile, own in tiles), strict=True
+            *(checkpoint(tile_losses, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles), strict=True
         )
         return TokenLosses(torch.cat(losses), torch.cat(is_correct))
 

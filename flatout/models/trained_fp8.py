@@ -163,7 +163,7 @@ def experts_to_float8(model: PreTrainedModel) -> int:
         for experts in experts_modules(model).values()
         if experts in _inner_modules(model)
         and is_grouped(experts)
-        and all(size % MULTIPLE == 0 for own in experts.parameters() if own.dim() == 3 for size in own.shape[1:])
+        and all(size % MULTIPLE == 0 for stack in experts.parameters() if stack.dim() == 3 for size in stack.shape[1:])
     ]
     for experts in fitting:
         setattr(experts, MATMUL, CAST_TO_FP8)

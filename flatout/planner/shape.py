@@ -107,16 +107,16 @@ class TowerShape:
         and norm, and the larger of attention (query, key, value, output; copies in fp32 to rotate) and MLP; a layer's
         backward pass what it computed again, and gradients of the larger of the two.
         """
-        kept, wider = num_tokens * self.feature_width, hidden - compute
+        saved, wider = num_tokens * self.feature_width, hidden - compute
         if self.token_passes > 1:
-            kept += num_tokens * self.projected_width
+            saved += num_tokens * self.projected_width
         if self.layer_passes == 1:
             attention = (15 if self.rotates else 5) * self.width
             held = (4 * self.width + max(attention, 2 * self.mlp_width)) * compute + 3 * self.width * wider
-            return kept * compute, num_patches * held
+            return saved * compute, num_patches * held
         held = max(22 * self.width if self.rotates else 0, 10 * self.width + 3 * self.mlp_width)
         inputs = num_patches * (self.num_layers + 1) * self.width
-        return kept * compute + inputs * hidden, num_patches * (held * compute + 5 * self.width * wider)
+        return saved * compute + inputs * hidden, num_patches * (held * compute + 5 * self.width * wider)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class ModelShape:
         if tower is None:
             return 0, int(values * (_VALUE_BYTES + _UNKNOWN_BYTES))
         patches, tokens = values / tower.patch_values, num_tokens * self.picture_tokens
-        kept, held = tower.pass_bytes(patches, tokens, compute, hidden)
-        return int(kept), int(values * _VALUE_BYTES + max(0, held - pass_bytes))
+        saved, held = tower.pass_bytes(patches, tokens, compute, hidden)
+        return int(saved), int(values * _VALUE_BYTES + max(0, held - pass_bytes))
 
     @property
     def num_head_rows(self) -> int:
@@ -227,7 +227,7 @@ class ModelShape:
     @property
     def num_expert_weights(self) -> int:
         """The parameters of all fused experts."""
-        return sum(one.num_experts * one.num_weights for layer in self.layers for one in layer.experts)
+        return sum(matrix.num_experts * matrix.num_weights for layer in self.layers for matrix in layer.experts)
 
     def on_one_of(self, num_ranks: int) -> ModelShape:
         """Return the shape of what one of `num_ranks` ranks that share the experts holds, per token of its own.
@@ -239,15 +239,16 @@ class ModelShape:
             return self
         layers = []
         for layer in self.layers:
-            used = sum(one.num_used * one.num_weights for one in layer.experts) // self.hidden_size
-            used += max((2 * one.num_used * self.hidden_size for one in layer.experts), default=0)
+            used = sum(matrix.num_used * matrix.num_weights for matrix in layer.experts) // self.hidden_size
+            used += max((2 * matrix.num_used * self.hidden_size for matrix in layer.experts), default=0)
             gathered = num_ranks * self.hidden_size if layer.experts else 0
+            experts = (replace(matrix, num_experts=matrix.num_experts // num_ranks) for matrix in layer.experts)
             layers.append(
                 replace(
                     layer,
                     mlp_elements=layer.mlp_elements + (num_ranks - 1) * used + gathered,
                     unsaved_elements=num_ranks * layer.unsaved_elements,
-                    experts=tuple(replace(one, num_experts=one.num_experts // num_ranks) for one in layer.experts),
+                    experts=tuple(experts),
                 )
             )
         num_away = self.num_expert_weights // num_ranks * (num_ranks - 1)

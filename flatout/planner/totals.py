@@ -111,7 +111,7 @@ def add_up(
         max_micro_batch_documents=largest.num_documents,
         num_naive_tokens=num_naive,
         flops=flops,
-        balances=tuple(Balance(count, sum(each) / len(each), min(each)) for count, each in sorted(by_ranks.items())),
+        balances=tuple(Balance(n, sum(values) / len(values), min(values)) for n, values in sorted(by_ranks.items())),
         memory=memory_of(largest) if memory_of else None,
         time_s=num_tokens / tokens_per_s if tokens_per_s else None,
         fingerprint=plan.fingerprint,

@@ -181,7 +181,7 @@ class Recomputed:
         logits, group, is_padded = list[Tensor](), list[Sequence[int]](), self._weights.is_padded
         for index, sequence in enumerate(sequences):
             group.append(sequence)
-            following = [len(each) for each in (*group, *sequences[index + 1 : index + 2])]
+            following = [len(candidate) for candidate in (*group, *sequences[index + 1 : index + 2])]
             padded = row_length(max(following))
             num_tokens = len(following) * padded if is_padded else sum(following)
             if len(following) == len(group) or num_tokens > self._weights.max_pass_tokens:
@@ -207,8 +207,8 @@ def shifts_of(batch: PackedBatch, groups: Sequence[Group]) -> Tensor:
     ends = torch.zeros_like(lengths)
     if batch.axes is not None:
         starts = batch.cu_seqlens[: len(groups)].tolist()
-        own = zip(starts, lengths.tolist(), strict=True)
-        ends = torch.stack([batch.axes[:, start : start + length].max() + 1 - length for start, length in own])
+        spans = zip(starts, lengths.tolist(), strict=True)
+        ends = torch.stack([batch.axes[:, start : start + length].max() + 1 - length for start, length in spans])
     return ends.repeat_interleave(counts)
 
 
@@ -228,9 +228,9 @@ def last_rows_of(sequences: Sequence[Sequence[int]], weights: Weights, *, row_le
     last_rows = batch.cu_seqlens[: len(sequences)] + torch.tensor([len(sequence) for sequence in sequences]) - 1
     files = [pictures_of(sequence) for sequence in sequences]
     if weights.pictures is not None and any(files):
-        images = [decoded(file) for own in files for file in own]
+        images = [decoded(file) for pictures in files for file in pictures]
         ids = [np.asarray(sequence) for sequence in sequences]
-        batch = weights.pictures.with_images(batch, images, [len(own) for own in files], ids)
+        batch = weights.pictures.with_images(batch, images, [len(pictures) for pictures in files], ids)
     return replace(batch, label_rows=last_rows, label_ids=torch.zeros_like(last_rows)).to(device)
 
 
@@ -247,7 +247,7 @@ def open_slots(weights: Weights, answers: Sequence[PendingCompletion]) -> tuple[
 
     Raises NoRoomError if there is no room for one.
     """
-    length = max(len(each.prompt_ids) + each.limit for each in answers)
+    length = max(len(answer.prompt_ids) + answer.limit for answer in answers)
     length += -length % _PLACES_MULTIPLE
     num_bytes = _bytes_of_a_token(weights, answers[0].prompt_ids[0]) * length
     budget = int(MAX_SHARE * free_bytes(weights.device))

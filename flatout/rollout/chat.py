@@ -49,15 +49,15 @@ class Sampling:
         With nothing set, generation_config decides whether to sample; without temperature, it is greedy. Raises
         ValueError for values in generation_config that mean nothing.
         """
-        given = {name: value for name in _LIMITS if (value := getattr(self, name, None)) is not None}
-        own = model.generation_config
-        values = {name: getattr(own, name, None) for name in _LIMITS} | given
+        settings = {name: value for name in _LIMITS if (value := getattr(self, name, None)) is not None}
+        generation = model.generation_config
+        values = {name: getattr(generation, name, None) for name in _LIMITS} | settings
         chosen = {name: value for name, value in values.items() if value is not None}
         for name, value in chosen.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not _LIMITS[name](value):
                 raise ValueError(f"{name} is {value!r}")
         penalty = {name: value for name, value in chosen.items() if name == "repetition_penalty" and value != 1}
-        if self.temperature == 0 or not (given or (own is not None and own.do_sample)):
+        if self.temperature == 0 or not (settings or (generation is not None and generation.do_sample)):
             return penalty
         drawn = {"temperature": 1.0, "top_k": _TOP_K} | chosen
         return {name: drawn[name] for name in _LIMITS if name in drawn and name != "repetition_penalty"} | penalty
@@ -83,8 +83,8 @@ _LIMITS: dict[str, Callable[[Any], bool]] = {
 def _params(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int) -> SamplingParams:
     with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
         values = sampling.effective(model)
-        own = model.generation_config
-        set_values = {name: getattr(own, name, None) for name in _OTHERS}
+        generation = model.generation_config
+        set_values = {name: getattr(generation, name, None) for name in _OTHERS}
         others = [
             f"{name}: {value}" for name, value in set_values.items() if value is not None and value != _OTHERS[name]
         ]
@@ -166,7 +166,7 @@ def answer_all(
         on_token(prompt, is_last, time.monotonic() - printer.printed_at)
 
     completions = sampler.sample(prompts, 1, params, report_token)
-    return [str(tokenizer.decode(one.token_ids, skip_special_tokens=True)).strip() for (one,) in completions]
+    return [str(tokenizer.decode(sampled.token_ids, skip_special_tokens=True)).strip() for (sampled,) in completions]
 
 
 def answer(

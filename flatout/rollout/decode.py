@@ -35,9 +35,9 @@ class Decoding:
         weights: Weights, on_token: OnToken | None, *, records: bool,
     ) -> None:  # fmt: skip
         self._backend, self._num_places, self._params, self._on_token = backend, num_places, params, on_token
-        self._longest = max(len(each.prompt_ids) + each.limit for each in answers)
+        self._longest = max(len(answer.prompt_ids) + answer.limit for answer in answers)
         # answers of one prompt, and prompts of one length, come one after the other
-        order = answers if backend.mixes else sorted(answers, key=lambda each: (len(each.prompt_ids), each.prompt))
+        order = answers if backend.mixes else sorted(answers, key=lambda item: (len(item.prompt_ids), item.prompt))
         self._waiting, self._active = deque(order), list[PendingCompletion]()
         self._state = DecodeState(num_places, self._longest, params, weights.device, weights.agree)
         self._lag = int(weights.device.type == "cuda" and not weights.in_lockstep)
@@ -45,7 +45,7 @@ class Decoding:
         self._unread: deque[tuple[list[PendingCompletion], Callable[[], list[float]]]] = deque()
         self._recorded = None
         if self._lag and isinstance(backend, Slots):
-            records = records and max(each.limit for each in answers) >= MIN_RECORDED_TOKENS
+            records = records and max(answer.limit for answer in answers) >= MIN_RECORDED_TOKENS
             self._recorded = RecordedSteps(self._step, weights.device, weights.tell, records=records)
 
     def finish(self) -> None:
@@ -59,7 +59,7 @@ class Decoding:
                 self._copy(0)
             self._read(self._lag)
             self._leave_places()
-            if self._active and all(each.num_drawn >= each.limit for each in self._active):
+            if self._active and all(answer.num_drawn >= answer.limit for answer in self._active):
                 self._read(0)
                 self._leave_places()
         self._read(0)
@@ -74,7 +74,7 @@ class Decoding:
             if not self._backend.mixes and len(self._waiting[0].prompt_ids) != len(chosen[0].prompt_ids):
                 break
             chosen.append(self._waiting.popleft())
-        groups = [list(each) for _, each in groupby(chosen, key=lambda each: each.prompt)]
+        groups = [list(group) for _, group in groupby(chosen, key=lambda answer: answer.prompt)]
         logits = self._backend.admit([(group[0].prompt_ids, len(group)) for group in groups])
         counts = torch.tensor([len(group) for group in groups], device=logits.device)
         first = len(self._active)
@@ -88,7 +88,7 @@ class Decoding:
         state, places = self._state, slice(0, num_places)
         longest = self._longest
         if self._recorded is None:
-            longest = max(len(each.prompt_ids) + each.num_drawn for each in self._active)
+            longest = max(len(answer.prompt_ids) + answer.num_drawn for answer in self._active)
         logits = self._backend.step(state.tokens[places], state.positions[places], longest)
         state.draw(logits, places)
         # those of ended answers stay where they have room
@@ -97,8 +97,8 @@ class Decoding:
     def _copy(self, first: int) -> None:
         """Start copying what was drawn at the places from `first` on."""
         answers, state = self._active[first:], self._state
-        for each in answers:
-            each.num_drawn += 1
+        for answer in answers:
+            answer.num_drawn += 1
         places = slice(first, len(self._active))
         both = torch.cat([state.tokens[places].double(), state.logprobs[places]])
         self._unread.append((answers, copy_to_host_async(both)[0]))
@@ -108,22 +108,22 @@ class Decoding:
         while len(self._unread) > lag:
             answers, read = self._unread.popleft()
             values = read()
-            for each, token_id, logprob in zip(answers, values[: len(answers)], values[len(answers) :], strict=True):
-                if each.ending is not None:
+            for answer, token_id, logprob in zip(answers, values[: len(answers)], values[len(answers) :], strict=True):
+                if answer.ending is not None:
                     continue
                 if not math.isfinite(logprob):
                     raise NumericError(
-                        f"a token of the answer to prompt {each.prompt + 1} has the log-probability {logprob}; the "
+                        f"a token of the answer to prompt {answer.prompt + 1} has the log-probability {logprob}; the "
                         "weights are damaged, or set model.precision: fp32"
                     )
-                each.add(int(token_id), logprob, self._params.stop_ids)
+                answer.add(int(token_id), logprob, self._params.stop_ids)
                 if self._on_token is not None:
-                    self._on_token(each.prompt, each.completion, int(token_id))
+                    self._on_token(answer.prompt, answer.completion, int(token_id))
 
     def _leave_places(self) -> None:
         """Move answers so that those going on have the first places; on a GPU only once that helps."""
         active = self._active
-        count = sum(each.ending is None for each in active)
+        count = sum(answer.ending is None for answer in active)
         if count == len(active):
             return
         if self._recorded is not None and count:

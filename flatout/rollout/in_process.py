@@ -82,7 +82,7 @@ class InProcess(Sampler):
             params = replace(params, never_ids=frozenset({self.weights.pictures.token_id}))
         for name in self._usable_backends(len(prompts) * num_completions):
             answers = begin(prompts, num_completions, params)
-            flat = [each for group in answers for each in group]
+            flat = [answer for group in answers for answer in group]
             try:
                 with self._opened(name, flat) as (backend, num_places):
                     Decoding(backend, num_places, flat, params, self.weights, listener, records=self.records).finish()
@@ -94,7 +94,7 @@ class InProcess(Sampler):
                     raise
                 why = first_line(error)
             if why is None:
-                return [[each.completion_value for each in group] for group in answers]
+                return [[answer.completion_value for answer in group] for group in answers]
             self.known[name] = False
             if name == "own cache":
                 self.weights.tell(
@@ -137,7 +137,7 @@ class InProcess(Sampler):
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
         if name == "recomputed" or name in self.known:
             return None
-        longest = max(answers, key=lambda each: len(each.token_ids))
+        longest = max(answers, key=lambda answer: len(answer.token_ids))
         logprobs = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
         true = (
             packed_logprobs(self.weights, followed(longest.prompt_ids, longest.token_ids), len(logprobs)).double().cpu()

@@ -76,12 +76,12 @@ def processor_of_model(model: PreTrainedModel, tokenizer: Any) -> PictureProcess
 def _with_pictures(
     model: PreTrainedModel, tokenizer: Any, messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes]
 ) -> list[int]:
-    given = [dict(message) for message in messages]
+    turns = [dict(message) for message in messages]
     if model not in _TEMPLATES:
         _TEMPLATES[model] = choose_template(tokenizer, None, tokenizer.name_or_path)
     template = _TEMPLATES[model]
     if not pictures:
-        text = template.render(given, generation_prompt=True)
+        text = template.render(turns, generation_prompt=True)
     else:
-        text = processor_of_model(model, tokenizer).rendered_prompt(template, given, pictures)
+        text = processor_of_model(model, tokenizer).rendered_prompt(template, turns, pictures)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

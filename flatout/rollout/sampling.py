@@ -69,8 +69,8 @@ def _first_beyond(weights: Tensor, numbers: Tensor) -> Tensor:
     bounds = (numbers * sums[:, -1:]).long()
     block = torch.searchsorted(sums, bounds, right=True).clamp(max=sums.shape[-1] - 1)
     before = F.pad(sums, (1, 0)).gather(-1, block)
-    own = blocks.gather(1, block[..., None].expand(-1, 1, _BLOCK))[:, 0]
-    inner = (own.double() * _WHOLE).long().cumsum(-1)
+    block_weights = blocks.gather(1, block[..., None].expand(-1, 1, _BLOCK))[:, 0]
+    inner = (block_weights.double() * _WHOLE).long().cumsum(-1)
     # parts are rounded down, so those of a block's tokens may be fewer than the block's
     place = torch.searchsorted(inner, torch.minimum(bounds - before, inner[:, -1:] - 1), right=True)
     return (block * _BLOCK + place)[:, 0]

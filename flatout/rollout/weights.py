@@ -78,7 +78,7 @@ def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lamb
 @contextmanager
 def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with transformers' attention compute packed documents. Raises ValueError if it cannot."""
-    config, own = model.config.get_text_config(), attention_of_parts(model)
+    config, before = model.config.get_text_config(), attention_of_parts(model)
     choice = choose_attention("auto", config, device=model.device, dtype=model.dtype)
     register(choice.implementation)
     name = registered_name(choice.implementation)
@@ -90,4 +90,4 @@ def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
             read_with_own_attention(model, model.dtype)
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(before)

@@ -129,8 +129,8 @@ class GraphedDecoder:
         grads = _views(self._grad_buffers, sources)
         with recording(backward, self._stream, self._pool):
             self._add_gradients(sources, grads)
-        left = iter(grads)
-        places = [next(left) if output.requires_grad else None for output in outputs]
+        remaining = iter(grads)
+        places = [next(remaining) if output.requires_grad else None for output in outputs]
         self._recorded[size] = _Recording(batch, forward, backward, copies, places)
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
 
@@ -185,4 +185,4 @@ def _views(buffers: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
             buffers.append(tensor.new_empty(0))
         if buffers[index].numel() < tensor.numel():
             buffers[index] = tensor.new_empty(tensor.numel())
-    return [buffer[: one.numel()].view(one.shape) for buffer, one in zip(buffers, tensors, strict=True)]
+    return [buffer[: tensor.numel()].view(tensor.shape) for buffer, tensor in zip(buffers, tensors, strict=True)]

@@ -51,9 +51,9 @@ def compare_with_eager(loaded: LoadedModel, trained: list[nn.Parameter], call: L
     # an adapter's B starts at zero, and so does A's gradient
     return min(
         # a comparison with NaN would be false
-        (F.cosine_similarity(one.double().flatten(), other.double().flatten(), dim=0).nan_to_num(nan=-1.0).item(), name)
-        for name, one, other in zip(names, eager, compiled, strict=True)
-        if one.any() or other.any()
+        (F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).nan_to_num(nan=-1.0).item(), name)
+        for name, a, b in zip(names, eager, compiled, strict=True)
+        if a.any() or b.any()
     )
 
 

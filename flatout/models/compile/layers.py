@@ -215,7 +215,7 @@ def _compile(
     layers = regions.layers
     # read here, as a sharded layer has other parameters during a pass
     trained = {layer: list(trainable_parameters(layer).values()) for layer in layers}
-    every = list(trainable_parameters(model).values())
+    all_trained = list(trainable_parameters(model).values())
     # a single row has a graph of its own, which must be dynamic as well
     warm_up = [*_WARM_UP_LENGTHS, *(lengths[:1] for lengths in _WARM_UP_LENGTHS if loaded.is_padded)]
 
@@ -244,7 +244,7 @@ def _compile(
         for batch in [*(large if has_dropout else []), *batches]:
             with autocast_of(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
-            gradients(loss_sum, every, None)
+            gradients(loss_sum, all_trained, None)
             # passes that a term needs before gradients are another graph
             if isinstance(loss, ModelWithLoss) and loss.term.needs_passes(2):
                 with torch.no_grad(), autocast_of(loaded, calls[0][-1]):

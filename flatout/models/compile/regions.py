@@ -50,9 +50,9 @@ class Regions:
 
     def fall_back(self, layer: nn.Module, why: str) -> None:
         """Split all layers of this layer's kind if a kernel excludes itself, otherwise let them run eagerly."""
-        own = self._types[self.layers.index(layer)]
+        layer_type = self._types[self.layers.index(layer)]
         kinds = zip(self.layers, self._types, strict=True)
-        same = [other for other, kind in kinds if kind == own and other not in self.eager]
+        same = [other for other, kind in kinds if kind == layer_type and other not in self.eager]
         if layer in self.split or _EXCLUDED not in why:
             self.run_eagerly(same, why)
             return
@@ -79,17 +79,17 @@ class Regions:
 def layer_types(layers: list[nn.Module], model: PreTrainedModel) -> list[tuple[str, ...]]:
     """Return each layer's class and, where the config has one, its entry of `layer_types`."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    own = [(kind,) for kind in types] if len(types) == len(layers) else [()] * len(layers)
-    return [(type(layer).__name__, *kind) for layer, kind in zip(layers, own, strict=True)]
+    entries = [(kind,) for kind in types] if len(types) == len(layers) else [()] * len(layers)
+    return [(type(layer).__name__, *kind) for layer, kind in zip(layers, entries, strict=True)]
 
 
 def ends_of_kinds(layers: list[nn.Module], model: PreTrainedModel) -> set[nn.Module]:
     """Return the first and the last layer of each kind: of the same modules, shapes and type of attention."""
     kinds: dict[Any, list[nn.Module]] = {}
-    for layer, own in zip(layers, layer_types(layers, model), strict=True):
+    for layer, layer_type in zip(layers, layer_types(layers, model), strict=True):
         modules = [(name, type(module)) for name, module in layer.named_modules()]
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters()]
-        kind = (own, tuple(modules), tuple(shapes))
+        kind = (layer_type, tuple(modules), tuple(shapes))
         kinds.setdefault(kind, []).append(layer)
     return {layer for same in kinds.values() for layer in (same[0], same[-1])}
 

@@ -57,9 +57,9 @@ def _scatter(
     both = torch.cat([key_grad.flatten(1), value_grad.flatten(1)], 1)
     # at most two pieces of a shard have a key, so the order of additions does not matter
     total = both.new_zeros(group.size * num_tokens, both.shape[1]).index_add(0, rows, both)
-    own = wait(reduce_scatter(total, group))
+    grad = wait(reduce_scatter(total, group))
     width = key_grad.shape[1] * key_grad.shape[2]
-    return own[:, :width].unflatten(1, key_grad.shape[1:]), own[:, width:].unflatten(1, value_grad.shape[1:])
+    return grad[:, :width].unflatten(1, key_grad.shape[1:]), grad[:, width:].unflatten(1, value_grad.shape[1:])
 
 
 class _Gather(torch.autograd.Function):

@@ -29,13 +29,13 @@ def check_shard(loaded: LoadedModel, shard: ContextShard, *, fp8: bool = False) 
     batch = random_batch(model, lengths)
     on_host = batch.to(torch.device("cpu"))
     numbered = shard.of(replace(on_host, token_ids=torch.arange(batch.num_tokens)), number)
-    own = torch.nonzero(numbered.sample_counts).flatten().to(model.device)
+    real_rows = torch.nonzero(numbered.sample_counts).flatten().to(model.device)
     autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
     with evaluating(model), torch.no_grad(), autocast, first_states(model) as states:
         hidden_states(model, batch)
         hidden_states(model, shard.of(on_host, number).to(model.device))
-    whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[own])
-    ours = widened(states[1])[own]
+    whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[real_rows])
+    ours = widened(states[1])[real_rows]
     # in fp64, rope's float32 cosines vary at lengths off the SIMD width
     limit = {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, _16_BIT_LIMIT)
-    return relative_error(ours, whole, has_experts(model), (len(own),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)
+    return relative_error(ours, whole, has_experts(model), (len(real_rows),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)

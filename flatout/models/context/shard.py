@@ -74,7 +74,7 @@ class ContextShard:
         stream = self.stream(np.diff(boundaries), TOKENS_MULTIPLE if num_boundaries else 1)
         begins, ends, documents = self.pieces(stream)
         rows = [_ranges(*self.pieces(stream, place)[:2]) for place in range(self.num_shards)]
-        own, gathered_row = rows[self.place], np.empty(stream.starts[-1], np.int64)
+        shard_rows, gathered_row = rows[self.place], np.empty(stream.starts[-1], np.int64)
         gathered_row[np.concatenate(rows)] = np.arange(stream.starts[-1])
         key_begins = stream.starts[documents]
         # the row in the stream of each of the batch's tokens
@@ -86,10 +86,10 @@ class ContextShard:
         def spread(values: torch.Tensor) -> torch.Tensor:
             whole = np.zeros(stream.starts[-1], values.numpy().dtype)
             whole[moved] = values.numpy()
-            return torch.from_numpy(whole[own])
+            return torch.from_numpy(whole[shard_rows])
 
-        label_rows = gathered_row[moved[batch.label_rows.numpy()]] - self.place * len(own)
-        is_own = torch.from_numpy((label_rows >= 0) & (label_rows < len(own)))
+        label_rows = gathered_row[moved[batch.label_rows.numpy()]] - self.place * len(shard_rows)
+        is_own = torch.from_numpy((label_rows >= 0) & (label_rows < len(shard_rows)))
         return replace(
             batch,
             token_ids=spread(batch.token_ids),
@@ -134,7 +134,7 @@ class ContextShard:
         inner = starts[stream.num_long + 1 : -1]
         rest = zip(begins[-2:], ends[-2:], strict=True)
         inside = [inner[(inner > begin) & (inner < end)] for begin, end in rest]
-        begins, ends = (np.concatenate([own, *inside]) for own in (begins, ends))
+        begins, ends = (np.concatenate([bounds, *inside]) for bounds in (begins, ends))
         begins, ends = np.sort(begins), np.sort(ends)
         begins, ends = begins[ends > begins], ends[ends > begins]
         return begins, ends, np.searchsorted(starts, begins, side="right") - 1

@@ -161,9 +161,9 @@ def _experts_forward(
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     products = [_product(experts, name, dtype) for name in names]
     biases = [getattr(experts, f"{name}_bias").to(dtype) if experts.has_bias else None for name in names]
-    factors = [own for name in names for own in (adapters[name].factors(dtype) if name in adapters else (None, None))]
+    factors = [lora for name in names for lora in (adapters[name].factors(dtype) if name in adapters else (None, None))]
     gate = getattr(experts, _GATE, None) or recognize_gate(experts)
-    (up, down), storage = (matmul for matmul, _ in products), [one for _, own in products for one in own]
+    (up, down), storage = (matmul for matmul, _ in products), [tensor for _, tensors in products for tensor in tensors]
 
     def compute(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         routing = route(chosen, num_experts)

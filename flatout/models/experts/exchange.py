@@ -33,8 +33,8 @@ def exchange(
     ids, weights = _GatherSlots.apply(chosen, weights, group)
     ids = ids - group.place * num_experts
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    own = compute(_Exchange.apply(x, group, True), weights.flatten(0, 1), ids.flatten(0, 1))
-    outputs: Tensor = _Exchange.apply(own, group, False)
+    partial_outputs = compute(_Exchange.apply(x, group, True), weights.flatten(0, 1), ids.flatten(0, 1))
+    outputs: Tensor = _Exchange.apply(partial_outputs, group, False)
     return outputs
 
 
@@ -60,10 +60,10 @@ class _GatherSlots(torch.autograd.Function):
         k, wide = ids.shape[1], torch.promote_types(weights.dtype, torch.float32)
         slots = torch.cat([ids.to(torch.int32), weights.to(wide).contiguous().view(torch.int32)], 1)
         gathered = wait(all_gather(slots, group)).view(group.size, *slots.shape)
-        own = gathered[..., k:].contiguous().view(wide).to(weights.dtype)
+        gathered_weights = gathered[..., k:].contiguous().view(wide).to(weights.dtype)
         ids = gathered[..., :k].contiguous()
         ctx.mark_non_differentiable(ids)
-        return ids, own
+        return ids, gathered_weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

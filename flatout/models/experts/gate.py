@@ -135,13 +135,13 @@ def recognize_gate(experts: nn.Module) -> Gate:
 
     One that no `Gate` computes becomes `custom`, which differentiates the module's function in the backward pass.
     """
-    own: Any = experts
-    function: Callable[[Tensor], Tensor] = own._apply_gate if own.has_gate else own.act_fn
-    limit = next((float(value) for name in _LIMITS if (value := getattr(own, name, None)) is not None), None)
-    slope = next((float(value) for name in _SLOPES if (value := getattr(own, name, None)) is not None), 1.0)
+    module: Any = experts
+    function: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
+    limit = next((float(value) for name in _LIMITS if (value := getattr(module, name, None)) is not None), None)
+    slope = next((float(value) for name in _SLOPES if (value := getattr(module, name, None)) is not None), 1.0)
     # on both sides of the limit
     rows = max(limit or 0.0, 4.0) * torch.randn(256, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    layout = {"gated": own.has_gate, "interleaved": own.has_gate and not own.is_concatenated}
+    layout = {"gated": module.has_gate, "interleaved": module.has_gate and not module.is_concatenated}
     expected = function(rows)
     for act, shift, bound in product(("silu", *_GELU, "relu", "relu2"), (0.0, 1.0), dict.fromkeys((limit, None))):
         gate = Gate(act, slope if act == "silu" else 1.0, shift, bound, **layout)

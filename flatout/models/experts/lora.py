@@ -99,8 +99,8 @@ def num_expert_tensors(model: nn.Module) -> int:
     """Count the tensors that hold all experts of a layer, as transformers keeps them; convolutions have no experts."""
     num_tensors = 0
     for module in model.modules():
-        own = [] if isinstance(module, _ConvNd | ExpertLora) else module.parameters(recurse=False)
-        num_tensors += 1 if isinstance(module, FrozenExperts) else sum(parameter.dim() == 3 for parameter in own)
+        parameters = [] if isinstance(module, _ConvNd | ExpertLora) else module.parameters(recurse=False)
+        num_tensors += 1 if isinstance(module, FrozenExperts) else sum(parameter.dim() == 3 for parameter in parameters)
     return num_tensors
 
 

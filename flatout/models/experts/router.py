@@ -43,12 +43,12 @@ class Routers(LossTerm):
     def __init__(self, model: PreTrainedModel, config: ExpertsConfig) -> None:
         super().__init__()
         text = model.config.get_text_config()
-        own = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
+        model_factor = float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
         asked = config.balance_loss == "model" or getattr(text, "output_router_logits", False)
-        given = None if config.balance_loss == "model" else config.balance_loss
-        self.balance_loss = given if given is not None else own if asked else 0.0
+        configured = None if config.balance_loss == "model" else config.balance_loss
+        self.balance_loss = configured if configured is not None else model_factor if asked else 0.0
         # what TRL would add
-        self._unused = own if config.balance_loss is None and not asked else 0.0
+        self._unused = model_factor if config.balance_loss is None and not asked else 0.0
         self.z_loss = config.z_loss
         self.layers = find_routers(model)
         sizes: set[Any] = {module.num_experts for module in experts_modules(model).values()}
@@ -185,7 +185,7 @@ class Routers(LossTerm):
             "balance_loss": balance if self.balance_loss else None,
             "z_loss": squares if self.z_loss else None,
             "expert_peak_load": tuple(round(load, 4) for load in loads.amax(1).tolist()),
-            "expert_entropy": tuple(round(one, 5) for one in entropy.tolist()),
+            "expert_entropy": tuple(round(layer_entropy, 5) for layer_entropy in entropy.tolist()),
             "expert_loads": tuple(tuple(round(load, 2) for load in row) for row in loads.tolist()) if whole else (),
         }
 
@@ -244,6 +244,6 @@ def _bias_places(model: nn.Module) -> dict[str, int]:
     for index, path in enumerate(experts_modules(model)):
         name = plain_name(path).rpartition(".")[0]
         block = model.get_submodule(name)
-        names = [own for own, _ in (*block.named_parameters(), *block.named_buffers())]
-        places.update({f"{name}.{own}": index for own in names if own.rpartition(".")[2] in _BIASES})
+        names = [key for key, _ in (*block.named_parameters(), *block.named_buffers())]
+        places.update({f"{name}.{key}": index for key in names if key.rpartition(".")[2] in _BIASES})
     return places

@@ -25,7 +25,7 @@ def convert_backward_to_float8(model: PreTrainedModel) -> str:
     num_narrow = 0
     for layer in decoder_layers(model):
         saved = [module for module in layer.modules() if isinstance(module, SavedModule)]
-        trained = {module for own in saved for module in own.modules()}
+        trained = {module for wrapper in saved for module in wrapper.modules()}
         for path, linear in list(layer.named_modules()):
             if type(linear) is not nn.Linear or linear in trained:
                 continue
@@ -41,7 +41,7 @@ def convert_backward_to_float8(model: PreTrainedModel) -> str:
             f"base.backward: fp8 needs frozen linear layers in the decoder, at least {MULTIPLE} wide; this model has "
             "none, use base.backward: same"
         )
-    num_bytes = sum(own.transposed.nbytes + own.column_scale.nbytes for own in converted)
+    num_bytes = sum(linear.transposed.nbytes + linear.column_scale.nbytes for linear in converted)
     line = (
         f"{len(converted)} linear layers compute input gradients in fp8; their copies take {num_bytes / 2**30:.2f} GiB"
     )

@@ -110,7 +110,7 @@ def _quantized(grads: Sequence[Tensor], transposed: Sequence[Tensor], scales: Se
     W_i are `transposed` e4m3 (K, N_i) with `scales` fp32 (K,).
     """
     rows = [quantize_rows(grad.reshape(-1, grad.shape[-1])) for grad in grads]
-    return Operands([own for own, _ in rows], transposed, [scale for _, scale in rows], scales)
+    return Operands([part for part, _ in rows], transposed, [scale for _, scale in rows], scales)
 
 
 class Fp8Linear(nn.Module):
@@ -267,8 +267,8 @@ def fuse_frozen(
     if len(layers) == len(backward) > 1:
         # quantized again, as one sum needs the same scales (K,) for all layers
         quantized, scale = quantize_rows(torch.cat([base.weight.detach() for base in backward]).t())
-        for base, own in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):
-            base.transposed.copy_(own)
+        for base, part in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):
+            base.transposed.copy_(part)
             base.column_scale.copy_(scale[:, 0])
     matmul, storage = _joined(layers, fp8=fp8, transposed=transposed)
     if one_accumulator:

@@ -66,7 +66,7 @@ class Operands(NamedTuple):
             first_columns=columns, first_ranks=ranks, weights_kn=self.weights_kn, use_kernel=use_kernel,
         )  # fmt: skip
         # no views, as a model may modify a layer's output in place (OLMo clips queries and keys)
-        return [torch.ops.aten._unsafe_view(own, [*low.shape[:-1], own.shape[-1]]) for own in products]
+        return [torch.ops.aten._unsafe_view(product, [*low.shape[:-1], product.shape[-1]]) for product in products]
 
     def added_to(self, start: Tensor) -> Tensor:
         """Return `total` plus `start` (..., N), rounded once, to its dtype. No bias; all `column_scales` are equal."""

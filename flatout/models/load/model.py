@@ -133,20 +133,20 @@ def load_model(
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
         making = _Making(storage, device, seed, how)
-        model, unused, own = _make_attending(config, model_config, options, making)
+        model, unused, own_attention = _make_attending(config, model_config, options, making)
         grow_vocabulary(model, how.num_rows, seed=seed)
     set_padding(model, how.scoring and how.scoring.padding_id)
     if method == "lora":
         model.requires_grad_(False)
     model.train()
     dtypes = f"weights {_NAMES[weight_dtype]}, compute {_NAMES[compute_dtype]}"
-    attention = f"transformers: {own}" if own else ": ".join(choice)
+    attention = f"transformers: {own_attention}" if own_attention else ": ".join(choice)
     report = _report(config, model, dtypes, attention, unused, dequantized_method(model_config))
     narrowed = narrow_hidden_states(model, full, compute_dtype)
     report += filter(None, (prepare_experts(model), scale_by_document(model), narrowed))
     if storage != "model":
         report += quantized.describe_storage(model, storage)
-    attends: Any = "transformers" if own else choice.implementation
+    attends: Any = "transformers" if own_attention else choice.implementation
     has_masters = weight_dtype != compute_dtype
     return LoadedModel(model, compute_dtype, has_masters, attends, tuple(report), is_padded=how.is_padded)
 
@@ -205,8 +205,8 @@ def read_config(name: str, revision: str | None, storage: str = "model", scoring
         )
     wanted = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
     # files of older versions do not name the storage
-    given = {"bnb_4bit_quant_storage": "uint8", **fields}
-    if wrong := [f"{field}: {given.get(field)}" for field in wanted if given.get(field) != wanted[field]]:
+    stored = {"bnb_4bit_quant_storage": "uint8", **fields}
+    if wrong := [f"{field}: {stored.get(field)}" for field in wanted if stored.get(field) != wanted[field]]:
         raise UsageError(
             f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; the only 4-bit format supported is "
             "nf4 with double quantization: use such a checkpoint or the 16-bit model"

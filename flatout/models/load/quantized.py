@@ -183,14 +183,14 @@ def _quantize_layer(
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
         replace_module(layer, path, quantizer.linear(weight, bias))
     for experts in experts_modules(layer).values():
-        own: Any = experts
+        module: Any = experts
         if experts in dense or not is_grouped(experts):
             continue
         for name, parameter in list(experts.named_parameters(recurse=False)):
             if parameter.dim() != 3:
                 continue
             values = parameter.detach().to(device, dtype)
-            values = values.transpose(1, 2) if own.is_transposed else values
+            values = values.transpose(1, 2) if module.is_transposed else values
             if (stored := quantizer.experts(values, name)) is None:
                 continue
             delattr(experts, name)
@@ -282,8 +282,8 @@ def _read_dense(
 
     Those of `new` are in no file; a model that scores does not use the head over the vocabulary.
     """
-    own = tuple(path + "." for path in taken)
-    targets = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if not key.startswith(own)}
+    prefixes = tuple(path + "." for path in taken)
+    targets = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if not key.startswith(prefixes)}
     read: set[int] = set()
     for key, target in targets.items():
         if key in files and (source := _read(files, key)).shape == target.shape:

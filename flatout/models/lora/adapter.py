@@ -63,7 +63,7 @@ def _saved_parameters(model: PreTrainedModel) -> dict[str, tuple[nn.Parameter, t
     for name, saved in saved_modules(model).items():
         if isinstance(saved, SavedModule):
             trained = saved.trained.named_parameters()
-            parameters |= {f"{PREFIX}{name}.{leaf}": (own, saved.dtypes[leaf]) for leaf, own in trained}
+            parameters |= {f"{PREFIX}{name}.{leaf}": (parameter, saved.dtypes[leaf]) for leaf, parameter in trained}
         elif not saved.is_tied:
             parameters[f"{PREFIX}{name}{ROWS}"] = (saved.rows, saved.base.weight.dtype)
     return parameters
@@ -137,10 +137,10 @@ def adapter_config(
 def _reads_without(leaf: str, model: PreTrainedModel, content: Mapping[str, Any], *rest: Any) -> bool:
     """Whether PEFT reads an adapter without its layers of this name."""
     state, saved = rest
-    kept = {name: layer for name, layer in lora_layers(model).items() if not name.endswith(f".{leaf}")}
-    modules = [name for name, layer in kept.items() if isinstance(layer, LoraLinear)]
-    left = {name: tensor for name, tensor in state.items() if f".{leaf}." not in name}
-    return not misread_layers(model, {**content, "target_modules": modules}, left, saved).layers
+    layers = {name: layer for name, layer in lora_layers(model).items() if not name.endswith(f".{leaf}")}
+    modules = [name for name, layer in layers.items() if isinstance(layer, LoraLinear)]
+    tensors = {name: tensor for name, tensor in state.items() if f".{leaf}." not in name}
+    return not misread_layers(model, {**content, "target_modules": modules}, tensors, saved).layers
 
 
 def _peft_name(name: str, layer: nn.Module) -> str:
@@ -242,10 +242,9 @@ def read_back(
     ]
     # the factors by which PEFT multiplies B A x
     scalings = {module.scaling[ADAPTER_NAME] for module in wrapped.modules() if hasattr(module, "lora_A")}
-    if scalings != (
-        own := {lora_scaling(config.of_layer(target_name(name, layer))) for name, layer in lora_layers(model).items()}
-    ):
-        problems.append(f"the scale is {scalings}, not {own}")
+    layers = lora_layers(model).items()
+    if scalings != (expected := {lora_scaling(config.of_layer(target_name(name, layer))) for name, layer in layers}):
+        problems.append(f"the scale is {scalings}, not {expected}")
     proved = "names, shapes, scale"
     if ours is not None and not problems:
         theirs, limit = _outputs_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
@@ -364,6 +363,6 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str,
     masters = [module.trained.weight for module in beside.values() if isinstance(module, SavedModule)]
     if masters and (shared := len(set(map(id, masters))) < len(masters)) != saved.keep_tied and ties_ends(model):
         problems[f"lora.keep_tied is {shared}, but the adapter's is {saved.keep_tied}"] = None
-    if (own := _rows_of(model)) != rows:
-        problems[f"data.new_tokens trains the rows {own or 'of no token'}, but the adapter {rows or 'none'}"] = None
+    if (trained := _rows_of(model)) != rows:
+        problems[f"data.new_tokens trains the rows {trained or 'of no token'}, but the adapter {rows or 'none'}"] = None
     return list(problems)

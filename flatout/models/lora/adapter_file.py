@@ -49,8 +49,8 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str,
     names = [name.removeprefix(PREFIX).removesuffix(tail) for name in tensors if name.endswith(tail)]
     config, tokens = _read_adapter_config(config_file, names)
     suffixes = [suffix for attribute, suffix in SUFFIXES.items() if config.dora or attribute != "magnitude"]
-    own = {f"{PREFIX}{name}.{suffix}" for name in names for suffix in suffixes}
-    rest = {name.removeprefix(PREFIX) for name in tensors.keys() - own}
+    expected = {f"{PREFIX}{name}.{suffix}" for name in names for suffix in suffixes}
+    rest = {name.removeprefix(PREFIX) for name in tensors.keys() - expected}
     rows = {name.removesuffix(ROWS): tokens for name in rest if name.endswith(ROWS)}
     if isinstance(tokens, dict):
         # PEFT's keys are endings of names
@@ -65,7 +65,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str,
             f"{weights_file}: adapters of embeddings are not supported, such as that of {layer}; train without it in "
             "target_modules, or with modules_to_save"
         )
-    odd = own - tensors.keys() | {name for name, module in saved.items() if module is None and name not in of_base}
+    odd = expected - tensors.keys() | {name for name, module in saved.items() if module is None and name not in of_base}
     if odd:
         raise CheckpointError(f"{weights_file}: {len(odd)} tensors are missing or unknown, such as {min(odd)}")
     return config, tensors, dict(sorted(rows.items()))
@@ -108,9 +108,9 @@ def _saved_name(tensor_name: str, config: LoraConfig) -> str | None:
     """Return the module of `modules_to_save` (by endings, as PEFT matches them) that a tensor belongs to, or None."""
     parts = tensor_name.split(".")
     names = [".".join(parts[:end]) for end in range(1, len(parts))]
-    own = next((name for name in names if name.endswith(tuple(config.modules_to_save))), None)
+    module = next((name for name in names if name.endswith(tuple(config.modules_to_save))), None)
     # with ensure_weight_tying, a tied head is saved without being listed
-    return names[-1] if own is None and config.modules_to_save and config.keep_tied and len(names) == 1 else own
+    return names[-1] if module is None and config.modules_to_save and config.keep_tied and len(names) == 1 else module
 
 
 def _read_adapter_config(file: Path, names: list[str]) -> tuple[LoraConfig, Any]:

@@ -76,7 +76,7 @@ class _FusedLora(torch.autograd.Function):
             low_grad = operands.low_rank(copies.b_terms, copies.b_scales, ctx.ranks, grads)
         else:
             all_b = blocks(copies.b, ctx.product.sizes, ctx.ranks)
-            low_grad = torch.cat([grad @ own for grad, own in zip(grads, all_b, strict=True)], dim=-1)
+            low_grad = torch.cat([grad @ b for grad, b in zip(grads, all_b, strict=True)], dim=-1)
         x_grad = None
         if operands is not None:
             a_t = copies.a.t() if copies.a_t is None and copies.a is not None else copies.a_t
@@ -97,12 +97,12 @@ def _b_grads(
     """Return the gradients (N_i, r_i) of all B from those of the outputs, in float8 if there are `grad_scales`."""
     lows = low.split(ctx.ranks, dim=-1)
     if operands is None or grad_scales is None:
-        b_grads = [over_tokens(grad, own, ctx.dtype) for grad, own in zip(grads, lows, strict=True)]
+        b_grads = [over_tokens(grad, low_part, ctx.dtype) for grad, low_part in zip(grads, lows, strict=True)]
         return b_grads if ctx.scaling == 1 else [grad * ctx.scaling for grad in b_grads]
     columns = grad_scales.split(ctx.product.sizes)
     return [
-        narrow_gradient(part, row_scale, own, ctx.dtype, column_scale=scale)
-        for part, row_scale, own, scale in zip(operands.parts, operands.row_scales, lows, columns, strict=True)
+        narrow_gradient(part, row_scale, low_part, ctx.dtype, column_scale=scale)
+        for part, row_scale, low_part, scale in zip(operands.parts, operands.row_scales, lows, columns, strict=True)
     ]
 
 

@@ -156,8 +156,8 @@ def add_lora(
                 "no grouped form; leave experts out"
             )
     for name, (path, parameter, _) in experts.items():
-        own, base = config.of_layer(name), model.get_submodule(path)
-        options: dict[str, Any] = {"rank": own.rank, "scaling": lora_scaling(own), "generator": _generator(seed, name)}
+        lora, base, generator = config.of_layer(name), model.get_submodule(path), _generator(seed, name)
+        options: dict[str, Any] = {"rank": lora.rank, "scaling": lora_scaling(lora), "generator": generator}
         replace_module(model, path, ExpertLora(base, parameter, **options).train(base.training))
     saved = add_saved_modules(model, config, rows or {})
     counts = Counter(name.rpartition(".")[2] for name in targets)
@@ -351,7 +351,7 @@ def _named_targets(
             leaves = sorted({name.rpartition(".")[2] for name in everything})
             near = difflib.get_close_matches(target, [*leaves, "all-linear"], n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"
-            meant = [(near or ["all-linear"])[0] if one == target else one for one in config.listed_targets]
+            meant = [(near or ["all-linear"])[0] if listed == target else listed for listed in config.listed_targets]
             step = next_steps((shlex.quote(f"lora.targets=[{','.join(meant)}]"), ""))
             raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}{step}")
         matched |= targets

@@ -35,13 +35,13 @@ def borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
     # adapters of experts are nested: from the inside
     for name in reversed(adapted_modules(model)):
         inner = f"{name}.base."
-        live |= {f"{name}.{key.removeprefix(inner)}": own for key, own in live.items() if key.startswith(inner)}
+        live |= {f"{name}.{key.removeprefix(inner)}": tensor for key, tensor in live.items() if key.startswith(inner)}
     wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
     for name, tensor in wanted:
-        own = live.get(name)
-        if own is None or isinstance(own, DTensor) or own.is_meta or own.shape != tensor.shape:
+        base = live.get(name)
+        if base is None or isinstance(base, DTensor) or base.is_meta or base.shape != tensor.shape:
             return False
-        if own.dtype != tensor.dtype and not (own.is_floating_point() and own.element_size() > 1):
+        if base.dtype != tensor.dtype and not (base.is_floating_point() and base.element_size() > 1):
             return False
     if len({live[name].device for name, _ in wanted}) != 1:
         return False

@@ -56,8 +56,8 @@ class SavedModule(nn.Module):
     @torch.no_grad()
     def merge(self) -> None:
         """Copy the trained weights into the base."""
-        for own, trained in zip(self.base.parameters(), self.trained.parameters(), strict=True):
-            own.copy_(trained)
+        for weight, trained in zip(self.base.parameters(), self.trained.parameters(), strict=True):
+            weight.copy_(trained)
 
 
 class TrainedRows(nn.Module):

@@ -151,10 +151,10 @@ def choose_micro_batch(
     until it fills memory or holds a rank's whole step. Given settings are kept. On the CPU: 8,192 tokens (or the
     longest sample) and no recompute. Raises ResourceError if the longest sample does not fit at the heaviest level.
     """
-    given = config.batch.micro_batch_tokens
+    configured = config.batch.micro_batch_tokens
     if device is None:
         level = _levels(config, compiled=False)[0]
-        num_tokens = given or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
+        num_tokens = configured or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
         return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens per micro-batch, recompute {level}: no GPU")
     if config.computes_in_fp8 and not device.has_fp8:
         raise ResourceError(
@@ -168,7 +168,7 @@ def choose_micro_batch(
             break
     whole_step = config.full.update == "backward"
     num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
-    if fits < num_tokens and not given:
+    if fits < num_tokens and not configured:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
@@ -236,14 +236,14 @@ def _decide(
     model: MemoryModel, level: Recompute, tokens: TokenStatistics, device: Device
 ) -> tuple[MemoryDecision, int, int]:
     """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
-    config, given = model.config, model.config.batch.micro_batch_tokens
-    enough = most = min(given or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
-    if not given and config.full.update == "step":
+    config, configured = model.config, model.config.batch.micro_batch_tokens
+    enough = most = min(configured or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
+    if not configured and config.full.update == "step":
         enough = min(most, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     holds = fits = largest_fit(model, level, tokens, device, most)
     if enough < most:
         fits = min(fits, max(enough, _indexed_tokens(model)))
-    num_tokens = given or max(fits, tokens.longest_sample)
+    num_tokens = configured or max(fits, tokens.longest_sample)
     budget = budget_bytes(config, device)
     reason = (
         f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "

@@ -90,8 +90,9 @@ class MemoryModel:
         """
         if not self._fuses_layers or self.config.base.storage != "fp8":
             return 0
-        experts = (one.num_experts * one.num_weights for layer in self.shape.layers for one in self._grouped(layer))
-        return sum(linear.num_weights for linear in self.shape.targeted(self.config.lora).values()) + sum(experts)
+        experts = (matrix for layer in self.shape.layers for matrix in self._grouped(layer))
+        linears = (*self.shape.targeted(self.config.lora).values(), *experts)
+        return sum(linear.num_experts * linear.num_weights for linear in linears)
 
     @property
     def _fuses_layers(self) -> bool:
@@ -124,9 +125,8 @@ class MemoryModel:
             for name, linear in self.shape.targeted(lora, of_experts=of_experts).items():
                 rank = lora.of_layer(name).rank
                 num_elements += of_blocks(rank * linear.num_experts * linear.num_in, linear.num_in)
-                num_elements += of_blocks(
-                    rank * linear.num_experts * linear.num_out, linear.num_experts if of_experts else rank
-                )
+                row = linear.num_experts if of_experts else rank
+                num_elements += of_blocks(rank * linear.num_experts * linear.num_out, row)
         return num_elements
 
     def inputs_bytes(self, num_tokens: int) -> int:
@@ -161,9 +161,7 @@ class MemoryModel:
         embedding = shape.vocab_size * shape.hidden_size
         if self.config.full.update == "backward":
             # one tensor's gradient at a time
-            num_gradients = max(
-                [embedding, *(linear.num_weights for layer in shape.layers for linear in layer.linears)]
-            )
+            num_gradients = max(embedding, *(linear.num_weights for layer in shape.layers for linear in layer.linears))
         weights = self._frozen_bytes() if is_lora else num_base * (width.trained + width.copies)
         weights += shape.num_tower_params * (width.compute if is_lora else width.trained)
         if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
@@ -174,13 +172,13 @@ class MemoryModel:
         optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
-        kept, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
+        saved, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
         whole = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
             gradients_bytes=num_gradients * width.trained,
             optimizer_bytes=int(optimizer),
-            activations_bytes=activations + kept,
+            activations_bytes=activations + saved,
             working_bytes=working + held,
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
@@ -191,9 +189,9 @@ class MemoryModel:
         num_ranks = self.parallel_layout.context_ranks
         own_tokens, own_documents = -(-size.num_tokens // num_ranks), -(-size.num_documents // num_ranks)
         # one rank may have most labels, as those of an answer at a document's end
-        own = MicroBatchSize(own_tokens, min(size.num_label_tokens, own_tokens), own_documents)
+        share = MicroBatchSize(own_tokens, min(size.num_label_tokens, own_tokens), own_documents)
         alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
-        estimate = alone.fitted_estimate(own, recompute, accumulates)
+        estimate = alone.fitted_estimate(share, recompute, accumulates)
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
@@ -201,7 +199,7 @@ class MemoryModel:
         # keys and values of all are gathered once the MLP's activations are freed
         beside = alone._backward_bytes(own_tokens, recompute, with_mlp=False) + CONSTANT_BYTES
         # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
-        whole = 0 if self.precision in ("bf16", "fp16") else sum(one.pair_width + one.key_width for one in layers)
+        whole = 0 if self.precision in ("bf16", "fp16") else sum(layer.pair_width + layer.key_width for layer in layers)
         whole = whole // len(layers) if recompute in ("full", "offload") else whole
         return replace(
             estimate,
@@ -211,9 +209,8 @@ class MemoryModel:
 
     def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return the estimate where several ranks share the experts: their state is not sharded, but the rest is."""
-        rest = replace(
-            self, shape=self.shape.without_experts, parallel_layout=replace(self.parallel_layout, expert_ranks=1)
-        )
+        layout = replace(self.parallel_layout, expert_ranks=1)
+        rest = replace(self, shape=self.shape.without_experts, parallel_layout=layout)
         models = (replace(self, parallel_layout=ALONE), replace(rest, parallel_layout=ALONE), rest)
         whole, bare, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
         return replace(
@@ -247,6 +244,7 @@ class MemoryModel:
         two_layers = (num_blocks if is_full else num_lora) * 2 / shape.num_layers
         # what is trained in full is mostly embedding and head, which are not freed
         beside = 0 if is_full else (num_adapter - num_lora) * width.trained
+        unsharded_lora = (num_adapter and num_lora) * width.trained * gathered
         unsummed = two_layers * (width.compute + width.trained) + (root if is_full else beside)
         late = layout.sums_late
         # DeepSpeed sums late gradients in place
@@ -254,10 +252,7 @@ class MemoryModel:
         return replace(
             whole,
             weights_bytes=int(weights),
-            adapter_bytes=int(
-                num_adapter * width.trained * part + (num_adapter and num_lora) * width.trained * gathered
-            )
-            + beside,
+            adapter_bytes=int(num_adapter * width.trained * part + unsharded_lora) + beside,
             gradients_bytes=int(whole.gradients_bytes * summed + (0 if late else unsummed)),
             optimizer_bytes=int(whole.optimizer_bytes * part),
             working_bytes=whole.working_bytes + layout.buffers_bytes,
@@ -282,8 +277,8 @@ class MemoryModel:
         linears = [linear for layer in self.shape.layers for linear in (*layer.linears, *self._grouped(layer))]
         num_linear = sum(linear.num_experts * linear.num_weights for linear in linears)
         # experts have a scale for each unit between their two products
-        units = [min(one.num_in, one.num_out) if one.num_experts > 1 else one.num_out for one in linears]
-        fp8 = num_linear + 4 * sum(one.num_experts * count for one, count in zip(linears, units, strict=True))
+        units = [min(linear.num_in, linear.num_out) if linear.num_experts > 1 else linear.num_out for linear in linears]
+        fp8 = num_linear + 4 * sum(linear.num_experts * count for linear, count in zip(linears, units, strict=True))
         stored = fp8 if storage == "fp8" else int(num_linear * NF4_BYTES)
         transposed = self.transposable_bytes if self.transposed_weights else 0
         return (num_base - num_linear) * self.widths.compute + stored + transposed
@@ -292,7 +287,7 @@ class MemoryModel:
     def _backward_copies_bytes(self) -> int:
         """Bytes of float8 copies of the decoder's linear layers, with a scale per input (`base.backward: fp8`)."""
         linears = (linear for layer in self.shape.layers for linear in layer.linears)
-        return sum(one.num_experts * (one.num_weights + 4 * one.num_in) for one in linears)
+        return sum(linear.num_experts * (linear.num_weights + 4 * linear.num_in) for linear in linears)
 
     @cached_property
     def _float8_inputs(self) -> Float8Inputs:
@@ -384,7 +379,7 @@ class MemoryModel:
                 key = (linear.name.partition(".")[0], linear.num_in)
                 groups[key] = groups.get(key, 0) + linear.num_weights
         unpacked_experts = () if self.transposed_weights else map(self._grouped, shape.layers[-1:])
-        stacked = (one.num_experts * one.num_weights for experts in unpacked_experts for one in experts)
+        stacked = (matrix.num_experts * matrix.num_weights for experts in unpacked_experts for matrix in experts)
         largest = max([*groups.values(), *stacked], default=0)
         fp8 = largest if base.storage != "model" and base.computes_in_fp8 else 0
         unpacked = largest * element if base.storage == "nf4" else 0

@@ -50,9 +50,9 @@ def _fewer_bytes(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear], 
 def _copies(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear]) -> tuple[int, bool]:
     """Return how many groups of these layers save their input in float8, and whether another saves it as it is."""
     groups: dict[float, list[int]] = {}
-    for own in (adapters[linear.name] for linear in linears if linear.name in adapters):
+    for adapter in (adapters[linear.name] for linear in linears if linear.name in adapters):
         # layers of one scaling are one group
-        groups.setdefault(own.alpha / own.rank ** (0.5 if own.rslora else 1), []).append(own.rank)
+        groups.setdefault(adapter.alpha / adapter.rank ** (0.5 if adapter.rslora else 1), []).append(adapter.rank)
     in_float8 = [
         len(ranks) <= FLOAT8_LAYERS and max(ranks) <= FLOAT8_RANK and sum(ranks) % FLOAT8_RANK_MULTIPLE == 0
         for ranks in groups.values()

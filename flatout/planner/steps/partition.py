@@ -44,14 +44,14 @@ def level(parts: list[list[int]], weights: Sequence[float]) -> None:
         gap = loads[high] - loads[low]
         if gap <= close_enough:
             return
-        given, taken = _best_exchange(parts[high], parts[low], weights, gap)
-        if given is None:
+        moved, returned = _best_exchange(parts[high], parts[low], weights, gap)
+        if moved is None:
             return
-        parts[high].remove(given)
-        parts[low].append(given)
-        if taken is not None:
-            parts[low].remove(taken)
-            parts[high].append(taken)
+        parts[high].remove(moved)
+        parts[low].append(moved)
+        if returned is not None:
+            parts[low].remove(returned)
+            parts[high].append(returned)
         for part in (high, low):
             loads[part] = sum(weights[item] for item in parts[part])
 
@@ -133,7 +133,7 @@ def _best_fit_decreasing(lengths: Sequence[int], budget_tokens: int) -> list[lis
     parts: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fits = [part for part, left in enumerate(room) if left >= lengths[item]]
+        fits = [part for part, num_free in enumerate(room) if num_free >= lengths[item]]
         if fits:
             part = min(fits, key=lambda index: (room[index], index))
         else:

@@ -37,8 +37,8 @@ class PlannedSamples:
         if self.batch_layout.is_padded:
             batches = [batch for batch in step.micro_batches if not batch.is_filler]
             lengths = np.concatenate([[batch.row_length] * len(batch.sample_ids) for batch in batches])
-        every = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
-        return every + self.samples.tower_flops_of(indices) - shared_flops(step.micro_batches, cost)
+        flops = float(cost.flops(lengths, 0).sum()) + cost.per_label * step.num_label_tokens
+        return flops + self.samples.tower_flops_of(indices) - shared_flops(step.micro_batches, cost)
 
     def forward_flops(self, step: StepPlan) -> float:
         """Return the FLOPs of passes without gradients over a step."""

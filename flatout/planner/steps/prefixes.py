@@ -124,19 +124,19 @@ class _Cluster(NamedTuple):
     groups: list[tuple[int, list[int]]]
 
 
-def _join(one: _Cluster, other: _Cluster, num_tokens: int) -> _Cluster:
+def _join(first: _Cluster, second: _Cluster, num_tokens: int) -> _Cluster:
     """Join two clusters that share `num_tokens` tokens: as one more group, where that saves tokens."""
-    loose, groups = one.loose + other.loose, one.groups + other.groups
+    loose, groups = first.loose + second.loose, first.groups + second.groups
     if not num_tokens:
         return _Cluster([], groups)
     dissolved = [group for group in groups if len(group[1]) * num_tokens > (len(group[1]) - 1) * group[0]]
     gain = (len(loose) - 1) * num_tokens
-    gain += sum(len(members) * num_tokens - (len(members) - 1) * own for own, members in dissolved)
+    gain += sum(len(members) * num_tokens - (len(members) - 1) * prefix_tokens for prefix_tokens, members in dissolved)
     if gain <= 0:
         return _Cluster(loose, groups)
-    kept = [group for group in groups if group not in dissolved]
-    members = loose + [member for _, own in dissolved for member in own]
-    return _Cluster([], [*kept, (num_tokens, members)])
+    remaining = [group for group in groups if group not in dissolved]
+    members = loose + [member for _, group_members in dissolved for member in group_members]
+    return _Cluster([], [*remaining, (num_tokens, members)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +174,10 @@ class UnitPrefixes:
         ids, members = np.asarray(sample_ids, dtype=np.int64), dict[int, list[int]]()
         for index, unit in enumerate(self.numbers[ids].tolist()):
             members.setdefault(unit, []).append(index)
-        groups = [PrefixGroup(int(self.tokens[unit]), own) for unit, own in members.items() if self.tokens[unit]]
-        single = [own[0] for own in members.values() if len(own) == 1]
+        groups = [PrefixGroup(int(self.tokens[unit]), group) for unit, group in members.items() if self.tokens[unit]]
+        single = [group[0] for group in members.values() if len(group) == 1]
         shared = [] if self.alone is None else self.alone.groups(ids[single].tolist())
-        return groups + [PrefixGroup(tokens, [single[each] for each in own]) for tokens, own in shared]
+        return groups + [PrefixGroup(tokens, [single[index] for index in group]) for tokens, group in shared]
 
 
 # what says which samples of a list share their first tokens; the second where units have several samples
@@ -200,17 +200,17 @@ def make_bundles(items: Sequence[Item], groups: Sequence[PrefixGroup] = (), most
         for member in members:
             own_unit = items[member].unit
             del units[member if own_unit is None else own_unit]
-        limit, own, num_tokens = min(most_tokens, _LEAST_PART * prefix_tokens), [members[0]], lengths[members[0]]
+        limit, part, num_tokens = min(most_tokens, _LEAST_PART * prefix_tokens), [members[0]], lengths[members[0]]
         for member in members[1:]:
             more = lengths[member] - prefix_tokens
             if num_tokens + more > limit:
-                bundles.append(Bundle(own, num_tokens, prefix_tokens, number))
-                own, num_tokens = [], prefix_tokens
-            own.append(member)
+                bundles.append(Bundle(part, num_tokens, prefix_tokens, number))
+                part, num_tokens = [], prefix_tokens
+            part.append(member)
             num_tokens += more
-        bundles.append(Bundle(own, num_tokens, prefix_tokens, number))
-    for own in units.values():
-        bundles.append(Bundle(own, lengths[own[0]] if len(own) == 1 else sum([lengths[index] for index in own])))
+        bundles.append(Bundle(part, num_tokens, prefix_tokens, number))
+    for unit_members in units.values():
+        bundles.append(Bundle(unit_members, sum([lengths[member] for member in unit_members])))
     return sorted(bundles, key=lambda bundle: bundle.members[0])
 
 
@@ -267,9 +267,9 @@ def _block(
     block = np.empty((len(ids), width), np.int32)
     rows = max(1, _COPIED_TOKENS // width)
     for first in range(0, len(ids), rows):
-        own = ids[first : first + rows]
-        at = offsets[own][:, None] + np.arange(start, start + width + 1)
-        can_share = at < offsets[own + 1][:, None]
+        chunk = ids[first : first + rows]
+        at = offsets[chunk][:, None] + np.arange(start, start + width + 1)
+        can_share = at < offsets[chunk + 1][:, None]
         at = np.minimum(at, len(token_ids) - 1)
         can_share &= ~loss_mask[at]
         can_share = np.logical_and.accumulate(can_share, axis=1)[:, 1:]

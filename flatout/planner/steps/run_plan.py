@@ -190,8 +190,8 @@ class RunPlan(PlannedSamples):
     def largest_pass(self) -> tuple[StepPlan, int, MicroBatch] | None:
         """A step with the largest micro-batch of `NUM_STEPS_SEEN`, its rank and itself; None without labels."""
         steps = (step for step in self.sampled_steps(NUM_STEPS_SEEN) if step.num_label_tokens)
-        every = ((step, rank, batch) for step in steps for rank, own in enumerate(step.by_rank) for batch in own)
-        return max(every, key=lambda one: one[2].num_padded_tokens, default=None)
+        passes = ((step, rank, batch) for step in steps for rank, taken in enumerate(step.by_rank) for batch in taken)
+        return max(passes, key=lambda item: item[2].num_padded_tokens, default=None)
 
     @cached_property
     def fingerprint(self) -> str:

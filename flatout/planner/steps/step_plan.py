@@ -189,14 +189,14 @@ class BatchLayout:
         if not groups and items[0].unit is None:  # most runs: none to bundle
             alone = partition([item.cost for item in items], self.num_ranks)
             return [[items[index] for index in of_rank] for of_rank in alone]
-        total = sum([item.length for item in items]) - sum(each * (len(own) - 1) for each, own in groups)
+        total = sum([item.length for item in items]) - sum(tokens * (len(members) - 1) for tokens, members in groups)
         bundles = make_bundles(items, groups, total // self.num_ranks)
         costs = [sum([items[index].cost for index in bundle.members]) for bundle in bundles]
         for index, bundle in enumerate(bundles):
             if bundle.prefix_tokens and (num_again := len(bundle.members) - 1) > 0:
                 costs[index] -= num_again * float(self.cost.flops(bundle.prefix_tokens, 0))
-        of_ranks = [[bundles[index] for index in of_rank] for of_rank in partition(costs, self.num_ranks)]
-        return [[items[index] for index in sorted([i for own in of_rank for i in own.members])] for of_rank in of_ranks]
+        shares = [[i for index in part for i in bundles[index].members] for part in partition(costs, self.num_ranks)]
+        return [[items[index] for index in sorted(share)] for share in shares]
 
     def _groups(self, items: Sequence[Item]) -> list[PrefixGroup]:
         return [] if self.prefixes is None else self.prefixes.groups([item.sample_id for item in items])
@@ -207,11 +207,11 @@ class BatchLayout:
         for bundle in bundles:
             members.setdefault(bundle.group, []).extend(bundle.members)
         alone = members.pop(-1, [])
-        alone += [own[0] for own in members.values() if len(own) == 1]
-        shared = [(groups[number].num_tokens, sorted(own)) for number, own in members.items() if len(own) > 1]
-        order = [index for _, own in shared for index in own] + sorted(alone)
+        alone += [group[0] for group in members.values() if len(group) == 1]
+        shared = [(groups[number].num_tokens, sorted(group)) for number, group in members.items() if len(group) > 1]
+        order = [index for _, group in shared for index in group] + sorted(alone)
         batch = self.micro_batch([items[index] for index in order])
-        return replace(batch, shared=tuple((tokens, len(own)) for tokens, own in shared)) if shared else batch
+        return replace(batch, shared=tuple((tokens, len(group)) for tokens, group in shared)) if shared else batch
 
     def cost_of(self, batch: MicroBatch) -> float:
         """Return what a micro-batch of rows costs: FLOPs with padding, and the fixed cost of a pass."""
@@ -231,7 +231,7 @@ def assemble(
     """Yield steps of `units_per_step` ordered units (the last may have fewer), distributed over the ranks."""
     items, starts = samples.items(layout.cost), samples.unit_starts[::units_per_step].tolist()
     flops = () if samples.tower_flops is None else samples.tower_flops.tolist()
-    tower = {item.sample_id: own for item, own in zip(items, flops, strict=bool(flops))}
+    tower = {item.sample_id: sample_flops for item, sample_flops in zip(items, flops, strict=bool(flops))}
     for offset, (start, stop) in enumerate(pairwise([*starts, len(items)])):
         group = items[start:stop]
         if not layout.is_padded:
@@ -258,13 +258,13 @@ def _assign_rows(
     """
 
     def cost_of(batch: MicroBatch) -> float:
-        return layout.cost_of(batch) + (sum(tower[each] for each in batch.sample_ids) if tower else 0.0)
+        return layout.cost_of(batch) + (sum(tower[sample_id] for sample_id in batch.sample_ids) if tower else 0.0)
 
     if layout.num_ranks == 1:
         whole = layout.micro_batches(group)
         return [whole], [sum(map(cost_of, whole))]
     units = [[group[index].length for index in bundle.members] for bundle in make_bundles(group)]
-    longest = max([len(own) * row_length(max(own)) for own in units])
+    longest = max([len(lengths) * row_length(max(lengths)) for lengths in units])
     total = sum(item.length for item in group)
     assignments: list[tuple[list[list[MicroBatch]], list[float]]] = []
     for cuts in ROW_CUTS:
@@ -301,7 +301,7 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
         bins[-1] += [items[index] for index in bundle.members]
         room -= bundle.num_tokens
     costs = [sum([item.cost for item in batch]) for batch in bins]
-    return _step(0, 0, items, *_assign([layout.micro_batch(each) for each in bins], costs, layout.num_ranks), layout)
+    return _step(0, 0, items, *_assign([layout.micro_batch(batch) for batch in bins], costs, layout.num_ranks), layout)
 
 
 def _equal_sizes(by_rank: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
