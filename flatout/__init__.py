@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
 # what each module offers here; imported on first use
 _MODULES = {
-    "flatout.api.prepare": ("build_data", "plan", "verify"),
+    "flatout.api.prepare": ("Config", "build_data", "plan", "verify"),
     "flatout.api.run": ("Run", "load"),
     "flatout.api.start": ("train",),
-    "flatout.config.schema": ("Config",),
     "flatout.errors": ("FlatoutError",),
     "flatout.objectives.labels": ("LabelTokens",),
     "flatout.objectives.preference": ("Answers", "Preference"),

@@ -26,7 +26,22 @@ if TYPE_CHECKING:
 
 # where a run names its sources
 _SETTINGS_FILES = ("config.yaml", "python.yaml")
+# mappings that are no settings
+SPLITS = ("datasets.DatasetDict", "datasets.IterableDatasetDict")
 _TABLES = ("datasets.Dataset", "pandas.DataFrame", "pyarrow.Table")
+
+
+def listed_paths(data: Any) -> list[str]:
+    """Return the paths of a list or tuple of paths; an empty list for anything else, such as rows or one path."""
+    if not (isinstance(data, list | tuple) and all(isinstance(one, str | Path) for one in data)):
+        return []
+    are_paths = [isinstance(one, Path) or Path(one).suffix or "/" in one for one in data]
+    return [str(one) for one in data] if all(are_paths) else []
+
+
+def kind_of(value: Any) -> str:
+    """Return the package and the name of an object's class, such as datasets.Dataset."""
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
 
 
 def data_file(data: Any, folder: Path) -> str:
@@ -37,8 +52,8 @@ def data_file(data: Any, folder: Path) -> str:
     """
     if isinstance(data, str | Path):
         return str(data)
-    kind = f"{type(data).__module__.partition('.')[0]}.{type(data).__name__}"
-    if kind in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
+    kind = kind_of(data)
+    if kind in SPLITS:
         raise UsageError(f"data has the splits {', '.join(data)}; pass one, such as data[{next(iter(data))!r}]")
     is_rows = isinstance(data, Iterable) and not isinstance(data, Mapping)
     if kind not in _TABLES and not is_rows:
@@ -123,6 +138,11 @@ def prompts_in_memory(prompts: Any, images: Any, system: str | None) -> list[Pro
         turns = [{"role": "user", "content": one}] if isinstance(one, str) else _listed(one)
         if not turns or not all(isinstance(turn, Mapping) for turn in turns):
             raise UsageError(f"prompts: prompt {number} is neither a text nor a list of turns with role and content")
+        for place, turn in enumerate(turns, start=1):
+            has_content = isinstance(turn.get("content"), str | list) or turn.get("tool_calls")
+            if not (isinstance(turn.get("role"), str) and has_content):
+                keys = ", ".join(map(str, turn)) or "no keys"
+                raise UsageError(f"prompts: turn {place} of prompt {number} needs role and content; it has {keys}")
         try:
             row = json.loads(json.dumps({"messages": before + turns, "images": own}, default=_path_or_data_uri))
         except (TypeError, ValueError) as error:
@@ -155,6 +175,12 @@ def _path_or_data_uri(value: Any) -> str:
     return os.fsdecode(value) if isinstance(value, os.PathLike) else _data_uri(value)
 
 
+def _plain(value: Any) -> Any:
+    """Return what JSON has for a number or a list of numbers of NumPy or torch; other values as `_data_uri`."""
+    is_array = type(value).__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", 2) < 2
+    return value.tolist() if is_array else _data_uri(value)
+
+
 def _write_rows(data: Any, kind: str, path: Path) -> None:
     if kind == "datasets.Dataset":
         data.to_parquet(str(path))
@@ -173,7 +199,7 @@ def _write_rows(data: Any, kind: str, path: Path) -> None:
             if not isinstance(row, Mapping):
                 raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as a dict")
             try:
-                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_data_uri) + "\n")
+                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n")
             except (TypeError, ValueError) as error:
                 raise DataError(f"data: row {number}: {error}; use text, numbers, lists and mappings only") from error
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flatout.api.inputs import data_file, tokenizer_folder
+from flatout.api.inputs import data_file, listed_paths, tokenizer_folder
 from flatout.api.start import ConfigLike, resolve_config
+from flatout.config import schema
 from flatout.config.data import DataConfig
+from flatout.config.read import make_config
+from flatout.config.shortcuts import expand
 from flatout.config.spelling import Caller, spelled_for
 from flatout.errors import ProblemsError, UsageError
 
@@ -14,6 +17,15 @@ if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
     from flatout.trainer.preview import PlanSummary
     from flatout.verifier.compare import Comparison
+
+
+class Config(schema.Config):
+    """The settings of a run, by section or keyword. Raises ProblemsError with every problem, in one sentence each."""
+
+    def __init__(self, **settings: Any) -> None:
+        with spelled_for(Caller("python", ("Config",))):
+            make_config(expand(settings))
+        super().__init__(**settings)
 
 
 @spelled_for(Caller("python", ("build_data",)))
@@ -32,8 +44,7 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         raise ProblemsError("build_data", problems) from error
-    is_paths = isinstance(data, list) and all(isinstance(one, str) for one in data)
-    paths = data if is_paths else [data_file(data, config.root / "in_memory")]
+    paths = listed_paths(data) or [data_file(data, config.root / "in_memory")]
     sources = DataConfig.model_validate({"sources": [{"path": path} for path in paths]}).sources
     config = config.model_copy(update={"sources": sources})
     folder = tokenizer_folder(tokenizer, config.root / "tokenizers")

@@ -17,6 +17,7 @@ from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.config.spelling import Caller, spelled_for
 from flatout.errors import FlatoutError, UsageError
+from flatout.rollout.sampler import check_options
 from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
 from flatout.view.facts import headline
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 _KEYWORDS = {"quantize": "kind", **{flag: f"{flag}=True" for flag in ("adapter", "merged", "private", "replace")}}
 _OPTION = re.compile(
-    r"--(to|out|base|quantize|llama-cpp|adapter|merged|private|replace)(?![\w-])(?: (?!(?:is|and|have)\b)([\w/]+))?"
+    r"--(to|out|base|quantize|llama-cpp|adapter|merged|private|replace|max-new-tokens|temperature|top-p|top-k|seed)"
+    r"(?![\w-])(?: (?!(?:is|and|have)\b)([\w/]+))?"
 )
 
 
@@ -95,6 +97,7 @@ class Run:
 
         return Page(page(self.folder.name, run_fragment(self.log)))
 
+    @options_as_keywords()
     def generate(
         self,
         prompts: str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]],
@@ -119,6 +122,7 @@ class Run:
         from flatout.rollout.chat import Sampling, answer_all
         from flatout.rollout.prompts import prompt_ids
 
+        check_options(max_new_tokens, temperature, top_p, top_k, seed)
         shown = prompts_in_memory(prompts, images, system)
         model, tokenizer = self._model()
         return answer_all(

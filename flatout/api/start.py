@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO, cast
 
 from pydantic import BaseModel
 
-from flatout.api.inputs import data_file, model_source, tokenizer_folder
+from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, tokenizer_folder
 from flatout.api.restart import move_aside
 from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
@@ -60,7 +60,10 @@ def resolve_config(
         values = config.model_dump(mode="json", exclude_unset=True)
     else:
         values = expand(config or {})
-    sections = {name: value for name, value in (("model", model), ("data", data)) if isinstance(value, _SETTINGS)}
+    named = {"model": model, "data": data}
+    sections = {
+        name: value for name, value in named.items() if isinstance(value, _SETTINGS) and kind_of(value) not in SPLITS
+    }
     for changes in (expand(settings), expand(sections)):
         values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
     run_dir = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
@@ -72,14 +75,7 @@ def resolve_config(
         if name != model.name_or_path and tokenizer is None:
             tokenizer = model.name_or_path or None
     if data is not None and "data" not in sections:
-        is_paths = (
-            isinstance(data, list)
-            and bool(data)
-            and all(
-                isinstance(one, Path) or (isinstance(one, str) and (Path(one).suffix or "/" in one)) for one in data
-            )
-        )
-        paths = [str(path) for path in data] if is_paths else [data_file(data, root / "in_memory")]
+        paths = listed_paths(data) or [data_file(data, root / "in_memory")]
         by_section["data"]["sources"] = [{"path": path} for path in paths]
     if tokenizer is not None:
         by_section["data"]["tokenizer"] = tokenizer_folder(tokenizer, root / "in_memory")

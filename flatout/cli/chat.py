@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 import sys
@@ -19,15 +18,13 @@ from flatout.errors import DataError, UsageError, first_line, next_steps
 from flatout.io.near_path import did_you_mean
 from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
+from flatout.rollout.sampler import check_options
 
 if TYPE_CHECKING:
     from flatout.data.prompt_file import Prompt
 
-MAX_NEW_TOKENS = 1 << 20
 # after so many seconds without text, a line says how far an answer is
 SILENT_S = 4.0
-# logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
-MIN_TEMPERATURE = 1e-3
 HELP = """/clear        clear the conversation
 /system TEXT  start over with this system prompt
 /image FILE   attach this image to the next message
@@ -219,18 +216,9 @@ def _progress_printer(console: Any, most: int) -> Callable[[int, float], None]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not 1 <= args.max_new_tokens <= MAX_NEW_TOKENS:
-        raise UsageError(f"--max-new-tokens is {args.max_new_tokens:,}; expected 1 to {MAX_NEW_TOKENS:,}")
-    if args.temperature is not None and args.temperature != 0 and not MIN_TEMPERATURE <= args.temperature < math.inf:
-        raise UsageError(f"--temperature is {args.temperature:g}; expected 0 (greedy), or at least {MIN_TEMPERATURE:g}")
-    if not 0 <= args.seed < 2**63:
-        raise UsageError(f"--seed is {args.seed}; expected 0 to 2**63 - 1")
+    check_options(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
     if args.prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
         raise UsageError("--prompt: it is not valid UTF-8; check the terminal's encoding")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise UsageError(f"--top-p is {args.top_p:g}; expected more than 0, at most 1")
-    if args.top_k is not None and args.top_k < 1:
-        raise UsageError(f"--top-k is {args.top_k}; expected at least 1")
     said = [one for one in args.targets[1:] if "/" not in one and not Path(one).exists()]
     if said and args.prompt is None:
         words = shlex.join(["--prompt", " ".join(said), "instead", "of", *said])

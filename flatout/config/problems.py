@@ -62,6 +62,8 @@ def describe_error(
     name = _name_of(item, given)
     if item["type"] == "extra_forbidden":
         return _unknown_key(item, given, settings)
+    if item["type"] == "missing" and name != "model":
+        return f"{name}: missing; name a file, folder or hub id; rows in memory go to flatout.train(..., data=rows)"
     if item["type"] == "missing":
         return f"{name}: missing; every run needs it, such as `model: {_SOME_MODEL}` in a file"
     message = _EXPECTED.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")

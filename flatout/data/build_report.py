@@ -192,7 +192,8 @@ class BuildReport:
         counts, config = self.counts, self._config
         lost = sum(counts[f"{fate}_labels"] for fate in LOSING)
         if config.too_long == "auto" and lost > _MAX_LOST_TOKENS * counts["label_tokens"]:
-            policies = "drop" if counts["pairs"] or counts["labelled"] else "truncate, drop or split"
+            # auto drops pairs and labelled answers only, which cannot be cut
+            policies = "drop" if counts["too_long"] else "truncate, drop or split"
             fates = ", ".join(f"{counts[fate]:,} rows {what}" for fate, what in _CUT.items() if counts[fate])
             lengths = ", ".join(f"{percentile} {tokens:,}" for percentile, tokens in self._percentiles.items())
             raise DataError(

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,7 +55,7 @@ class Sampling:
         values = {name: getattr(generation, name, None) for name in _LIMITS} | settings
         chosen = {name: value for name, value in values.items() if value is not None}
         for name, value in chosen.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not _LIMITS[name](value):
+            if isinstance(value, bool) or not isinstance(value, Real) or not _LIMITS[name](value):
                 raise ValueError(f"{name} is {value!r}")
         penalty = {name: value for name, value in chosen.items() if name == "repetition_penalty" and value != 1}
         if self.temperature == 0 or not (settings or (generation is not None and generation.do_sample)):

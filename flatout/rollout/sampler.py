@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from flatout.errors import ResourceError
+from flatout.errors import ResourceError, UsageError
+
+MAX_NEW_TOKENS = 1 << 20
+# logits are divided by the temperature; below this, they overflow the range of fp16, then of fp32
+MIN_TEMPERATURE = 1e-3
 
 Ending = Literal["stop", "length", "positions"]
 """Why an answer ended: at a stop token, after `max_new_tokens`, or where the model has no further positions."""
 
 OnToken = Callable[[int, int, int], None]
 """Gets each token in the order of sampling: the prompt's index, the completion's, and the token id."""
+
+
+def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any) -> None:
+    """Raise UsageError, in the words of the command line, for a value that nobody can mean; None: the model's own."""
+    checked: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+        "max-new-tokens": (max_new_tokens, range(1, MAX_NEW_TOKENS + 1).__contains__, f"1 to {MAX_NEW_TOKENS:,}"),
+        "temperature": (
+            temperature,
+            lambda value: value == 0 or MIN_TEMPERATURE <= value < math.inf,
+            f"0 (greedy), or at least {MIN_TEMPERATURE:g}",
+        ),
+        "top-p": (top_p, lambda value: 0 < value <= 1, "more than 0, at most 1"),
+        "top-k": (top_k, range(1 << 63).__contains__, "at least 1, or 0 for all tokens"),
+        "seed": (seed, range(1 << 63).__contains__, "0 to 2**63 - 1"),
+    }
+    for name, (value, is_right, expected) in checked.items():
+        try:
+            if (value is None and name in ("temperature", "top-p", "top-k")) or is_right(value):
+                continue
+        except TypeError:  # no number
+            pass
+        raise UsageError(f"--{name} is {value if isinstance(value, int | float) else repr(value)}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,7 +87,18 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
         assert by_path.generate(prompts, **options) == said
     assert by_path.generate(["Hello", [asked]], **options) == said * 2
     assert by_path.generate([asked], system="Be brief", **options) == by_path.generate([told, asked], **options)
+    whole = {"top_k": np.int64(0), "max_new_tokens": np.int64(4), "temperature": 0, "seed": 2**63 - 1}
+    assert by_path.generate("Hello", **whole) == said
+    for option, value in (
+        ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5), ("max_new_tokens", None), ("top_p", 2.0), ("top_k", -1), ("seed", -1),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"^{option} is .*; expected "):
+            by_path.generate("Hello", **{option: value})
     bad: list[tuple[Any, str]] = [
+        ([[{"role": "user"}]], "turn 1 of prompt 1 needs role and content; it has role"),
+        (["Hello", [asked, {"content": "Hi"}]], "turn 2 of prompt 2 needs role and content; it has content"),
+        ([[{"role": "user", "content": 3}]], "turn 1 of prompt 1 needs role and content"),
         ([["Hello"]], "prompt 1 is neither a text nor a list of turns"),
         (["Hello", 3], "prompt 2 is neither a text nor a list of turns"),
         (["Hello", []], "prompt 2 is neither a text nor a list of turns"),
@@ -96,7 +108,25 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
             by_path.generate(prompts, **options)
 
 
-@pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "pyarrow"])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rnak": 8}, "rnak: unknown key; did you mean lora.rank"),
+        ({"lora": {"rank": 0}}, "lora.rank: .*got 0"),
+        ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
+        ({"data": [{"text": "a row"}]}, r"data.sources.0.path: missing; .*flatout.train\(..., data=rows\)"),
+    ],
+)
+def test_a_wrong_config_says_each_problem_in_a_sentence(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as error:
+        flatout.Config(model="a", **settings)
+    assert "pydantic" not in str(error.value)
+    right = flatout.Config(model="a", data="rows.jsonl", rank=8, lr=1e-4)
+    assert (right.lora.rank, right.optim.lr, right.data.sources[0].path) == (8, 1e-4, "rows.jsonl")
+    assert right == flatout.Config.model_validate({"model": "a", "data": "rows.jsonl", "rank": 8, "lr": 1e-4})
+
+
+@pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "pyarrow", "numbers", "paths"])
 def test_data_in_memory_gives_the_losses_of_the_file(
     tiny: Any, by_path: flatout.Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +138,14 @@ def test_data_in_memory_gives_the_losses_of_the_file(
         rows = pytest.importorskip("pandas").DataFrame(rows)
     elif kind == "pyarrow":
         rows = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    elif kind == "numbers":
+        learns = {False: np.array([0])[0], True: torch.ones((), dtype=torch.bool)}
+        rows = [
+            {"messages": [{**turn, "train": learns[turn["role"] == "assistant"]} for turn in row["messages"]]}
+            for row in rows
+        ]
+    elif kind == "paths":
+        rows = (tiny.chats,)
     run = flatout.train({"model": str(tiny.model_dir)}, data=rows, **SETTINGS)
     assert losses(run) == losses(by_path)
     assert run.folder == Path("runs/run")
@@ -186,6 +224,10 @@ def test_a_callback_of_started_ranks_that_raises_stops_the_run(
         ({"data": 3}, "data is a int"),
         ({"data": [3]}, "row 1 is a int"),
         ({"data": [{"text": float("nan")}]}, "row 1"),
+        (
+            {"data": [{"prompt": "a", "chosen": "b " * 99, "rejected": "c"}], "max_tokens": 64},
+            "too_long.* to drop, which",
+        ),
         ({"model": 3}, "model is a int"),
         ({"tokenizer": 3}, "tokenizer is a int"),
         ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
@@ -200,6 +242,13 @@ def test_wrong_calls_are_said_in_a_sentence(
     call = {"model": str(tiny.model_dir), "data": str(tiny.chats), "device": "cpu", **given}
     with pytest.raises((UsageError, DataError), match=said):
         flatout.train(**call)
+
+
+def test_splits_are_asked_for_one(tiny: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}]))
+    with pytest.raises(UsageError, match=r"the splits train; pass one, such as data\['train'\]"):
+        flatout.train(model=str(tiny.model_dir), data=splits)
 
 
 def test_plan_verify_and_build_data(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
