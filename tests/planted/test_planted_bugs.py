@@ -1,6 +1,8 @@
 """The suite is only worth what it catches: every planted bug must make a test fail."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,16 @@ def test_every_bug_has_its_place(tmp_path: Path) -> None:
         (changed,) = [file for file, content in before.items() if file.read_bytes() != content]
         compile(changed.read_bytes(), changed, "exec")
         changed.write_bytes(before[changed])
+
+
+def test_every_bug_has_its_test() -> None:
+    files = sorted({bug.test.partition("::")[0] for bug in BUGS})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-m", "not gpu", *files]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for bug in BUGS:
+        file, _, wanted = bug.test.partition("::")
+        assert any(test.startswith(file) and wanted in test for test in listed), bug
+        assert not wanted.endswith("]") or bug.test in listed, bug
 
 
 # each bug takes a process and some 10 s: every 40th runs with the suite, the others with `-m exhaustive`
