@@ -131,13 +131,13 @@ class Masker:
             typed = self._typed(rendering, layout)
             if self.stops.widens and spans:
                 text, spans = self._with_stops(text, spans, messages, typed)
+            if layout is not None and self._marked_source is None and self.loss_type == "response_only":
+                _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
             if any(message.silent for message in messages):
                 spans = self._without_silent(rendering, runs, messages, spans, len(text))
             if self._empty_reasoning is not None:
                 matches = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in matches)
-            if layout is not None and self._marked_source is None and self.loss_type == "response_only":
-                _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
             if self.stops.texts and self.loss_type == "response_only":
                 whole = spans if self._marked_source is None else _joined(spans)
                 self._check_ended(text, messages, layout.spans if layout else (), runs, whole)

@@ -16,6 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
+from flatout.data import templates
 from flatout.data.templates.template import OURS
 from flatout.data.token_store import TokenStore
 from flatout.io.json_file import read_json
@@ -171,8 +172,13 @@ def test_ranges_of_characters_carry_loss_as_in_axolotl(build: Build, name: str) 
         assert (refused.code, message in refused.printed) == (3, True), refused.printed
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
 @pytest.mark.parametrize("template", OURS)
-def test_ranges_hold_under_every_template(build: Build, template: str) -> None:
+def test_ranges_hold_under_every_template(build: Build, tmp_path: Path, template: str, is_marked: bool) -> None:
+    if not is_marked:  # as the templates of models are
+        source = Path(templates.__file__).with_name(f"{template}.jinja").read_text()
+        template = str(tmp_path / "unmarked.jinja")
+        Path(template).write_text(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source))
     answer = {"role": "assistant", "content": ANSWER}
     rows = [{"messages": [QUESTION, turn]} for turn in (answer | {"train_detail": detail((5, 8, True))}, answer)]
     built = build(rows, template=template)
