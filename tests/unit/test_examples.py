@@ -16,8 +16,8 @@ from flatout.config.schema import Config, SourceConfig
 from flatout.demo.write import write_demo
 
 FOLDER = Path(__file__).parents[2] / "examples"
-# losses, which the tests of objectives train with, and scripts
-OTHERS = ("dpo.py", "hinge.py", "lost_updates.py", "pictures_in_memory.py", "short_answers.py")
+# the index, losses, which the tests of objectives train with, and scripts
+OTHERS = ("README.md", "dpo.py", "hinge.py", "lost_updates.py", "pictures_in_memory.py", "short_answers.py")
 EXAMPLES = sorted(path for path in FOLDER.glob("*.*") if path.name not in OTHERS)
 NUM_ROWS = 40
 
@@ -63,6 +63,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder, 1, num_train=200, num_held_out=1)
     return folder / "model"
+
+
+def test_the_index_names_every_example() -> None:
+    index = (FOLDER / "README.md").read_text()
+    missing = [path.name for path in FOLDER.glob("*") if f"`{path.name}" not in index and path.name != "README.md"]
+    assert not missing
 
 
 def test_there_are_examples() -> None:
