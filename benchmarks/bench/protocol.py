@@ -140,7 +140,7 @@ def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> di
         "digest": digest(store.token_ids, store.loss_mask),
         "num_samples": store.num_samples,
         "num_tokens": int(store.lengths.sum()),
-        "num_label_tokens": int(store.num_labels.sum()),
+        "num_label_tokens": int(store.num_label_tokens.sum()),
     }
 
 

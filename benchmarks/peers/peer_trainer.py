@@ -201,7 +201,7 @@ def train(job: dict[str, Any], store: Any) -> dict[str, Any]:
         **options,
     )
     trainer._get_train_sampler = lambda *_, **__: SequentialSampler(trainer.train_dataset)
-    checked = check_data(trainer, int(store.num_labels[: job["batch"]].sum()))
+    checked = check_data(trainer, int(store.num_label_tokens[: job["batch"]].sum()))
     trainer.train()
     memory, gpu = gpu_memory(), gpu_header()
     per_step = (-1, job["samples_per_step"])
@@ -209,7 +209,7 @@ def train(job: dict[str, Any], store: Any) -> dict[str, Any]:
         **figures(
             [end - before for before, end in zip([job["launched_s"], *ends_s], ends_s, strict=False)],
             store.lengths.reshape(per_step).sum(1).tolist(),
-            store.num_labels.reshape(per_step).sum(1).tolist(),
+            store.num_label_tokens.reshape(per_step).sum(1).tolist(),
         ),
         **memory,
         "first_step_s": ends_s[0] - begins_s[0],

@@ -38,14 +38,13 @@ def publish(
     write: Callable[[Path], None],
     progress: Mapping[str, Any],
     on_event: Callable[[str, Mapping[str, Any]], None],
-    durable_io: DurableIO | None = None,
 ) -> None:
     """Have `write` fill a new folder, and move it to `folder` atomically, with a manifest of its files.
 
     Nothing that was in `folder` is removed: files that are not results stay there, and earlier results are moved to a
     sibling folder, which is reported to `on_event`. Raises ResourceError when the disk is full or a write fails.
     """
-    durable_io = durable_io or DurableIO()
+    durable_io = DurableIO()
     aside = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
     with durable_io.replace_dir(folder, aside=aside) as half_done:
         with durable_io.resource_errors("write", folder):

@@ -203,7 +203,7 @@ def _show(args: argparse.Namespace) -> None:
             print_pair(console, store, index, decode)
             continue
         token_ids, loss_mask = store.sample(index).pair
-        sizes = f"{len(token_ids)} tokens, {int(store.num_labels[index])} with loss"
+        sizes = f"{len(token_ids)} tokens, {int(store.num_label_tokens[index])} with loss"
         label = f", label {int(store.extra['label'][index])}" if meta.counts.get("labelled") else ""
         console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{label}) ---")
         console.print(colored(token_ids, loss_mask, decode))

@@ -100,7 +100,7 @@ def first_difference(store: TokenStore, unit: int) -> int:
 def unit_lines(store: TokenStore) -> Iterator[str]:
     """Yield statistics of pairs and of labels, one sentence each."""
     if store.meta.counts.get("pairs"):
-        sizes = store.num_labels.reshape(-1, 2)
+        sizes = store.num_label_tokens.reshape(-1, 2)
         ahead = sizes[:, 0] - sizes[:, 1]
         longer, equal = (float(np.mean(is_case)) for is_case in (ahead > 0, ahead == 0))
         yield f"pairs {len(sizes):,}: chosen is the longer answer in {longer:.1%}, as long in {equal:.1%}"

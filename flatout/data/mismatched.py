@@ -60,11 +60,11 @@ def mismatched(store: TokenStore) -> MismatchedStore:
     prompt_tokens, marks = _read_prompts(store)
     answer_of = _answers_of_others(marks)
     answer_tokens = np.minimum(lengths[answer_of] - prompt_tokens[answer_of], lengths.max() - prompt_tokens)
-    num_labels = store.num_labels[answer_of]
+    num_label_tokens = store.num_label_tokens[answer_of]
     for index in np.flatnonzero(answer_tokens < lengths[answer_of] - prompt_tokens[answer_of]).tolist():
         other = int(answer_of[index])
         start = int(store.offsets[other] + prompt_tokens[other])
-        num_labels[index] = np.count_nonzero(store.loss_mask[start : start + int(answer_tokens[index])])
+        num_label_tokens[index] = np.count_nonzero(store.loss_mask[start : start + int(answer_tokens[index])])
     mark = xxh3_128_hexdigest(answer_of.tobytes() + answer_tokens.tobytes())
     blank, offsets = with_reference(store), np.append(0, np.cumsum(prompt_tokens + answer_tokens))
     columns = {
@@ -72,7 +72,7 @@ def mismatched(store: TokenStore) -> MismatchedStore:
         for name, column in store.columns.items()
     }
     return MismatchedStore(
-        store.folder, store.token_ids, store.loss_mask, offsets, num_labels,
+        store.folder, store.token_ids, store.loss_mask, offsets, num_label_tokens,
         store.hashes, store.files, store.rows, replace(store.meta, name=f"{store.meta.name}, answers to other prompts"),
         columns={**columns, REFERENCE: blank.columns[REFERENCE]}, extra={REFERENCE: blank.extra[REFERENCE]},
         base=store, answer_of=answer_of, prompt_tokens=prompt_tokens,

@@ -51,7 +51,7 @@ def statistics_lines(store: TokenStore) -> list[str]:
     Lines have at most 80 columns, but one for a damaged report.json.
     """
     lengths, counts = store.lengths, store.meta.counts
-    num_tokens, num_labels = int(lengths.sum()), int(store.num_labels.sum())
+    num_tokens, num_labels = int(lengths.sum()), int(store.num_label_tokens.sum())
     spread = dict(zip(_PERCENTILES, np.percentile(lengths, _PERCENTILES, method="higher").tolist(), strict=True))
     padding = ", ".join(f"{padding_share(lengths, size):.1%} at batch {size}" for size in (8, 32))
     lines = [
@@ -114,7 +114,7 @@ def _shares(store: TokenStore) -> Iterator[str]:
         return
     size = len(sources)
     samples = np.bincount(owner, minlength=size)
-    tokens, labels = (np.bincount(owner, each, size) for each in (store.lengths, store.num_labels))
+    tokens, labels = (np.bincount(owner, each, size) for each in (store.lengths, store.num_label_tokens))
     yield "share of each source:"
     for index in np.argsort(-tokens, kind="stable")[:_MAX_SOURCES].tolist():
         figures = f"  {tokens[index] / tokens.sum():>6.1%} of tokens  {labels[index] / max(labels.sum(), 1):>6.1%} of "

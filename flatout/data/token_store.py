@@ -134,7 +134,7 @@ class TokenStore:
     """N tokenized samples in one stream.
 
     `token_ids` int32 or uint16 [T] and `loss_mask` bool [T] stay on disk; sample i is [offsets[i], offsets[i + 1]).
-    `offsets` int64 [N + 1]; `num_labels` int64 [N] counts the tokens that carry loss; loss_mask[offsets[i]] is False.
+    `offsets` int64 [N + 1]; `num_label_tokens` int64 [N], in files `num_labels`; loss_mask[offsets[i]] is False.
     `unit_starts` bool [N] marks the first sample of each unit; None: each sample is a unit. `columns` describes all
     columns, and `extra` has those besides, by name, on disk.
     """
@@ -143,7 +143,7 @@ class TokenStore:
     token_ids: NDArray[np.int32] | NDArray[np.uint16]
     loss_mask: NDArray[np.bool_] | LossMask
     offsets: NDArray[np.int64]
-    num_labels: NDArray[np.int64]
+    num_label_tokens: NDArray[np.int64]
     hashes: NDArray[np.uint64]
     files: NDArray[np.int32]
     rows: NDArray[np.int64]
@@ -156,7 +156,7 @@ class TokenStore:
     @property
     def num_samples(self) -> int:
         """N."""
-        return len(self.num_labels)
+        return len(self.num_label_tokens)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -251,7 +251,7 @@ class TokenStore:
         arrays = {name: _open_array(folder, name, manifest.columns, layout) for name in manifest.columns}
         check = ShardCheck(folder, manifest.columns, layout, dict(arrays)) if verify else None
         known: dict[str, Any] = {name: arrays.pop(name) for name in COLUMNS if name in arrays}
-        known["loss_mask"] = LossMask(known["loss_mask"], layout)
+        known |= {"loss_mask": LossMask(known["loss_mask"], layout), "num_label_tokens": known.pop("num_labels")}
         store = cls(folder=folder, meta=manifest.meta, check=check, columns=manifest.columns, extra=arrays, **known)
         fits = int(store.offsets[0]) == 0 and int(store.offsets[-1]) == len(store.token_ids)
         if store.unit_starts is not None and store.num_samples:

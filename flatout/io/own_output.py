@@ -19,13 +19,13 @@ BEGINNINGS = {
 _HEAD_BYTES = 1 << 14
 
 
-def write_output(path: Path, content: bytes, kind: str, *, option: str = "--out") -> FileFacts:
+def write_output(path: Path, content: bytes, kind: str) -> FileFacts:
     """Write a file of `kind`, one of BEGINNINGS; return its size and hash.
 
     Raises UsageError for a folder, a link, and a file that is not of this kind: it would be lost.
     """
     if problem := _problem(path, BEGINNINGS[kind]):
-        raise UsageError(f"{option}: {str(path)!r} {problem}")
+        raise UsageError(f"--out: {str(path)!r} {problem}")
     return DurableIO().write_bytes(path, content)
 
 

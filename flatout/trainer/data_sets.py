@@ -64,8 +64,8 @@ def plan_mismatched(
     for eval_set in eval_sets:
         other, ids = mismatched_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
         layout = plan.batch_layout.for_others(int(other.lengths.max()))
-        others_plan = PlannedSamples(select_samples(other.lengths, other.num_labels, ids, layout), layout)
+        others_plan = PlannedSamples(select_samples(other.lengths, other.num_label_tokens, ids, layout), layout)
         others = make_eval_set(eval_set.name, other, others_plan, eval_set.normalizers)
         with_others.append(replace(eval_set, mismatched=others))
     other = mismatched_stores[id(store)]
-    return MismatchedSteps(other, plan.of_lengths(other.lengths, other.num_labels)), tuple(with_others)
+    return MismatchedSteps(other, plan.of_lengths(other.lengths, other.num_label_tokens)), tuple(with_others)

@@ -95,7 +95,7 @@ def _require_units(objective: Objective, store: TokenStore) -> None:
             f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "
             f"build it {_PAIRS if objective.unit_size == 2 else 'with such units'}"
         )
-    if (empty := np.flatnonzero(np.asarray(store.num_labels) == 0)).size:
+    if (empty := np.flatnonzero(np.asarray(store.num_label_tokens) == 0)).size:
         raise DataError(
             f"{store.origin(int(empty[0]))}: sample {int(empty[0])} has no label token, so objective {objective.name} "
             f"has nothing of it to compare; {empty.size:,} of {store.num_samples:,} samples have none"

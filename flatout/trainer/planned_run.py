@@ -208,7 +208,7 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
 
 def _report_tokens(store: TokenStore, reporter: Reporter) -> None:
     """Report how many samples and tokens there are, and the rows of which something was lost."""
-    num_tokens, label_share = int(store.lengths.sum()), int(store.num_labels.sum()) / int(store.lengths.sum())
+    num_tokens, label_share = int(store.lengths.sum()), int(store.num_label_tokens.sum()) / int(store.lengths.sum())
     reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {label_share:.0%} label")
     if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
         lost |= {"of": store.meta.counts["rows"]}
@@ -311,19 +311,19 @@ def plan_evaluation(
     for name, eval_store in stores.items():
         # evaluation keeps no activations, so a micro-batch may be as long as its largest unit
         lengths = eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]
-        units = unit_numbers(eval_store.unit_offsets, eval_ids)
+        unit_offsets = eval_store.unit_offsets
+        units = unit_numbers(unit_offsets, eval_ids)
         sizes = Samples(lengths, lengths, units=units).unit_tokens(
             is_padded=plan.batch_layout.is_padded, with_padding=False
         )
         budget = config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max()))
         layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
-        samples = select_samples(eval_store.lengths, eval_store.num_labels, eval_ids, layout, eval_store.unit_offsets)
+        samples = select_samples(eval_store.lengths, eval_store.num_label_tokens, eval_ids, layout, unit_offsets)
         normalizers = make_normalizers(objective, eval_store)
         eval_sets.append(make_eval_set(name, eval_store, PlannedSamples(samples, layout), normalizers))
         step = eval_sets[-1].step
         of_data = f"{name}: " if len(stores) > 1 else ""
-        counts = f"{len(step.sample_ids):,} samples, {step.num_label_tokens:,} label tokens"
-        reporter.stage("eval", of_data + counts)
+        reporter.stage("eval", f"{of_data}{len(step.sample_ids):,} samples, {step.num_label_tokens:,} label tokens")
         if num_seen := int(np.isin(eval_store.hashes[list(step.sample_ids)], train_hashes).sum()):
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})

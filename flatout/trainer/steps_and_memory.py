@@ -169,7 +169,7 @@ def plan_steps(
         pass_overhead_tokens=pass_overhead_tokens if is_padded else None,
         prefixes=prefixes,
     )
-    samples = select_samples(store.lengths, store.num_labels, data.train_ids, layout, store.unit_offsets)
+    samples = select_samples(store.lengths, store.num_label_tokens, data.train_ids, layout, store.unit_offsets)
     row_keys = store.row_keys if draws_rows_whole(store) else None
     whole_steps = make_plan(samples, layout, config.batch, config.seed, row_keys)
     flops = tower_flops(shape, store)

@@ -72,7 +72,7 @@ class WorstSamples:
         for set_index, (ids, sums) in enumerate(zip(self._ids, self._sums, strict=True)):
             losses = run.strategy.sum_values(sums).cpu().numpy()
             if self._scope == "token":
-                losses = losses / np.maximum(1, run.eval_sets[set_index].store.num_labels[ids])
+                losses = losses / np.maximum(1, run.eval_sets[set_index].store.num_label_tokens[ids])
             greatest = np.argsort(-losses, kind="stable")[: self._count if losses.any() else 0]
             ranked += [(float(losses[index]), set_index, int(ids[index])) for index in greatest]
         ranked.sort(key=lambda entry: -entry[0])
@@ -112,7 +112,7 @@ class WorstSamples:
             source=origin.source,
             row=origin.row_number,
             loss=round(loss, 6),
-            num_label_tokens=int(store.num_labels[members].sum()),
+            num_label_tokens=int(store.num_label_tokens[members].sum()),
             context=contexts[0],
             text="\n\n".join(texts),
             pictures=recorded(store.pictures(first)) if store.num_pictures else (),

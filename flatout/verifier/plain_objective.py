@@ -102,7 +102,7 @@ def _gathered(
         sample_units=torch.tensor([every.index(unit) for unit in units], device=device),
         num_samples=len(units),
         num_units=len(every),
-        num_label_tokens=int(store.num_labels[list(sample_ids)].sum()),
+        num_label_tokens=int(store.num_label_tokens[list(sample_ids)].sum()),
         last_rows=numbers,
         columns=columns,
     )

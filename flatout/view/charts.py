@@ -238,15 +238,15 @@ def heat_plot(
     return frame.plot(row_name, marks, tips, show, names)
 
 
-def downsampled(xs: Floats, ys: Floats, num_buckets: int = NUM_BUCKETS) -> tuple[Floats, Floats]:
+def downsampled(xs: Floats, ys: Floats) -> tuple[Floats, Floats]:
     """Return at most two points for each bucket of equal width in x: its least and its greatest y, in their order.
 
     A bucket without a finite value stays as one NaN, which is a gap in the line.
     """
-    if len(xs) <= 2 * num_buckets:
+    if len(xs) <= 2 * NUM_BUCKETS:
         return xs, ys
     indices: list[int] = []
-    for start, stop in _buckets(xs, num_buckets):
+    for start, stop in _buckets(xs, NUM_BUCKETS):
         part = ys[start:stop]
         finite = np.flatnonzero(np.isfinite(part))
         if not len(finite):

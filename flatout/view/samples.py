@@ -57,7 +57,7 @@ def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
 
 def overview(store: TokenStore) -> str:
     """Return how a store was built, its headline figures and warnings."""
-    meta, lengths, num_labels = store.meta, store.lengths, int(store.num_labels.sum())
+    meta, lengths, num_labels = store.meta, store.lengths, int(store.num_label_tokens.sum())
     template = f"template {meta.template or 'none'}, end of turn {meta.end_of_turn or 'none'!r}"
     limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
     lead = " · ".join((", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, limits))
@@ -86,7 +86,7 @@ def statistics(store: TokenStore) -> str:
     largest = store.lengths if units is None else np.add.reduceat(store.lengths, units[:-1])
     budget, batch = max(MICRO_BATCH_TOKENS, int(largest.max())), BatchConfig()
     layout = BatchLayout(1, budget, COST_BY_TOKENS)
-    plan = make_plan(select_samples(store.lengths, store.num_labels, None, layout, units), layout, batch, SEED)
+    plan = make_plan(select_samples(store.lengths, store.num_label_tokens, None, layout, units), layout, batch, SEED)
     steps = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
     samples = [
         [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.by_rank] for step in steps
@@ -126,7 +126,7 @@ def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> t
     turns = [_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn)]
     copies = thumbnails(store.pictures(index)) if store.num_pictures else ()
     shown = zip(picture_lines(store, index), copies, strict=True)
-    return index + 1, fates, origin, len(token_ids), int(store.num_labels[index]), turns, list(shown)
+    return index + 1, fates, origin, len(token_ids), int(store.num_label_tokens[index]), turns, list(shown)
 
 
 def split_turns(pieces: Sequence[Piece], end_of_turn: str) -> Iterator[list[Piece]]:

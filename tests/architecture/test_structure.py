@@ -57,7 +57,7 @@ MAX_PACKAGE_LINES = {
     "__main__": 10,
     "api": 986,
     "bench": 105,
-    "checkpoint": 1472,
+    "checkpoint": 1471,
     "cli": 3113,
     "compat": 3076,
     "config": 2997,

@@ -88,7 +88,7 @@ def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: 
 
 def resplit(config: Any, planned: PlannedRun, budget: int, num_ranks: int) -> Any:
     store, settings = planned.store, {"seed": config.seed, "num_ranks": num_ranks}
-    return make_plan(store.lengths, store.num_labels, config.batch, micro_batch_tokens=budget, **settings)
+    return make_plan(store.lengths, store.num_label_tokens, config.batch, micro_batch_tokens=budget, **settings)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])

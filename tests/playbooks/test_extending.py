@@ -61,7 +61,7 @@ def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metric
         logits = model(ids.long()[None]).logits[0, :-1]
         losses.append(nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100))
         num_labels += int(mask[1:].sum())
-    assert num_labels == int(store.num_labels.sum())
+    assert num_labels == int(store.num_label_tokens.sum())
     # the step holds six of these samples: its loss is the mean over their label tokens
     per_sample = torch.stack([each.sum() for each in losses])
     sums = [float(per_sample[list(ids)].sum()) for ids in [step_ids(run_config)]]
@@ -103,7 +103,7 @@ def test_a_row_format_is_one_function_and_one_rule(tiny: Any, tmp_path: Path, mo
     data = type(data).model_validate({**data.model_dump(), "sources": [{"path": str(rows)}]})
     store = open_or_build(data, str(tiny.model_dir))
     assert store.num_samples == 3
-    assert int(store.num_labels.sum()) > 0
+    assert int(store.num_label_tokens.sum()) > 0
 
 
 class Listener(Callback):

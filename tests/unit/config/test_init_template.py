@@ -254,4 +254,6 @@ def test_a_csv_of_questions_and_answers_needs_two_commands(
     assert main(["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "by-hand", *(
         f"--column={ours}={theirs}" for ours, theirs in columns.items())]) == 0  # fmt: skip
     by_hand = open_or_build(DataConfig(name="by-hand"), str(tiny.model_dir))
-    assert open_or_build(config.data, str(tiny.model_dir)).num_labels.tolist() == by_hand.num_labels.tolist()
+    assert (
+        open_or_build(config.data, str(tiny.model_dir)).num_label_tokens.tolist() == by_hand.num_label_tokens.tolist()
+    )

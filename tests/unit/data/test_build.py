@@ -76,7 +76,7 @@ def test_rows_become_samples(maker: Maker, small_tokenizer: PreTrainedTokenizerF
     store = maker.build([chat("q", "a"), chat("r", "b c")])
     assert texts(store, small_tokenizer)[1] == "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
     assert labels(store, small_tokenizer, 1) == "b c<|im_end|>"
-    assert store.num_labels.tolist() == [int(store.sample(i).loss_mask.sum()) for i in range(2)]
+    assert store.num_label_tokens.tolist() == [int(store.sample(i).loss_mask.sum()) for i in range(2)]
     assert not store.loss_mask[store.offsets[:-1]].any()
     assert str(store.origin(1)).endswith("rows.jsonl:2")
     assert store.meta.max_token_id == store.token_ids.max()
@@ -94,7 +94,7 @@ def test_plain_text_and_pairs_end_by_eos(maker: Maker, small_tokenizer: PreTrain
     store = maker.build([{"text": "a<|im_end|>b"}], template=None, special_tokens="text")
     assert texts(store, small_tokenizer) == ["a<|im_end|>b<|im_end|>"]
     assert store.token_ids.tolist().count(small_tokenizer.eos_token_id) == 1  # the typed one is text
-    assert store.num_labels[0] == len(store.token_ids) - 1
+    assert store.num_label_tokens[0] == len(store.token_ids) - 1
     assert store.meta.counts["typed_control_tokens"] == 1
 
 
@@ -246,9 +246,9 @@ def test_lost_tokens_are_told(maker: Maker, policy: str) -> None:
     whole = maker.build(rows)
     store = maker.build(rows, max_tokens=32, too_long=policy, on_bad_row="skip")
     counts, fates = store.meta.counts, ("truncated", "split", "too_long", "lost_labels")
-    assert (counts["tokens"], counts["label_tokens"]) == (whole.lengths.sum(), whole.num_labels.sum())
+    assert (counts["tokens"], counts["label_tokens"]) == (whole.lengths.sum(), whole.num_label_tokens.sum())
     assert counts["tokens"] - sum(counts[f"{fate}_tokens"] for fate in fates) == store.lengths.sum()
-    assert counts["label_tokens"] - sum(counts[f"{fate}_labels"] for fate in fates) == store.num_labels.sum()
+    assert counts["label_tokens"] - sum(counts[f"{fate}_labels"] for fate in fates) == store.num_label_tokens.sum()
     fate = {"truncate": "truncated", "drop": "too_long"}.get(policy, policy)
     tokens, label_tokens = counts[f"{fate}_tokens"], counts[f"{fate}_labels"]
     lost = f"lost: {tokens:,} tokens ({tokens / counts['tokens']:.1%} of all) and {label_tokens:,} label tokens"
@@ -552,7 +552,7 @@ def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path) -> N
     store = open_or_build(config, str(shared / tokenizer))
     assert store.num_samples > 900
     assert store.meta.counts["bad"] == 0
-    assert (store.num_labels > 0).all()
+    assert (store.num_label_tokens > 0).all()
     assert len(set(store.files.tolist())) == len(REAL)
 
 

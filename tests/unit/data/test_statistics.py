@@ -21,7 +21,7 @@ def _store(lengths: list[int], labels: list[int]) -> TokenStore:
         token_ids=np.zeros(total, np.int32),
         loss_mask=np.zeros(total, np.bool_),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        num_labels=np.array(labels, np.int64),
+        num_label_tokens=np.array(labels, np.int64),
         hashes=none.astype(np.uint64),
         files=none.astype(np.int32),
         rows=none.astype(np.int64),

@@ -55,7 +55,7 @@ def test_what_is_written_is_read(tmp_path: Path, per_append: int, num_ids: int, 
     assert store.num_samples == 3
     assert store.offsets.tolist() == [0, 3, 4, 6]
     assert store.lengths.tolist() == [3, 1, 2]
-    assert store.num_labels.tolist() == [2, 0, 1]
+    assert store.num_label_tokens.tolist() == [2, 0, 1]
     assert (store.token_ids.dtype, store.loss_mask.dtype) == (dtype, np.bool_)
     assert isinstance(store.token_ids, np.memmap)
     for index, (ids, loss_mask) in enumerate(SAMPLES):

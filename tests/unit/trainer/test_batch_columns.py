@@ -56,7 +56,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 
 def micro_batch(store: TokenStore, ids: tuple[int, ...], **more: Any) -> MicroBatch:
-    num_label_tokens = 0 if more.get("is_filler") else int(store.num_labels[list(ids)].sum())
+    num_label_tokens = 0 if more.get("is_filler") else int(store.num_label_tokens[list(ids)].sum())
     return MicroBatch(ids, int(store.lengths[list(ids)].sum()), num_label_tokens, **more)
 
 

@@ -165,7 +165,7 @@ def test_each_prompt_gets_the_answer_to_another(tiny: Any, tmp_path: Path) -> No
         found, found_mask = other.sample(index).pair
         assert found[:first].tolist() == own[:first].tolist()
         assert found[first:].tolist() == ids[start:][: len(found) - first].tolist()
-        assert found_mask.sum() == other.num_labels[index] == found_mask[first:].sum() > 0
+        assert found_mask.sum() == other.num_label_tokens[index] == found_mask[first:].sum() > 0
         assert len(found) == other.lengths[index]
     assert (mismatched(store).answer_of == answers).all()
 
@@ -190,7 +190,7 @@ def test_long_rows_take_no_more_memory_than_short_ones(tiny: Any, tmp_path: Path
     masks[:, 4096:] = True
     store = replace(
         built, token_ids=ids.ravel(), loss_mask=masks.ravel(), offsets=np.arange(count + 1) * length,
-        num_labels=np.full(count, length - 4096),
+        num_label_tokens=np.full(count, length - 4096),
     )  # fmt: skip
     tracemalloc.start()
     other = mismatched(store)

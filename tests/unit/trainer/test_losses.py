@@ -70,7 +70,7 @@ def with_reference(planned: PlannedRun) -> PlannedRun:
         # log-ratios of about 10 and of both signs; KTO's mean over answers to other prompts is negative in one form
         means = (6.6, 5.8 if planned.objective.model_dump().get("desirable_weight") == 1.5 else 6.6)
         for store, mean in zip([one.store for one in planned.sets], means, strict=False):
-            store.extra[REFERENCE][:] = -mean * store.num_labels + rng.normal(0.0, 8.0, store.num_samples)
+            store.extra[REFERENCE][:] = -mean * store.num_label_tokens + rng.normal(0.0, 8.0, store.num_samples)
     return planned
 
 

@@ -163,7 +163,7 @@ def test_an_answer_without_a_label_token_is_named(tiny: Any, tmp_path: Path) -> 
     store = write_units(tmp_path, tiny.model_dir, [2] * 4, name="pairs", unlabelled=5)
     with pytest.raises(DataError, match="sample 5 has no label token, so objective simpo has nothing of"):
         plan_run(config_of(tiny, tmp_path, tmp_path / "run", objective="simpo"), Reporter(), Rank())
-    assert store.num_labels[5] == 0
+    assert store.num_label_tokens[5] == 0
 
 
 def test_odds_of_certainty_are_finite() -> None:

@@ -38,7 +38,7 @@ def test_truncation_sizes_and_packing_are_told(data_set) -> None:  # type: ignor
     page, store = data_set.page.read_text(), TokenStore.open(data_set.store)
     second = page.split('<article class="sample">')[2]
     assert ">truncated<" in second
-    assert f"300 tokens, {int(store.num_labels[1])} trained" in second
+    assert f"300 tokens, {int(store.num_label_tokens[1])} trained" in second
     assert "rows were truncated to 300 tokens" in page
     assert f"{int(store.lengths.sum()):,}" in page
     # every sample of the first step is a block, above and below
