@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class RankGroup(NamedTuple):
-    """N ranks that compute something together: the name of their process group, N, and this rank's place in it."""
+    """N ranks that compute something together: the name of their process group, N, and this rank's index in it."""
 
     name: str
     size: int
-    place: int
+    rank: int
 
 
 def all_gather(x: Tensor, group: RankGroup) -> Tensor:

@@ -77,7 +77,7 @@ class Preference(Objective):
         read = [tokens.by_sample(tokens.logprobs), tokens.sample_lengths]
         read += [tokens.column(REFERENCE)] if REFERENCE in self.columns else []
         pairs = [tokens.by_unit(column) for column in read]
-        chosen, rejected = (Answers(*(by_unit[:, place] for by_unit in pairs)) for place in (0, 1))
+        chosen, rejected = (Answers(*(by_unit[:, index] for by_unit in pairs)) for index in (0, 1))
         losses, nll = self.losses(chosen, rejected), -chosen.mean
         losses = losses + self.sft_weight * nll if self.sft_weight else losses
         tokens.example_losses = losses

@@ -72,8 +72,8 @@ def _first_beyond(weights: Tensor, numbers: Tensor) -> Tensor:
     block_weights = blocks.gather(1, block[..., None].expand(-1, 1, _BLOCK))[:, 0]
     inner = (block_weights.double() * _WHOLE).long().cumsum(-1)
     # parts are rounded down, so those of a block's tokens may be fewer than the block's
-    place = torch.searchsorted(inner, torch.minimum(bounds - before, inner[:, -1:] - 1), right=True)
-    return (block * _BLOCK + place)[:, 0]
+    offset = torch.searchsorted(inner, torch.minimum(bounds - before, inner[:, -1:] - 1), right=True)
+    return (block * _BLOCK + offset)[:, 0]
 
 
 def _cut(scores: Tensor, params: SamplingParams) -> Tensor:

@@ -97,10 +97,10 @@ class BatchLoader:
 
         Prefetched batches that are no longer next are dropped. Errors of the reading thread are raised here.
         """
-        for place, micro_batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(micro_batches):
             started = time.perf_counter()
             future = self._staged.pop(micro_batch, None) or self._submit(micro_batch)
-            self._prefetch(list(islice(chain(micro_batches[place + 1 :], self._following), _NUM_PICTURED)))
+            self._prefetch(list(islice(chain(micro_batches[index + 1 :], self._following), _NUM_PICTURED)))
             batch, copied = future.result()
             self.wait_s += time.perf_counter() - started
             if copied is not None:

@@ -60,7 +60,7 @@ def setup_context_parallel(
         return
     assert strategy.context_mesh is not None
     assert loaded.attention != "transformers", "only rows have it"
-    group = RankGroup(strategy.context_mesh.get_group("context").group_name, shard.num_shards, shard.place)
+    group = RankGroup(strategy.context_mesh.get_group("context").group_name, shard.num_shards, shard.rank)
     loaded.model.set_attn_implementation(register_over_ranks(loaded.attention, group))
     with loaded.present():
         # of all ranks, as each must raise if one does
@@ -84,7 +84,7 @@ def shard_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -
     group = RankGroup(mesh.get_group("expert").group_name, mesh.size(1), mesh.get_local_rank("expert"))
     slices = slice_experts(loaded.model, group)
     if loaded.waiting is not None:
-        loaded.waiting.narrow(slices, group.size, group.place)
+        loaded.waiting.narrow(slices, group.size, group.rank)
     modules: Any = experts_modules(loaded.model).values()
     numbers = sorted({module.num_experts for module in modules})
     counts = " or ".join(f"{number}, {number // group.size} of them" for number in numbers)

@@ -164,13 +164,13 @@ def choose_rows(
     `room` tokens are passed over and counted.
     """
     token_id = cache(
-        lambda place: processor_of(evaluated[place][0]).token_id if evaluated[place][0].num_pictures else 0
+        lambda set_index: processor_of(evaluated[set_index][0]).token_id if evaluated[set_index][0].num_pictures else 0
     )
     chosen: dict[tuple[int, int], tuple[tuple[int, ...], NDArray[np.int32]]] = {}
     too_long = set()
     for number in range(NUM_ROWS):
-        place = number % len(evaluated)
-        store, sample_ids = evaluated[place]
+        set_index = number % len(evaluated)
+        store, sample_ids = evaluated[set_index]
         ids = np.sort(np.asarray(sample_ids))
         ids = ids[are_good(store, ids)]
         if not len(ids):
@@ -182,11 +182,11 @@ def choose_rows(
         for sample_id in np.roll(ids, -((2 * number + 1) * len(ids) // (2 * NUM_ROWS))).tolist():
             split, reference = _split(*store.sample(sample_id).pair)
             if len(split) > room:
-                too_long.add((place, sample_id))
-            elif (place, sample_id) in chosen:
+                too_long.add((set_index, sample_id))
+            elif (set_index, sample_id) in chosen:
                 continue
-            elif context := _with_pictures(store, sample_id, split, token_id(place)):
-                chosen[place, sample_id] = context, reference
+            elif context := _with_pictures(store, sample_id, split, token_id(set_index)):
+                chosen[set_index, sample_id] = context, reference
                 break
     return list(chosen.values()), len(too_long)
 

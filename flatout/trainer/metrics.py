@@ -143,7 +143,7 @@ class Stragglers:
     def check(self, completed: int, busy_s: Sequence[float]) -> None:
         """Check one step: `busy_s` has all ranks' seconds when `completed` steps are done; empty for one rank."""
         for rank, own_s in enumerate(busy_s if len(busy_s) > 1 else ()):
-            others_s = statistics.median(seconds for place, seconds in enumerate(busy_s) if place != rank)
+            others_s = statistics.median(seconds for other, seconds in enumerate(busy_s) if other != rank)
             is_slow = 0 < others_s * STRAGGLER_SLOWDOWN < own_s
             self._num_slow[rank] = self._num_slow.get(rank, 0) + 1 if is_slow else 0
             if self._num_slow[rank] == STRAGGLER_STEPS:

@@ -44,10 +44,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """The shard of one of N ranks: every micro-batch is cut into `num_shards`, and this rank takes that at `place`.
+    """The shard of one of N ranks: every micro-batch is cut into `num_shards`, and this rank takes that at `rank`.
 
     Each long document, and all the rest as one, is cut into 2 N chunks of equal length, of which a rank takes the one
-    at `place` and its mirror image, 2 N - 1 - `place`. Causal attention to earlier chunks grows linearly along a
+    at `rank` and its mirror image, 2 N - 1 - `rank`. Causal attention to earlier chunks grows linearly along a
     document, so every rank has the same of it. Of documents up to 256 N tokens it is small beside the products of their
     tokens. So these are dealt to the rest's chunks by length, which keeps nearly all of them whole: cut into 2 N pieces
     they would not fill the kernel's tiles.
@@ -57,7 +57,7 @@ class ContextShard:
     """
 
     num_shards: int
-    place: int
+    rank: int
 
     def num_boundaries(self, max_documents: int) -> int:
         """Return the number of boundaries of every shard of a run, see `padded_num_boundaries`."""
@@ -73,8 +73,8 @@ class ContextShard:
         boundaries = batch.cu_seqlens.numpy().astype(np.int64)
         stream = self.stream(np.diff(boundaries), TOKENS_MULTIPLE if num_boundaries else 1)
         begins, ends, documents = self.pieces(stream)
-        rows = [_ranges(*self.pieces(stream, place)[:2]) for place in range(self.num_shards)]
-        shard_rows, gathered_row = rows[self.place], np.empty(stream.starts[-1], np.int64)
+        rows = [_ranges(*self.pieces(stream, rank)[:2]) for rank in range(self.num_shards)]
+        shard_rows, gathered_row = rows[self.rank], np.empty(stream.starts[-1], np.int64)
         gathered_row[np.concatenate(rows)] = np.arange(stream.starts[-1])
         key_begins = stream.starts[documents]
         # the row in the stream of each of the batch's tokens
@@ -88,7 +88,7 @@ class ContextShard:
             whole[moved] = values.numpy()
             return torch.from_numpy(whole[shard_rows])
 
-        label_rows = gathered_row[moved[batch.label_rows.numpy()]] - self.place * len(shard_rows)
+        label_rows = gathered_row[moved[batch.label_rows.numpy()]] - self.rank * len(shard_rows)
         is_own = torch.from_numpy((label_rows >= 0) & (label_rows < len(shard_rows)))
         return replace(
             batch,
@@ -122,13 +122,13 @@ class ContextShard:
             padded, order = np.append(padded, tail), np.append(order, -1)
         return Stream(padded, order, int(is_long.sum()))
 
-    def pieces(self, stream: Stream, place: int | None = None) -> tuple[Integers, Integers, Integers]:
+    def pieces(self, stream: Stream, rank: int | None = None) -> tuple[Integers, Integers, Integers]:
         """Return first rows, end rows and documents of a shard's pieces in the stream, by default of this rank's."""
-        place, num_chunks = self.place if place is None else place, 2 * self.num_shards
+        rank, num_chunks = self.rank if rank is None else rank, 2 * self.num_shards
         starts = stream.starts
         cuts = np.append(starts[: stream.num_long + 1], starts[-1])
         sizes = np.diff(cuts) // num_chunks
-        begins = np.stack([cuts[:-1] + place * sizes, cuts[:-1] + (num_chunks - 1 - place) * sizes], 1).flatten()
+        begins = np.stack([cuts[:-1] + rank * sizes, cuts[:-1] + (num_chunks - 1 - rank) * sizes], 1).flatten()
         ends = begins + np.repeat(sizes, 2)
         # in the rest, a piece ends where a document does
         inner = starts[stream.num_long + 1 : -1]

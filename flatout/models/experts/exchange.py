@@ -31,7 +31,7 @@ def exchange(
     products have half as many rows, there are twice as many launches, and communication slows the products down.
     """
     ids, weights = _GatherSlots.apply(chosen, weights, group)
-    ids = ids - group.place * num_experts
+    ids = ids - group.rank * num_experts
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     partial_outputs = compute(_Exchange.apply(x, group, True), weights.flatten(0, 1), ids.flatten(0, 1))
     outputs: Tensor = _Exchange.apply(partial_outputs, group, False)

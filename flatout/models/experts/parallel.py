@@ -40,7 +40,7 @@ def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
     for path, module in model.named_modules():
         for name, dim in list(_expert_dims(module, group.size)):
             old: Tensor = getattr(module, name)
-            new = old.detach().chunk(group.size, dim)[group.place].clone()
+            new = old.detach().chunk(group.size, dim)[group.rank].clone()
             setattr(module, name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
             slices[f"{path}.{name}"] = dim
         if isinstance(module, FrozenExperts):
