@@ -92,7 +92,7 @@ def load_optimizer_state(
             )
         for key in state:
             # read one at a time: the states of all parameters together may exceed the host's memory
-            full_name, one = f"{name}/{key}", like.get(key, parameter)
+            full_name, template = f"{name}/{key}", like.get(key, parameter)
             if key == "step":
                 _require_fit(tensors, full_name, (), None)
                 # torch's fused AdamW and ours keep the step on the GPU, all others on the host
@@ -100,9 +100,9 @@ def load_optimizer_state(
                 device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
                 continue
-            _require_fit(tensors, full_name, local_shard_of(one).shape, one.dtype)
+            _require_fit(tensors, full_name, local_shard_of(template).shape, template.dtype)
             if isinstance(tensors, CheckpointTensors) and (is_sharded(parameter) or key in like):
-                optimizer.state[owner][key] = tensors.like(full_name, one)
+                optimizer.state[owner][key] = tensors.like(full_name, template)
             elif owner is parameter:
                 optimizer.state[owner][key] = tensors[full_name].to(parameter.device, copy=True)
             else:

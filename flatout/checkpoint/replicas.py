@@ -28,7 +28,7 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
     offsets: list[tuple[int, ...]] = []
     sums_on_device: list[Tensor] = []
     by_name: dict[str, Any] = {
-        f"{kind} {name}": one for kind, tensors in state.items() for name, one in tensors.items()
+        f"{kind} {name}": tensor for kind, tensors in state.items() for name, tensor in tensors.items()
     }
     for name, tensor in by_name.items():
         if is_sharded(tensor):
@@ -43,10 +43,10 @@ def refuse_drift(state: Mapping[str, Mapping[str, Tensor]], group: ControlGroup)
         sums_on_device.append(bits.sum(dtype=torch.int64))
     # one synchronization per device
     on_host = {
-        device: iter(torch.stack([one for one in sums_on_device if one.device == device]).tolist())
-        for device in {one.device for one in sums_on_device}
+        device: iter(torch.stack([total for total in sums_on_device if total.device == device]).tolist())
+        for device in {total.device for total in sums_on_device}
     }
-    own_sums = [next(on_host[one.device]) for one in sums_on_device]
+    own_sums = [next(on_host[total.device]) for total in sums_on_device]
     answers = group.all_gather({"place": str(offsets), "sums": own_sums})
     for same_place in {answer["place"] for answer in answers}:
         sums = {rank: tuple(answer["sums"]) for rank, answer in enumerate(answers) if answer["place"] == same_place}

@@ -316,8 +316,8 @@ def data_of(run_dir: Path) -> set[str]:
         with suppress(CheckpointError, KeyError, TypeError):
             recorded = read_json(path)["facts"]["fingerprints"]
             sets = [recorded["data"], recorded.get("eval_data")]
-            flat = [one for each in sets for one in (each if isinstance(each, list) else [each]) if one]
-            fingerprints |= {str(one["fingerprint"]) for one in flat}
+            flat = [facts for entry in sets for facts in (entry if isinstance(entry, list) else [entry]) if facts]
+            fingerprints |= {str(facts["fingerprint"]) for facts in flat}
     return fingerprints
 
 

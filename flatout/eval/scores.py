@@ -35,8 +35,8 @@ def scores_of(
         ids = torch.full((len(rows), longest), padding_id or 0, device=device)
         mask = torch.zeros_like(ids)
         for place, index in enumerate(rows):
-            own = torch.tensor(store.sample(int(index)).token_ids.tolist(), device=device)
-            ids[place, : len(own)], mask[place, : len(own)] = own, 1
+            token_ids = torch.tensor(store.sample(int(index)).token_ids.tolist(), device=device)
+            ids[place, : len(token_ids)], mask[place, : len(token_ids)] = token_ids, 1
         scores[rows] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().cpu().numpy()
         done += len(rows)
         on_progress(done, len(order))

@@ -72,7 +72,7 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
     `stops` are the tokens that end an answer of an adapter; None for a whole model, whose files name them.
     """
     settings, is_lora, is_adapter = settings_of(log), trained.adapter is not None, stops is not None
-    sources = [str(one["path"]) for one in settings.get("data.sources") or []]
+    sources = [str(source["path"]) for source in settings.get("data.sources") or []]
     facts = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
@@ -118,9 +118,9 @@ def _how_to_load(repo: str, base: str, stops: list[int], *, has_rows: bool) -> s
 def _public(value: Any) -> Any:
     """Return a value with the names of files in place of their paths, and without what is empty."""
     if isinstance(value, dict):
-        return {key: _public(one) for key, one in value.items() if one not in (None, {}, [])}
+        return {key: _public(item) for key, item in value.items() if item not in (None, {}, [])}
     if isinstance(value, list):
-        return [_public(one) for one in value]
+        return [_public(item) for item in value]
     is_local = isinstance(value, str) and "/" in value and (value[0] in "/.~" or Path(value).exists())
     return Path(value).name if is_local else printable(value) if isinstance(value, str) else value
 
@@ -141,10 +141,10 @@ def loss_svg(log: RunLog) -> str:
     """Return the loss by step as an image: training, smoothed, and evaluations as dots. Nothing without a step."""
     if not log.steps:
         return ""
-    xs, ys = (np.array([getattr(one, name) for one in log.steps], dtype=np.float64) for name in ("step", "loss"))
-    at, losses = (np.array([getattr(one, name) for one in log.evals], float) for name in ("step", "eval_loss"))
-    across, every = x_scale(float(xs[0]), float(xs[-1]), _WIDTH), np.concatenate([ys, losses])
-    up = y_scale(float(every.min()), float(every.max()), _HEIGHT)
+    xs, ys = (np.array([getattr(record, name) for record in log.steps], dtype=np.float64) for name in ("step", "loss"))
+    at, losses = (np.array([getattr(record, name) for record in log.evals], float) for name in ("step", "eval_loss"))
+    across, all_losses = x_scale(float(xs[0]), float(xs[-1]), _WIDTH), np.concatenate([ys, losses])
+    up = y_scale(float(all_losses.min()), float(all_losses.max()), _HEIGHT)
     marks = []
     for line, opacity in ((ys, 0.35), (moving_average(ys), 1)):
         shown = downsampled(xs, line)

@@ -35,8 +35,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     if name not in ARCHS:
         return f"model type {config.model_type} ({name})"
     rope = config.rope_parameters
-    kind, given = rope["rope_type"], {key for key, value in rope.items() if value is not None}
-    if odd := sorted(given - {"rope_type", "rope_theta"} - _ROPE_KEYS.get(kind, set())):
+    kind, keys = rope["rope_type"], {key for key, value in rope.items() if value is not None}
+    if odd := sorted(keys - {"rope_type", "rope_theta"} - _ROPE_KEYS.get(kind, set())):
         return f"rope type {kind} with {', '.join(odd)}"
     if kind not in _ROPE_KEYS or (kind == "llama3" and ARCHS[name] != "llama"):
         return f"rope type {kind} of {name}"

@@ -59,7 +59,7 @@ def go_template(tokenizer: Any) -> str | None:
             around, default, prompt = _derive(tokenizer)
             for roles in _TRIED:
                 messages = _conversation(roles)
-                rendered = "".join(around[one["role"]].replace("{}", one["content"]) for one in messages)
+                rendered = "".join(around[message["role"]].replace("{}", message["content"]) for message in messages)
                 expected = _render(tokenizer, roles, prompts=True)
                 if ("" if "s" in roles else default) + rendered + prompt != expected:
                     return None
@@ -78,7 +78,7 @@ def go_template(tokenizer: Any) -> str | None:
 
 def _derive(tokenizer: Any) -> tuple[dict[str, str], str, str]:
     """Return the text of each role's turn with {} for its content, that before a first user turn, and the prompt."""
-    system, user, answer, last = (one["content"] for one in _conversation("suau"))
+    system, user, answer, last = (message["content"] for message in _conversation("suau"))
     whole = _render(tokenizer, "suau")
     prompt = _render(tokenizer, "suau", prompts=True).removeprefix(whole)
     before_system, between, before_answer, before_last, after_user = _split(whole, system, user, answer, last)

@@ -115,7 +115,7 @@ def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str,
         info = api.model_info(repo)
     except RepositoryNotFoundError:
         return repo, None, []
-    files = [one.rfilename for one in info.siblings or [] if one.rfilename != ".gitattributes"]
+    files = [file.rfilename for file in info.siblings or [] if file.rfilename != ".gitattributes"]
     if files and not replace:
         raise UsageError(f"{repo} exists and has {len(files)} files; choose another name, or replace them by --replace")
     if private and not info.private:

@@ -158,7 +158,7 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
         raise UsageError(f"--adapter: {trained.base} has no adapter; leave it out to write the whole model")
     config, durable_io, empty = read_json(trained.adapter / "adapter_config.json"), DurableIO(), _aside(out)
     rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 0)
-    allowed = next((one for one in _VLLM_RANKS if one >= rank), None)
+    allowed = next((rank_limit for rank_limit in _VLLM_RANKS if rank_limit >= rank), None)
     odd = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
     if odd or allowed is None:
         obstacle = {"use_dora": "DoRA"}.get(odd[0], odd[0]) if odd else f"rank {rank}"
@@ -194,11 +194,11 @@ def _write_gguf(
     `tools` are that converter and llama.cpp's quantizer, where they are needed.
     """
     converter, quantizer = tools
-    own = {"bfloat16": "bf16", "float16": "f16"}.get(str(model.dtype).removeprefix("torch."), "f32")
-    durable_io, empty, plain_kind = DurableIO(), _aside(out), own if quantizer else kind or own
-    path, stop_ids = out / f"{name}-{kind or own}.gguf", stop_token_ids(model, tokenizer, ())
+    dtype = {"bfloat16": "bf16", "float16": "f16"}.get(str(model.dtype).removeprefix("torch."), "f32")
+    durable_io, empty, plain_kind = DurableIO(), _aside(out), dtype if quantizer else kind or dtype
+    path, stop_ids = out / f"{name}-{kind or dtype}.gguf", stop_token_ids(model, tokenizer, ())
     with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
-        durable_io.require_free(out.parent, sum(one.nbytes for one in model.state_dict().values()))
+        durable_io.require_free(out.parent, sum(tensor.nbytes for tensor in model.state_dict().values()))
         file, plain, merged = new / path.name, new / "plain.gguf", new / "merged"
         first = plain if quantizer else file
         if converter is not None:
@@ -209,7 +209,7 @@ def _write_gguf(
         else:
             write_gguf(model, tokenizer, first, name=name, kind=plain_kind, stop_ids=stop_ids)
         if quantizer is not None:
-            _run_tool([str(quantizer), str(plain), str(file), (kind or own).upper()])
+            _run_tool([str(quantizer), str(plain), str(file), (kind or dtype).upper()])
         command, note = f"llama-cli -m {shlex.quote(str(path))}", f"written by {converter or 'the gguf package'}"
         if left_out := ", ".join(map(repr, stops_left_out(tokenizer, stop_ids))):
             how = "the Modelfile names them" if for_ollama else "send them as stop strings"

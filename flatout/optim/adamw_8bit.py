@@ -169,8 +169,8 @@ class AdamW8bit(torch.optim.Optimizer):
         # for its shape
         widths = [1, *((block or 1) if name.endswith("_scales") else 1 for name in names)]
         slices = [
-            [part.detach() for part in each.split([size // width for size in sizes])]
-            for each, width in zip(whole, widths, strict=True)
+            [part.detach() for part in tensor.split([size // width for size in sizes])]
+            for tensor, width in zip(whole, widths, strict=True)
         ]
         self._plans[parameter] = plan = ParamPlan(
             step=state["step"],

@@ -78,5 +78,5 @@ def make_optimizer(
         on_gpu = all(parameter.is_cuda for parameter in named.values())
         optimizer = (FlatAdamW if flat else torch.optim.AdamW)(groups, fused=on_gpu, **options)
     if isinstance(optimizer, FlatOptimizer):
-        optimizer.gradient_views = [(each, each.grad) for each in named.values() if each.grad is not None]
+        optimizer.gradient_views = [(p, p.grad) for p in named.values() if p.grad is not None]
     return optimizer

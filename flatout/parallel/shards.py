@@ -141,9 +141,9 @@ def local_state(
     places: dict[str, Places] = {}
     for kind, tensors in state.items():
         shards = {name: local_shard_of(tensor) for name, tensor in tensors.items()}
-        own = {k: shard for k, shard in shards.items() if not (shard.is_copy if is_sharded(tensors[k]) else index > 0)}
-        if own or index == 0:
+        held = {k: shard for k, shard in shards.items() if not (shard.is_copy if is_sharded(tensors[k]) else index > 0)}
+        if held or index == 0:
             stem = f"{kind}-rank-{index}"
-            shares[stem] = {name: shard.local for name, shard in own.items()}
-            places[stem] = {name: (shard.shape, shard.offset) for name, shard in own.items()}
+            shares[stem] = {name: shard.local for name, shard in held.items()}
+            places[stem] = {name: (shard.shape, shard.offset) for name, shard in held.items()}
     return shares, places

@@ -148,7 +148,7 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """
     planned = plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
     if (file := config.folder / LOGPROBS).exists():
-        stores = [one.store for one in planned.sets]
+        stores = [data_set.store for data_set in planned.sets]
         for store in stores:
             store.extra[REFERENCE][:] = 0.0
         known = read_json(file)

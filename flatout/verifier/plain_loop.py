@@ -79,9 +79,8 @@ class PlainModel:
         model: Any = self.model
         maker = PictureMaker(processor_of(store), model.get_base_model() if hasattr(model, "peft_config") else model)
         files = [[decoded(file) for file in store.pictures(sample_id)] for sample_id in sample_ids]
-        samples = [
-            Sample(*pair, maker.alone(pair[0].astype(np.int64), own)) for pair, own in zip(pairs, files, strict=True)
-        ]
+        inputs = [maker.alone(ids.astype(np.int64), images) for (ids, _), images in zip(pairs, files, strict=True)]
+        samples = [Sample(*pair, alone) for pair, alone in zip(pairs, inputs, strict=True)]
         maker.close()
         return samples
 
@@ -142,18 +141,18 @@ def plain_step(plain: PlainModel, samples: Sequence[Sample], *, max_tokens: int 
     for rows in _batches(samples, 0 if resets or has_pictures else max_tokens):
         tokens = [torch.tensor(sample.token_ids.tolist(), device=device) for sample in rows]
         marks = [torch.tensor(sample.loss_mask.tolist(), device=device) for sample in rows]
-        labels = [torch.where(mark, own, -100) for mark, own in zip(marks, tokens, strict=True)]
+        labels = [torch.where(mark, sequence, -100) for mark, sequence in zip(marks, tokens, strict=True)]
         # right-padded, int64 (B, longest)
         ids = pad_sequence(tokens, batch_first=True)
-        mask = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
+        mask = pad_sequence([torch.ones_like(sequence) for sequence in tokens], batch_first=True)
         targets = pad_sequence(labels, batch_first=True, padding_value=-100)[:, 1:].flatten()
-        given = rows[0].given(device) if has_pictures else {"input_ids": ids, "attention_mask": mask}
+        arguments = rows[0].given(device) if has_pictures else {"input_ids": ids, "attention_mask": mask}
         if resets:
             with torch.no_grad():
                 # dynamic NTK keeps the longest length so far; a short input resets it
                 plain.model(input_ids=ids[:, :1], use_cache=False)
         with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
-            logits = plain.model(**given, use_cache=False).logits[:, :-1]
+            logits = plain.model(**arguments, use_cache=False).logits[:, :-1]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         loss_sum = F.cross_entropy(wide, targets, ignore_index=-100, reduction="sum")
         if loss_sum.requires_grad:  # texts do not reach a projector that is trained alone
@@ -210,7 +209,7 @@ def _write_adapter(model: PreTrainedModel, config: Config, folder: Path, token_i
 def _batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
     rows: list[Sample] = []
     for sample in samples:
-        longest = max(len(each.token_ids) for each in (*rows, sample))
+        longest = max(len(row.token_ids) for row in (*rows, sample))
         if rows and longest * (len(rows) + 1) > max_tokens:
             yield rows
             rows = []

@@ -36,11 +36,11 @@ def objective_step(
     readings, leaf, counts = _readings(plain, objective, store, sample_ids)
     if mismatched is not None:
         sums = objective.estimate(_readings(plain, objective, mismatched, sample_ids)[0])
-        readings.estimates = {name: one.detach().double() / len(sample_ids) for name, one in sums.items()}
+        readings.estimates = {name: value.detach().double() / len(sample_ids) for name, value in sums.items()}
     loss = objective(readings)["loss"] / _normalizer(objective, readings.batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
-    for sample, own in zip(plain.read(store, sample_ids), gradient.split(counts), strict=True):
-        (_read(plain, objective, sample)[0] * own).sum().backward()
+    for sample, grad in zip(plain.read(store, sample_ids), gradient.split(counts), strict=True):
+        (_read(plain, objective, sample)[0] * grad).sum().backward()
     return float(loss.detach())
 
 
@@ -87,21 +87,22 @@ def _gathered(
 ) -> SimpleNamespace:
     """Return what a batch of the whole step would carry, read sample by sample."""
     units = [int(store.units_of(np.array([sample_id]))[0]) for sample_id in sample_ids]
-    every, columns = list(dict.fromkeys(units)), {}
+    unique, columns = list(dict.fromkeys(units)), {}
     for name in names:
         per, values = store.columns[name].per, store.extra[name]
         if per == "token":
             read = [(store.sample(sample_id, [name])) for sample_id in sample_ids]
-            own = [one.columns[name][1:][one.loss_mask[1:]] for one in read]
-            columns[name] = torch.from_numpy(np.concatenate(own)).to(device)
+            label_values = [sample.columns[name][1:][sample.loss_mask[1:]] for sample in read]
+            columns[name] = torch.from_numpy(np.concatenate(label_values)).to(device)
         else:
-            columns[name] = torch.tensor([values[i] for i in (sample_ids if per == "sample" else every)], device=device)
+            indices = sample_ids if per == "sample" else unique
+            columns[name] = torch.tensor([values[index] for index in indices], device=device)
     numbers = torch.arange(len(counts), device=device)
     return SimpleNamespace(
         label_samples=numbers.repeat_interleave(torch.tensor(counts, device=device)),
-        sample_units=torch.tensor([every.index(unit) for unit in units], device=device),
+        sample_units=torch.tensor([unique.index(unit) for unit in units], device=device),
         num_samples=len(units),
-        num_units=len(every),
+        num_units=len(unique),
         num_label_tokens=int(store.num_label_tokens[list(sample_ids)].sum()),
         last_rows=numbers,
         columns=columns,
@@ -118,7 +119,7 @@ class _PlainLabels(LabelTokens):
     """Label tokens without hidden states."""
 
     def __init__(self, leaf: Tensor, readings: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
-        is_correct, ids = (torch.cat([own[place] for own in readings]) for place in (1, 2))
+        is_correct, ids = (torch.cat([parts[place] for parts in readings]) for place in (1, 2))
         batch.label_ids, batch.label_rows = ids, torch.arange(len(ids), device=ids.device)
         losses = TokenLosses(-leaf, is_correct)
         head: Any = SimpleNamespace(

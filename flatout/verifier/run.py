@@ -137,13 +137,13 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
 
 
 def _rows(
-    own: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int
+    real: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int
 ) -> Iterator[Comparison]:
     """Yield the rows of one process, those in the run's own precision, and those of several processes."""
     # plain transformers would normalize the routers' losses by micro-batch
-    experts = own.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
-    own = own.model_copy(update={"experts": experts, "context": own.context.model_copy(update={"parallel": 1})})
-    config = exact_config(own, exact, folder)
+    experts = real.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
+    real = real.model_copy(update={"experts": experts, "context": real.context.model_copy(update={"parallel": 1})})
+    config = exact_config(real, exact, folder)
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)
     if step is None:
@@ -173,10 +173,10 @@ def _rows(
     except (UsageError, NumericError) as error:
         yield Comparison(planned.plan.batch_layout.name, limit=limit, note=str(error))
         return
-    precision = resolve_precision(own.model.precision, device)
+    precision = resolve_precision(real.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):
-        yield from _own_rows(own, config, device, reference, step.index)
-    yield from reference_rows(own.model_copy(update={"run_dir": config.run_dir}), step.index)
+        yield from _own_rows(real, config, device, reference, step.index)
+    yield from reference_rows(real.model_copy(update={"run_dir": config.run_dir}), step.index)
     if cases := _rank_cases(config, reference, limit, planned, step, num_ranks):
         yield from run_rank_cases(cases, folder / "ranks")
 
@@ -203,7 +203,7 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
     """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per unit."""
     layout, samples = run.plan.batch_layout, run.plan.samples
     items = samples.take(samples.indices_of(step.sample_ids)).items(layout.cost)
-    longest, each = max(item.length for item in items), "sample" if samples.units is None else "unit"
+    longest, kind = max(item.length for item in items), "sample" if samples.units is None else "unit"
     alone = tuple(layout.micro_batch([items[index] for index in bundle.members]) for bundle in make_bundles(items))
     largest = run.plan.largest_unit(alone)
     cuts: dict[int, tuple[MicroBatch, ...]] = {}
@@ -216,7 +216,7 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
         cuts[len(alone)] = alone
     for num, batches in sorted(cuts.items()):
         several = f"{layout.name}, {num} micro-batches"
-        case = layout.name if num == 1 else f"each {each} alone" if num == len(alone) else several
+        case = layout.name if num == 1 else f"each {kind} alone" if num == len(alone) else several
         yield measure(run, replace(step, by_rank=(batches,)), reference, case)
 
 
@@ -227,14 +227,14 @@ def _largest_unit(planned: PlannedRun) -> int:
 
 
 def _own_rows(
-    own: Config, trained: Config, device: torch.device, reference: Reference, step_index: int
+    real: Config, trained: Config, device: torch.device, reference: Reference, step_index: int
 ) -> Iterator[Comparison]:
     """Yield rows in the run's own precision: the error of plain transformers, and the run with a limit based on it."""
-    config = own.model_copy(
+    config = real.model_copy(
         update={
             "run_dir": trained.run_dir,
             "lora": trained.lora,
-            "full": own.full.model_copy(update={"update": "step"}),
+            "full": real.full.model_copy(update={"update": "step"}),
             "strategy": trained.strategy,
             "sharding": trained.sharding,
         }
@@ -253,7 +253,7 @@ def _own_rows(
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:
         yield measure(run, step, reference, f"{run.plan.batch_layout.name} in {name}, as in the run").judged(limit)
         if config.method == "lora":
-            yield from adapter_rows(run, step, has_adapter=own.lora.continue_from is not None)
+            yield from adapter_rows(run, step, has_adapter=real.lora.continue_from is not None)
 
 
 def _rank_cases(

@@ -281,7 +281,7 @@ class PeerWatch:
             # heartbeats went on all the time
             how = f"has made no progress for {still_s:.0f} s (faults.{setting})"
             return PeerFailure(rank, host, status, how, is_exact=True)
-        is_awaited = not status.waits and any(one.waits for one in statuses)
+        is_awaited = not status.waits and any(other.waits for other in statuses)
         is_late = now_s - changed_at >= max(bounded_wait.NOTICE_AFTER_S, USUAL_STEPS * self._step_s)
         if is_awaited and is_late and (status.step, status.phase) != self._last_notice:
             self._last_notice = status.step, status.phase

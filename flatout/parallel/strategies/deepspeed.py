@@ -215,11 +215,11 @@ class PartitionedOptimizer(Optimizer):
     def _make_moments(self) -> None:
         """Create the moments by an update with zero gradients and zero learning rate, which changes no weight."""
         # stages 1 and 2 map all groups' moments to weights after the first group's first step: they must exist by then
-        kept = [(group, group["lr"]) for group in self._inner.param_groups]
-        parts = [(part, part.grad) for group, _ in kept for part in group["params"]]
+        rates = [(group, group["lr"]) for group in self._inner.param_groups]
+        parts = [(part, part.grad) for group, _ in rates for part in group["params"]]
         if not parts:
             return
-        for group, _ in kept:
+        for group, _ in rates:
             group["lr"] = 0.0
         for part, _ in parts:
             part.grad = torch.zeros_like(part)
@@ -228,7 +228,7 @@ class PartitionedOptimizer(Optimizer):
             part.grad = grad
             if STEP in self.state[part]:
                 self.state[part][STEP].zero_()
-        for group, rate in kept:
+        for group, rate in rates:
             group["lr"] = rate
 
     @torch.enable_grad()

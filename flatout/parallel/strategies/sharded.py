@@ -58,7 +58,7 @@ class Sharded(Strategy):
             offload = fsdp.CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
         # frozen parameters that are gathered once and never freed cost less if they are whole from the start
         freed = {parameter for block in blocks for parameter in block.parameters()} if frees else set()
-        ignored = {one for one in model.parameters() if is_slice(one) or not (one.requires_grad or one in freed)}
+        ignored = {p for p in model.parameters() if is_slice(p) or not (p.requires_grad or p in freed)}
         common: dict[str, Any] = {"mesh": self._mesh, "offload_policy": offload, "ignored_params": ignored}
         for block in blocks:
             fsdp.fully_shard(block, reshard_after_forward=frees, mp_policy=narrow, **common)
