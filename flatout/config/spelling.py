@@ -33,7 +33,7 @@ _OPTION = re.compile(
     r"(--?[\w-]+) is ('[^']*'|\S+); expected "
     r"(?:one of ([\w.-]+(?:, [\w.-]+)*)|(?:more than 0, at most |[^\d;]*)(\d[\d.]*))"
 )
-_IN_MEMORY = r"\S*in_memory/data-\w+/rows\.\w+:(\d+)"
+_IN_MEMORY = r"[^\s(]*in_memory/data-\w+/rows\.\w+:(\d+)"
 _COLUMNS = re.compile(r"(?:set|map yours, such as) columns: \{([^}]*)\}")
 # what a form of studio calls a setting that has no field of its own name
 _FIELDS = {"name": "Name of the run"}

@@ -167,6 +167,11 @@ def sums_of(objective: Objective, readings: Readings, *, estimates: bool = False
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
             "dimensions, sums over the micro-batch"
         )
+    if readings.states.requires_grad and not (estimates or sums["loss"].requires_grad):
+        raise UsageError(
+            f"objective {objective.name} returned a loss without a gradient; compute it from log-probabilities or "
+            "scores, without detach(), item() or comparisons alone"
+        )
     return tuple(sums[name] if name == "loss" else sums[name].detach() for name in names)
 
 

@@ -89,11 +89,16 @@ class Readings:
     """What an objective may set: the loss of each unit as `by_unit` has them (U,), or by scope `sample` of each sample
     (S,). Evaluations name the units with the greatest."""
 
+    states: Tensor
+    """The last hidden states (T, D)."""
+
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
 
     def column(self, name: str) -> Tensor:
         """Return a column that the objective needs: at label tokens (L,), of samples (S,) or of units (U,)."""
+        if name not in self.batch.columns:
+            raise UsageError(f"the objective reads the column {name!r}, which its `columns` do not list; add it there")
         return self.batch.columns[name]
 
     def by_unit(self, values: Tensor) -> Tensor:

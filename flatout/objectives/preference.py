@@ -37,7 +37,8 @@ class Answers(NamedTuple):
     @property
     def ratio(self) -> Tensor:
         """d = s - s by the reference."""
-        assert self.reference is not None
+        if self.reference is None:
+            raise ValueError(f"`ratio` needs the reference; set columns = ({REFERENCE!r},)")
         return self.logprob - self.reference
 
 
@@ -66,11 +67,11 @@ class Preference(Objective):
 
     def losses(self, chosen: Answers, rejected: Answers) -> Tensor:
         """Return the loss of each pair (U,), without the part that `sft_weight` adds."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no losses(chosen, rejected)")
 
     def rewards(self, answers: Answers) -> Tensor:
         """Return the reward of one answer of each pair (U,)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no rewards(answers)")
 
     def __call__(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
         """Return the sums over pairs."""

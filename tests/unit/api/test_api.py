@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flatout
+from flatout.config.spelling import Caller, spelled
 from flatout.errors import DataError, UsageError
 
 SETTINGS: dict[str, Any] = {
@@ -242,6 +243,13 @@ def test_wrong_calls_are_said_in_a_sentence(
     call = {"model": str(tiny.model_dir), "data": str(tiny.chats), "device": "cpu", **given}
     with pytest.raises((UsageError, DataError), match=said):
         flatout.train(**call)
+
+
+def test_rows_in_memory_are_named_in_sentences() -> None:
+    file, python = "/a/data/in_memory/data-0f/rows.jsonl", Caller("python", ("train",))
+    text = f"{file}:3: no text; samples 16 ({file}:9) and 17 ({file}:10), and rows.jsonl:4"
+    said = "row 3 of your data: no text; samples 16 (row 9 of your data) and 17 (row 10 of your data), and rows.jsonl:4"
+    assert spelled(text, python) == said
 
 
 def test_splits_are_asked_for_one(tiny: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import flatout
+from flatout import Answers, Preference
 from flatout.cli.main import main
 from flatout.config.read import dump_config, make_config
 from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, ProblemsError, UsageError
+from flatout.objectives.labels import Readings
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
@@ -182,6 +185,7 @@ def test_best_is_judged_by_the_named_figure(
         ("return l", "objective Focal returned a Tensor; expected a mapping of loss, certainty, surprise"),
         ("return {'loss': l}", "objective Focal returned loss; expected"),
         ("return {'loss': l[None], 'certainty': l, 'surprise': l}", r"returned loss of shape \(1,\); expected"),
+        ("l = l.detach(); return {'loss': l, 'certainty': l, 'surprise': l}", "returned a loss without a gradient"),
         ("return tokens.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
         ("return tokens.by_sample(tokens.logprobs)", "sums over each sample, but its scope is 'token'"),
     ],
@@ -195,6 +199,20 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
         return
     with pytest.raises(UsageError, match=said):
         train(config)
+
+
+def test_an_objective_says_what_it_lacks() -> None:
+    readings: Any = Readings(SimpleNamespace(columns={"label": torch.ones(2)}))  # type: ignore[arg-type]
+    assert readings.column("label").sum() == 2
+    with pytest.raises(UsageError, match="reads the column 'weight', which its `columns` do not list"):
+        readings.column("weight")
+    answers, other = (Answers(torch.tensor([-s]), torch.tensor([2.0]), torch.tensor([-3.0])) for s in (1.0, 4.0))
+    assert (answers.ratio.item(), other.ratio.item()) == (2.0, -1.0)
+    with pytest.raises(ValueError, match="`ratio` needs the reference; set columns = "):
+        _ = answers._replace(reference=None).ratio
+    for part in ("losses", "rewards"):
+        with pytest.raises(NotImplementedError, match=f"Preference has no {part}"):
+            getattr(Preference(), part)(*[answers, other][: 2 if part == "losses" else 1])
 
 
 @pytest.mark.parametrize(
