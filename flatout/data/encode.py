@@ -168,15 +168,21 @@ class Encoder:
         return TokenizedText(ids, _loss_mask(offsets, spans)[0])
 
     def _require_covered(self, text: str, offsets: NDArray[np.int64]) -> None:
-        """Raise UnencodableError if characters other than white space have no token, and no normalizer drops them."""
+        """Raise UnencodableError if characters other than white space have no token, and no normalizer changes them.
+
+        A normalizer may drop characters, or join them to those before: NFC makes one character of a letter and an
+        accent, and offsets cover the letter alone.
+        """
         first, last = (int(offsets[0, 0]), int(offsets[-1, 1])) if len(offsets) else (0, 0)
         if first == 0 and last == len(text) and not (offsets[1:, 0] > offsets[:-1, 1]).any():
             return  # nearly always
+        normalizer = self._plain.normalizer
+        normalize = normalizer.normalize_str if normalizer else str
         starts, ends = np.append(offsets[:, 0], len(text)), np.append(0, offsets[:, 1])
         for gap in np.flatnonzero(starts > ends):
-            lost = text[ends[gap] : starts[gap]]
-            normalizer = self._plain.normalizer
-            if lost.strip() and (normalizer is None or normalizer.normalize_str(lost).strip()):
+            lost, before = text[ends[gap] : starts[gap]], text[starts[gap - 1] if gap else 0 : ends[gap]]
+            left = normalize(lost).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").strip()  # SentencePiece's space
+            if left and left in normalize(before + lost):
                 raise UnencodableError(
                     f"the tokenizer has no token for {lost[:20]!r}, and would leave it out; remove it"
                 )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from flatout.data.encode import Encoder
+from flatout.data.encode import Encoder, UnencodableError
 from flatout.data.tokenizer import load_tokenizer
 
 LETTERS = [
@@ -71,3 +75,38 @@ def test_a_range_that_ends_inside_a_token_cuts_it(shared: Path) -> None:
     assert found.token_ids.tolist() == cut[0] + cut[1]
     assert found.loss_mask.tolist() == [True] * len(cut[0]) + [False] * len(cut[1])
     assert tokenizer(text)["input_ids"] != cut[0] + cut[1]
+
+
+def tokenizer_of(model: models.Model, normalizer: normalizers.Normalizer | None, *, is_bytes: bool) -> Any:
+    backend = Tokenizer(model)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if is_bytes:
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+BYTES = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+# no token for y, and none that stands for unknown characters
+WORDS = {letter: i for i, letter in enumerate("▁abcex")}
+
+
+@pytest.mark.parametrize(
+    "text", ["cafe\u0301 a", "e\u0301", "tie\u0302\u0301ng", "a\u0301\u0301", "\u1112\u1161\u11ab", "caf\u00e9", "a b"]
+)
+def test_characters_that_a_normalizer_joins_are_encoded(text: str) -> None:
+    tokenizer = tokenizer_of(models.BPE(BYTES, []), normalizers.NFC(), is_bytes=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    encoded = Encoder(tokenizer).encode(text, [(0, len(text))])
+    assert encoded.token_ids.tolist() == ids
+    assert encoded.loss_mask.all()
+    assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.Prepend("▁")])
+@pytest.mark.parametrize("text", ["abyc", "aye\u0301x", "aby"])
+def test_characters_without_a_token_are_refused(normalizer: Any, text: str) -> None:
+    encoder = Encoder(tokenizer_of(models.BPE(WORDS, []), normalizer, is_bytes=False))
+    assert len(encoder.encode("abcx", [(0, 4)]).token_ids) >= 4
+    with pytest.raises(UnencodableError, match="has no token for"):
+        encoder.encode(text, [(0, len(text))])
