@@ -66,9 +66,7 @@ def _table(section: type[BaseModel], prefix: str, names: Any) -> Iterator[str]:
 
 
 def _row(setting: Setting, name: str, *more: str) -> str:
-    # a number that the method chooses is what auto stands for
-    is_auto = setting.allowed.startswith("one of auto, or number")
-    default = "required" if setting.default is None else f"`{'auto' if is_auto else setting.default}`"
+    default = "required" if setting.default is None else f"`{setting.default}`"
     cells = (f"`{name}`", default, setting.allowed, " ".join(setting.help.split()), *more)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 

@@ -60,6 +60,8 @@ def data_file(data: Any, folder: Path) -> str:
         raise UsageError(
             f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
         )
+    if hasattr(data, "__len__") and len(data) == 0:
+        raise DataError('data has no rows; give at least one, such as {"instruction": "Say hi", "output": "Hi"}')
     name = "rows.parquet" if kind in _TABLES else "rows.jsonl"
     path = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
     _sweep(folder)

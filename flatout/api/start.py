@@ -111,7 +111,8 @@ def train(
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
-    if odd := [one for one in callbacks if not isinstance(one, Callback)]:
+    listed: Sequence[object] = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    if odd := [one for one in listed if listed is not callbacks or not isinstance(one, Callback)]:
         shown = getattr(odd[0], "__name__", type(odd[0]).__name__)
         how = "write class My(flatout.Callback): ... and pass callbacks=[My()]"
         raise UsageError(f"callbacks must be flatout.Callback objects, got {shown:.60}; {how}")

@@ -34,12 +34,23 @@ class Change:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.saved)} in the checkpoint, {_shown(self.now)} now ({self.why})"
+        saved, now = _telling(self.saved, self.now), _telling(self.now, self.saved)
+        return f"{self.key}: {_shown(saved)} in the checkpoint, {_shown(now)} now ({self.why})"
+
+
+def _telling(value: Any, other: Any) -> Any:
+    """Return a list of sections, such as sources, without the settings that are equal in all of two lists."""
+    if not (isinstance(value, list) and isinstance(other, list) and isinstance(next(iter(value), None), dict)):
+        return value
+    both = [one for one in [*value, *other] if isinstance(one, dict)]
+    return [{name: part for name, part in one.items() if any(part != two.get(name) for two in both)} for one in value]
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return "; ".join(map(_shown, value))
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -71,11 +71,8 @@ def run(args: argparse.Namespace) -> int:
     system = (
         args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     )
-    if system is None and given and given.keys() <= Config.model_fields.keys():
-        step = f"\n  flatout train {shlex.quote(str(args.file))}"
-        raise UsageError(f"{args.file} is already in flatout's form; nothing to convert{step}")
     if system is None:
-        raise UsageError(f"{args.file}: cannot tell which trainer it is for; give --from {'|'.join(_SYSTEMS)}")
+        raise _of_no_system(args.file, given)
     _find_deepspeed(given, args.file.parent)
     if args.gpus is None and not command.num_ranks.isdigit():
         raise UsageError(
@@ -122,7 +119,7 @@ def _read(file: Path) -> Command:
         words = f"train model=Qwen/Qwen3-0.6B data={shlex.quote(str(file))} instead of convert {file}"
         raise UsageError(f"{file} holds rows, not settings; pass it to train as data={file}{next_steps((words, ''))}")
     if not file.exists():
-        of_others = [one for one in sorted(file.parent.glob("*.y*ml")) if _is_of_others(one)]
+        of_others = [one for one in sorted(file.parent.glob("*.y*ml")) if is_of_others(one)]
         words = shlex.join([str(of_others[0]), "--to", "ours.yaml", "instead", "of", str(file)]) if of_others else ""
         step = next_steps((words, "for example")) if words else ""
         listing = f"; other trainers' files here: {', '.join(map(str, of_others[:4]))}" if of_others else ""
@@ -135,7 +132,18 @@ def _read(file: Path) -> Command:
     return read_command(file) if file.suffix == ".sh" else Command(load_values(file))
 
 
-def _is_of_others(file: Path) -> bool:
+def _of_no_system(file: Path, given: Mapping[str, Any]) -> UsageError:
+    if "_component_" in str(given):
+        return UsageError(
+            f"{file} is torchtune's, which is not translated; start from a new file: flatout init new.yaml"
+        )
+    if given and given.keys() <= Config.model_fields.keys():
+        step = f"\n  flatout train {shlex.quote(str(file))}"
+        return UsageError(f"{file} is already in flatout's form; nothing to convert{step}")
+    return UsageError(f"{file}: cannot tell which trainer it is for; give --from {'|'.join(_SYSTEMS)}")
+
+
+def is_of_others(file: Path) -> bool:
     """Whether a path is a file with settings that only another trainer has."""
     if not file.is_file():
         return False

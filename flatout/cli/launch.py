@@ -39,8 +39,9 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration, then write or print the job."""
     config = load_config(args.config, args.overrides)
     gpus = len(config.gpus or [0]) if args.gpus_per_node is None else args.gpus_per_node
-    if args.nodes < 1 or gpus < 1:
-        raise UsageError(f"--nodes {args.nodes} and --gpus-per-node {gpus} must be at least 1")
+    for option, number in (("--nodes", args.nodes), ("--gpus-per-node", gpus)):
+        if number < 1:
+            raise UsageError(f"{option} is {number}; expected at least 1")
     words = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
         raise UsageError(f"--out {args.out} already exists; remove it, or choose a different name")

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -158,6 +159,11 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
             words = ["eval", argv[1], "--tasks", "arc_easy", "instead", "of", *argv]
             step = next_steps((shlex.join(words), "for example"))
         raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
+    words = [part for word in argv for part in word.split(" ")] if " " in argv[0] else list(argv)
+    at = next((at for at, word in enumerate(words) if word in VERBS and (at == 0 or words[at - 1] == "flatout")), None)
+    if at is not None:
+        step = next_steps((shlex.join([*words[at:], "instead", "of", *argv]), ""))
+        raise UsageError(f"there is no verb {argv[0]!r}; write flatout once, and a verb and its words behind it{step}")
     if argv[0].endswith((".yaml", ".yml")) or "=" in argv[0]:
         step = next_steps((shlex.join(["train", argv[0], "instead", "of", argv[0]]), ""))
         raise UsageError(f"there is no verb {argv[0]!r}; write a verb first, such as train{step}")
@@ -172,6 +178,7 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
     from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name, why_of
     from flatout.config.spelling import mentioned
 
+    _refuse_pieces(argv)
     known = {**dict.fromkeys(options_of(parser, ())), **OPTIONS_OF_OTHERS.get(argv[0], {})}
     used = list[str]()
     options = dict[str, tuple[str, str | None]]()  # by name: what was typed, and its value
@@ -182,7 +189,9 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
             continue
         after = next(iter(argv[index + 1 : index + 2]), "-")
         is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
-        options[option[2:].replace("-", "_")] = (option, given if equals else after if is_value else None)
+        name, value = option[2:].replace("-", "_"), given if equals else after if is_value else None
+        is_off = name.startswith("no_") and value is None  # --no-packing
+        options[name.removeprefix("no_") if is_off else name] = (option, "false" if is_off else value)
     # the file is read only for options to translate: a rank must not wait for it before its launcher's end is its own
     settings = _settings_of(argv) if options else {}
     settings |= {name: value for name, (_, value) in options.items()}
@@ -214,6 +223,19 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
     _refuse_words(argv)
 
 
+def _refuse_pieces(argv: Sequence[str]) -> None:
+    """Raise UsageError for a value that a shell took apart at its spaces: objective={kind: dpo, beta: 0.1}."""
+    at = next((at for at, word in enumerate(argv) if OVERRIDE.match(word) and _num_open(word) > 0), len(argv))
+    for end in range(at + 2, len(argv) + 1):
+        if _num_open(whole := " ".join(argv[at:end])) == 0:
+            step = next_steps((shlex.join([whole, "instead", "of", *argv[at:end]]), ""))
+            raise UsageError(f"{argv[at]}: a value with spaces is one word in quotes{step}")
+
+
+def _num_open(text: str) -> int:
+    return sum(text.count(letter) for letter in "[{") - sum(text.count(letter) for letter in "]}")
+
+
 def _refuse_words(argv: Sequence[str]) -> None:
     """Raise UsageError for a word behind the configuration that is a setting in another form, or a file."""
     from flatout.config.names import OF_OTHERS, dotted_names, our_name
@@ -239,11 +261,28 @@ def _refuse_words(argv: Sequence[str]) -> None:
             what = f"{word} holds rows; pass it as"
         elif Path(word, "config.json").is_file():
             step, what = f"model={word}", f"{word} is a model; pass it as"
-        elif argv[0] == "convert" and word.endswith((".yaml", ".yml")):
-            step, what = f"--to {word}", "the file to write is an option:"
+        elif word.endswith((".yaml", ".yml")):
+            step, what = _second_file(word, argv), "the file to write is an option:"
         if step:
+            step, typed = _with_first(argv[1], step, typed)
             words = shlex.join([*shlex.split(step), "instead", "of", *typed])
             raise UsageError(f"{what} {step}{next_steps((words, ''))}")
+
+
+def _second_file(word: str, argv: Sequence[str]) -> str:
+    """Return the step for a second file: what `convert` writes. Raises UsageError for the other verbs."""
+    if argv[0] == "convert":
+        return f"--to {word}"
+    end = next_steps((shlex.join(["instead", "of", word]), "")) if word != argv[1] else ""
+    raise UsageError(f"{word}: settings come from one file, here {argv[1]}; leave it out{end}")
+
+
+def _with_first(word: str, step: str, typed: list[str]) -> tuple[str, list[str]]:
+    """Return a step and what it replaces, with the first word too if that is a model or rows in a file's place."""
+    is_model, is_data = Path(word, "config.json").is_file(), word.endswith((".jsonl", ".csv", ".parquet"))
+    if not ((is_model and step.startswith("data=")) or (is_data and step.startswith("model="))):
+        return step, typed
+    return f"model={word} {step}" if is_model else f"{step} data={word}", [word, *typed]
 
 
 def _settings_of(argv: Sequence[str]) -> dict[str, Any]:
@@ -275,15 +314,22 @@ def _refuse_unknown_options(argv: Sequence[str], parser: Parser, subparser: argp
         if option[:2] != "--" or any(one.startswith(option) for one in known):
             continue
         used = [word] if equals else list(argv[index : index + 2])
+        takes = {name for one in actions if one.nargs != 0 for name in one.option_strings}
+        plain = [one for last, one in pairwise(argv) if one[:1] != "-" and last not in {word, *takes}]
+        has_all = len(plain) >= sum(not one.option_strings and one.nargs not in ("?", "*") for one in actions)
         for action in (one for one in actions if not one.option_strings and (equals or len(used) == 2)):
             shown = "the file" if action.dest in ("config", "file") else str(action.metavar or action.dest.upper())
             names = (f"--{action.dest}", "--config" if shown == "the file" else f"--{shown.lower()}")
             if option in names or OPTIONS_OF_OTHERS.get(argv[0], {}).get(option) == shown:
-                step = next_steps((shlex.join([value or used[-1], "instead", "of", *used]), ""))
+                # the place may be taken: `chat MODEL --adapter RUN`
+                typed = plain[:1] if has_all and len(plain) == 1 else []
+                step = next_steps((shlex.join([value or used[-1], "instead", "of", *typed, *used]), ""))
                 raise UsageError(f"there is no option {option}; write {shown} right after {before}{step}")
             before = argv[1] if isinstance(action, argparse._SubParsersAction) else shown
         used = [
-            one for one in used if not (OVERRIDE.match(one) or Path(one).exists() or (one != word and one[:1] == "-"))
+            one
+            for one in used
+            if not (OVERRIDE.match(one) or (Path(one).exists() and not has_all) or (one != word and one[:1] == "-"))
         ]
         parser.error(f"unrecognized arguments: {shlex.join(used)}")
 

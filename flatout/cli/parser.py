@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
 from flatout.errors import UsageError, next_steps
@@ -61,10 +62,14 @@ class Parser(argparse.ArgumentParser):
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): expected (?:one|\d+|at least one) arguments?", message):
             one = self._option(match[1])
             value = self._sample(one) if one.nargs is None else None
+            typed = [after for word, after in pairwise(self.typed) if word == match[1] and after[:2] != "--"]
             message, why = f"{match[1]} needs a value", "for example"
             shown = [one.metavar or one.dest.upper()] if isinstance(one.metavar, str | None) else one.metavar
             hint = f"write {' '.join([match[1], *shown])} ({re.split('[:;]', one.help or '')[0]})"
-            step = f"{match[1]} {value} instead of {match[1]}" if value else None
+            step = shlex.join([match[1], value, "instead", "of", match[1], *typed]) if value else None
+        elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): ignored explicit argument '(.*)'", message):
+            message, hint = f"{match[1]} takes no value, got {match[2]!r}", f"write {match[1]}"
+            step = f"{match[1]} instead of {shlex.quote(f'{match[1]}={match[2]}')}"
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): invalid (?:int|float) value: '(.*)'", message):
             value, why = self._sample(self._option(match[1])), "for example"
             message = f"{match[1]}: expected a number, got {match[2]!r}"
@@ -89,6 +94,7 @@ class Parser(argparse.ArgumentParser):
 
         known, meant = re.findall(r"[\w-]+", choices), our_value(name.lstrip("-"), given).value
         near = [meant] if meant in known else difflib.get_close_matches(given, known, n=1, cutoff=0.8)
+        near = near or known[: len(known) == 1]
         hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(known)}"
         if name[0] != "-":
             return f"there is no {name} {given}", hint, None, [*words, *near]
@@ -103,15 +109,20 @@ class Parser(argparse.ArgumentParser):
         if option[:1] == "-":
             near = near_option(option, known, self.verb_words)
             if near is None:
-                return f"there is no option {option}", f"leave it out; {hint}", f"instead of {shlex.join(words)}"
+                from flatout.config.names import WITHOUT_OPTION
+
+                why = WITHOUT_OPTION.get(next(iter(self.verb_words), ""), {}).get(option)
+                hint = f"{why}; leave it out" if why else f"leave it out; {hint}"
+                return f"there is no option {option}", hint, f"instead of {shlex.join(words)}"
             step = f"{near}{equals}{shlex.quote(value) if value else ''} instead of {shlex.quote(words[0])}"
             return f"there is no option {option}", f"did you mean {near}?", step
         pairs = [word.partition("=") for word in words]
         meant = [(f"--{name}", value) for name, _, value in pairs if value and f"--{name}" in known]
         meant = meant or [("--port", word) for word in words if word.isdecimal() and "--port" in known]
+        meant = meant or [("--answers", word) for word in words if Path(word).suffix and "--answers" in known]
         hint = f"write {' '.join(meant[0])}" if meant else "leave it out"
         # a word that is also at its place would go as well
-        is_sure = not {*words} & {*self.typed[: -len(words)]}
+        is_sure = not {*words} & {*self.typed[: -len(words)]} and self.verb_words[:1] != ["push"]
         without = shlex.join([*(part for pair in meant for part in pair), "instead", "of", *words])
         return f"unexpected argument {words[0]!r}", hint, without if is_sure else None
 
@@ -153,10 +164,22 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings:
             shown = re.search(r"\((?:default )?(\d[\d.e-]*)[ )]", action.help or "")
             named = next((after[name] for name in action.option_strings if name in after), None)
-            return named or (str(action.default) if action.default is not None else shown[1] if shown else None)
+            named = named or (str(action.default) if action.default is not None else shown[1] if shown else None)
+            return named or ("1" if action.type in (int, float) else None)
         plain = [word for at, word in enumerate(example) if word[0] != "-" and (at == 0 or example[at - 1][0] != "-")]
         places = [one for one in self._actions if not one.option_strings]
-        return dict(zip([one.dest for one in places], plain[len(words) - 1 :], strict=False)).get(action.dest)
+        return _here(dict(zip([one.dest for one in places], plain[len(words) - 1 :], strict=False)).get(action.dest))
+
+
+def _here(value: str | None) -> str | None:
+    """Return an example's value as it is in this folder: another trainer's file, a finished run, or the value."""
+    from flatout.cli.convert import is_of_others  # both lazy, as only errors need them
+    from flatout.view.open_runs import finished_runs
+
+    if value == "axolotl.yaml":
+        return next((str(file) for file in sorted(Path().glob("*.y*ml")) if is_of_others(file)), value)
+    finished = finished_runs() if value == "run" else []
+    return finished[0] if finished and "run" not in finished else value
 
 
 def options_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
@@ -183,7 +206,7 @@ def near_option(option: str, known: Sequence[str], words: Sequence[str]) -> str 
     named = [elsewhere.get(option), f"--{ours.rpartition('.')[2].replace('_', '-')}"]
     plain = {name.lstrip("-"): name for name in known}
     near = [name for name in known if option.startswith(f"{name}-")]
-    near += [plain[one] for one in difflib.get_close_matches(option.lstrip("-"), plain, n=1)]
+    near += [plain[one] for one in difflib.get_close_matches(option.lstrip("-"), plain, n=1, cutoff=0.7)]
     return next((name for name in [*named, *near] if name and name.split()[0] in known), None)
 
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     setting = [f"device={name}"] if name in ("auto", "cpu") else []
     name = "" if setting else name
     if name not in ("", "all"):
-        find_device(name)
+        find_device(args.device)
     if name == "all" and args.step is not None:
         raise UsageError("--step prints the micro-batches for one GPU; name it with --device")
     config, recorder = load_config(args.config, [*args.overrides, *setting]), MemoryCallback()

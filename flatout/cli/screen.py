@@ -124,7 +124,7 @@ def model_target(name: str) -> str:
 def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dict[str, str]:
     """Return what a repeatable option maps, such as `--column OURS=YOURS`. Raises UsageError for other words."""
     pairs = [word.partition("=") for word in given]
-    if odd := next(("".join(pair) for pair in pairs if not pair[1]), None):
-        step = next_steps((f"{option} instruction={shlex.quote(odd)} instead of {option} {shlex.quote(odd)}", ""))
-        raise UsageError(f"{option} {odd!r}: write {form}{step if form == COLUMN_FORM else ''}")
+    if odd := ["".join(pair) for pair in pairs if not pair[1]]:
+        step = next_steps((shlex.join(["instead", "of", option, *odd]), "proposes a name for each of your columns"))
+        raise UsageError(f"{option} {odd[0]!r}: write {form}{step if form == COLUMN_FORM else ''}")
     return {name: value for name, _, value in pairs}

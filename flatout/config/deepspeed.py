@@ -66,7 +66,7 @@ def check(config: Settings) -> None:
     if config.strategy != "deepspeed":
         if config.deepspeed is None:
             return
-        raise ValueError(f"deepspeed needs strategy: deepspeed; got {config.strategy}")
+        raise ValueError(f"deepspeed needs a strategy of its own, not {config.strategy}; set strategy: deepspeed")
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
     if config.optim.name == "adamw8bit" or config.full.weights == "bf16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,12 +32,18 @@ _WHY: Mapping[str, str] = _TABLE["why"]
 SAMPLES: Mapping[str, str] = _TABLE["samples"]
 """What to propose for a setting whose default says nothing."""
 _NEEDS: Mapping[str, list[str]] = _TABLE["needs"]
+_OFF: Mapping[str, str] = _TABLE["when_false"]
 _NOTES: Mapping[str, str] = _TABLE["notes"]
 OPTIONS_OF_OTHERS: Mapping[str, Mapping[str, str]] = {
     verb: {other: ours for ours, others in options.items() for other in others.split()}
     for verb, options in _TABLE["options"].items()
 }
 """By verb: an option of others -> ours."""
+WITHOUT_OPTION: Mapping[str, Mapping[str, str]] = {
+    verb: {other: why for why, others in options.items() for other in others.split()}
+    for verb, options in _TABLE["without"].items()
+}
+"""By verb: an option of others -> what there is instead."""
 # samples of one micro-batch of a GPU, and how many of them make a step
 _PER_GPU, _ACCUMULATION = ("per_device_train_batch_size", "micro_batch_size"), "gradient_accumulation_steps"
 
@@ -130,6 +137,15 @@ def _samples_per_step(settings: Mapping[str, Any]) -> OurName | None:
 def our_value(ours: str, value: str) -> OurName:
     """Return our setting with our form of a value of others; `ours` may have a value that replaces theirs."""
     setting, _, fixed = ours.partition(": ")
+    if fixed and value.lower() in ("false", "no", "off", "0", "none", "null"):
+        off = _OFF.get(setting)
+        return (
+            OurName(setting, off)
+            if off
+            else OurName(None, why=f"{setting} is not {fixed} unless you set it; leave it out")
+        )
+    if setting == "schedule.warmup_steps" and re.fullmatch(r"0?\.\d+", value):
+        setting = "schedule.warmup_ratio"
     if not fixed and (known := _VALUES.get(setting, {}).get(value.lower())):
         setting, _, fixed = known.rpartition(": ") if ": " in known else (setting, "", known)
     translated = fixed or value

@@ -12,6 +12,8 @@ from flatout.config.section import Section, Share, refuse_unused
 
 LR_OF_METHOD: Mapping[str, float] = {"lora": 2e-4, "full": 1e-5}
 _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1e30}]}
+# a file that `flatout init` wrote leaves it to the method, which a person may change in it
+_AUTO = Field(gt=0, le=1e30, json_schema_extra={"default": "auto"})
 
 
 class OptimConfig(Section):
@@ -19,7 +21,7 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits."""
-    lr: Annotated[float, Field(gt=0, le=1e30), WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
+    lr: Annotated[float, _AUTO, WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
     """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and less for objectives on pairs
     (docs/preference.md)."""
     beta1: Share = 0.9

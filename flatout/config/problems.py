@@ -65,9 +65,10 @@ def describe_error(
     if item["type"] == "missing" and name != "model":
         return f"{name}: missing; name a file, folder or hub id; rows in memory go to flatout.train(..., data=rows)"
     if item["type"] == "missing":
-        return f"{name}: missing; every run needs it, such as `model: {_SOME_MODEL}` in a file"
+        needed = f"; every run needs it, such as `model: {_SOME_MODEL}` in a file" if name.startswith("model") else ""
+        return f"{name}: missing{needed}"
     message = _EXPECTED.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
-    if name.endswith("every_steps"):
+    if name.endswith(".every_steps"):
         message = "expected how many steps, or a share of the run below 1"
     elif item["type"] == "model_type" and name == "model":
         message += ", such as model.name"
@@ -82,6 +83,7 @@ def describe_error(
     where = f"{name}: " if name else ""
     shown = given.get(name, "") if isinstance(item["input"], bool) else ""
     shown = shown or ("nothing" if item["input"] is None else repr(item["input"]))
+    shown = shown.lower() if isinstance(item["input"], bool) else shown
     got = "" if isinstance(item["input"], dict) else f", got {shown if len(shown) <= 100 else shown[:97] + '...'}"
     message, advice, tail = message.partition("; ")
     got = "" if isinstance(item["input"], str) and shown in message else got
@@ -120,17 +122,24 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
         return _of_objective(str(item["msg"]), name, value)
     if kind == "extra_forbidden":
         return our_name(name, value, settings=settings) or OurName(None, why=_LEAVE_OUT)
+    if isinstance(item["input"], list) and len(item["input"]) == 1 and kind in _EXPECTED:
+        return _of_one(item["input"][0], name)  # a dash too many
     if kind == "model_type":
         return _of_section(item["input"], name, value)
     if name == "freeze" and kind == "list_type" and settings.get("method") != "full":
         return OurName(None, why="it is for method: full only, LoRA freezes every base weight anyway; leave it out")
-    if value.startswith("="):
-        return OurName(name, value[1:])
-    if name.endswith("every_steps"):
-        return our_value(name, "epoch")
     if meant := _number_meant(item, name, value) or _text_meant(item, name, value):
         return meant
-    return None if kind in ("value_error", "string_pattern_mismatch") else _example_of(name)
+    is_bool = isinstance(item["input"], bool)
+    return None if kind in ("value_error", "string_pattern_mismatch") and not is_bool else _example_of(name)
+
+
+def _of_one(given: Any, name: str) -> OurName | None:
+    """Return the setting that is meant by a list of one in the place of a value, or of a section."""
+    if isinstance(given, dict) and len(given) == 1:
+        last, value = next(iter(given.items()))
+        return OurName(f"{name}.{last}", as_yaml(value), "without the dash")
+    return None if isinstance(given, dict | list) else OurName(name, as_yaml(given))
 
 
 def _example_of(name: str) -> OurName | None:
@@ -148,6 +157,7 @@ def _of_objective(message: str, name: str, value: str) -> OurName | None:
         return OurName(f"objective.{near[1]}", value)
     if " has no fields" not in message:
         return None
+    value = value.removeprefix(f"{{{name.partition('.')[2]}: ").removesuffix("}")  # of a mapping, its field
     other = our_name(name, value)
     return other if other and other.setting is None else OurName(None, why=_LEAVE_OUT)
 
@@ -159,15 +169,23 @@ def _of_section(given: Any, name: str, value: str) -> OurName | None:
     if name in OF_OTHERS:
         return our_name(name, value)
     fits = isinstance(given, float if name == "eval" else int | str)
-    return OurName(_MAIN[name], value) if fits and name in _MAIN else None
+    return our_value(_MAIN[name], value) if fits and name in _MAIN else None
 
 
 def _number_meant(item: Any, name: str, value: str) -> OurName | None:
     if item["type"] == "float_parsing" and re.fullmatch(r"\d+,\d+|[\d.e-]+[,a-df-z]", value):
         return OurName(name, re.sub("[,a-df-z]$", "", value).replace(",", "."))
-    if item["type"] in ("float_parsing", "int_parsing") and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)):
+    if percent := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value):
         name = "schedule.warmup_ratio" if name == "schedule.warmup_steps" else name
-        return OurName(name, f"{float(percent[1]) / 100:g}", "a share") if name in _SHARES else None
+        is_share = name in _SHARES or name.endswith("every_steps")
+        return OurName(name, f"{float(percent[1]) / 100:g}", "a share") if is_share else None
+    if name.endswith(".every_steps"):
+        return our_value(name, "epoch")
+    if item["type"] == "int_parsing" and (short := re.fullmatch(r"(\d+)(k|e\d|[.,]000)", value.lower())):
+        factor = 10 ** int(short[2][1:]) if short[2][0] == "e" else 1024 if short[2] == "k" else 1000
+        return OurName(name, str(int(short[1]) * factor))
+    if item["type"] == "float_parsing" and (part := re.fullmatch(r"(\d+)/([1-9]\d*)", value)):
+        return OurName(name, f"{int(part[1]) / int(part[2]):g}")
     if item["type"] == "int_from_float" and round(item["input"]):
         return OurName(name, str(round(item["input"])))
     if item["type"] in ("less_than", "less_than_equal"):
@@ -179,6 +197,8 @@ def _number_meant(item: Any, name: str, value: str) -> OurName | None:
 
 
 def _text_meant(item: Any, name: str, value: str) -> OurName | None:
+    if value.startswith("="):
+        return OurName(name, value[1:])
     if knows_value(name, value):
         return our_value(name, value)
     is_item = isinstance(next(reversed(item["loc"]), None), int)
@@ -192,7 +212,14 @@ def _text_meant(item: Any, name: str, value: str) -> OurName | None:
         return OurName(name, f"[{OF_OTHERS.get(value, value)}]")
     if item["type"] == "list_type" and isinstance(item["input"], str):
         return OurName("data", value) if name == "data.sources" else our_value(name, f"[{value}]")
-    if item["type"] == "string_pattern_mismatch" and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")):
+    # as datasets slices: rows.jsonl[:100]
+    if name == "data" and (part := re.fullmatch(r"(.+\.\w+)[:[]+(\d+)\]?", value)):
+        return OurName(None, why=f"set data: {part[1]} and data.num_samples: {part[2]}")
+    if (
+        item["type"] == "string_pattern_mismatch"
+        and "*" not in value
+        and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._"))
+    ):
         return OurName(name, text[:64])
     return None
 

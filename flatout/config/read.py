@@ -22,6 +22,7 @@ from flatout.config.problems import describe_error, steps_of
 from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
+from flatout.config.yaml_faults import refuse_line, yaml_fault
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
@@ -181,15 +182,24 @@ def _steps(
 
     It was tried: none that is refused again is proposed.
     """
-    if (known := steps_of(items, None if origin == "config" else given, settings)) is None:
-        return ""
-    changes, names = known
-    mended, refused = merge_overrides(_without(long_forms(merged), names), [one for one in changes if one != RESTART])
-    try:
-        Config.model_validate(mended, context={"is_file": True})
-    except ValidationError as error:
-        refused += [str(error)]
-    if refused:
+    changes, names = list[str](), list[str]()
+    for _ in range(2):  # the value of a name of others may be refused, too
+        if (known := steps_of(items, None if origin == "config" else given, settings)) is None:
+            return ""
+        made = {one.partition("=")[0] for one in known[0]}
+        changes = [*(one for one in changes if one.partition("=")[0] not in {*made, *known[1]}), *known[0]]
+        names += known[1]
+        wanted = [one for one in changes if one != RESTART]
+        mended, refused = merge_overrides(_without(long_forms(merged), names), wanted)
+        if refused:
+            return ""
+        try:
+            Config.model_validate(mended, context={"is_file": True})
+            break
+        except ValidationError as error:
+            items, settings = error.errors(include_url=False), dict(flatten(mended))
+            given = {**given, **{name: value for name, _, value in (one.partition("=") for one in changes)}}
+    else:
         return ""
     in_file = {*names} - {*given, "model"}
     if origin == "config" or not in_file:
@@ -297,30 +307,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if path.suffix in ROW_TYPES:
             step = next_steps((f"model=Qwen/Qwen3-0.6B data={path} instead of {path}", ""))
             raise UsageError(f"{path} holds rows, not settings; pass it as data={path}{step}") from error
-        _refuse_line(path, text)
-        reason = " ".join(str(error).split()).replace(' in "<unicode string>",', ",")
-        raise UsageError(f"{path}: not valid YAML: {reason}") from error
+        refuse_line(path, text)
+        raise UsageError(f"{path}: {yaml_fault(error)}") from error
     except (UsageError, SecurityError) as error:
         raise type(error)(f"{path}: {error}") from None
     except ValueError as error:
         # an impossible date, or a number with thousands of digits
         raise UsageError(f"{path}: a value cannot be read: {str(error).partition(';')[0]}") from error
     if not isinstance(values, dict):
-        _refuse_line(path, text)
-        hint = "; remove the dashes" if isinstance(values, list) else ""
+        refuse_line(path, text)
+        hint = "; remove the dashes" if isinstance(values, list) else "; `flatout init new.yaml` writes one"
         raise UsageError(f"{path}: expected sections such as `model:`, found {_kind(values)}{hint}")
     return values
-
-
-def _refuse_line(path: Path, text: str) -> None:
-    """Raise UsageError for a line of a file that is no YAML, if what is wrong with it is known."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r" *\t", line):
-            raise UsageError(
-                f"{path}: line {number} begins with a tab; YAML allows only spaces: write two in its place"
-            )
-        if (match := re.match(r" *(\w+):\S", line)) and match[1] in Config.model_fields:
-            raise UsageError(f"{path}: line {number}: write a space after `{match[1]}:`")
 
 
 def _kind(value: object) -> str:
@@ -384,7 +382,9 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     except (UsageError, SecurityError) as error:
         return f"{name}: {error}"
     except (yaml.YAMLError, ValueError):
-        return f"{name}: the value {raw!r:.200} is not valid YAML"
+        if raw[:1] != "*":
+            return f"{name}: the value {raw!r:.200} is not valid YAML"
+        value = raw  # a glob is text
     if value is None and values.get(name) and name in ("model", "data"):
         raise UsageError(f"{text} is empty; leave it out{next_steps((f'instead of {text}', 'keeps that of the file'))}")
     *sections, last = name.split(".")

@@ -89,10 +89,14 @@ class Caller:
             function = self.words[0] if self.words else "train"
             if not any("=" in word or word == RESTART for word in added):
                 return f'"{" ".join(added)}" instead of "{" ".join(words[of + 2 :])}"' if added and removed else None
-            changes = [self.setting(*_parts(word)) for word in added]
+            # data= names the rows: settings of data stand in the first argument, a configuration
+            of_data = [word for word in added if word.startswith("data.") and _parts(word)[0] not in _KEYWORDS]
+            section = ", ".join(f'"{name[5:]}": {_literal(value)}' for name, value in map(_parts, of_data))
+            changes = [self.setting(*_parts(word)) for word in added if word not in of_data]
             # settings of one section are one keyword
             call = re.sub(r"\b(\w+=\{)([^{}]*)\}, \1", r"\1\2, ", ", ".join(changes))
-            return f"flatout.{function}({'..., ' * ('=' in call)}{call})"
+            first = f'{{"data": {{{section}}}}}, ...' if of_data else "..." if "=" in call else ""
+            return f"flatout.{function}({', '.join(filter(None, [first, call]))})"
         # a value may be what is replaced: data=chts.jsonl
         named = [
             f"{_parts(word)[0]}=" if _parts(word)[1] in removed and word not in removed else "" for word in self.words

@@ -127,7 +127,7 @@ def find(root: Path, name: str) -> Entry:
             f"no data set {name!r}, and no file of that name: {root / FILE_NAME} lists no data set; name a file, or "
             f"build one with `flatout data build {file} --tokenizer Qwen/Qwen3-0.6B --name {name}`{step}"
         )
-    near = difflib.get_close_matches(name, entries, n=1)
+    near = difflib.get_close_matches(name, entries, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}? " if near else ""
     step = next_steps((shlex.join([(near or [*entries])[0], "instead", "of", name]), "" if near else "for example"))
     raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}{step}")

@@ -33,7 +33,7 @@ _AGAIN = "rebuild the data set"
 MASK_RULES = 1
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _FILLED_BY = {
-    "label": "build it from rows of format: kto",
+    "label": "write rows with prompt, completion and label (true or false)",
     "class": "build it from rows of format: classify",
     "margin": "build it from pairs that all have a margin or scores",
 }
@@ -185,10 +185,9 @@ class TokenStore:
         """Raise DataError if the store lacks one of these columns, which `who` needs."""
         for name in names:
             if name not in self.extra:
-                known = ", ".join(sorted(self.extra)) or "none"
                 raise DataError(
-                    f"{self.folder}: data set {self.meta.name!r} has no column {name!r}, which {who} needs (its own "
-                    f"columns: {known}); {_FILLED_BY.get(name, 'write it with flatout.data.add_column')}, or train "
+                    f"{self.folder}: data set {self.meta.name!r} has no column {name!r}, which {who} needs; "
+                    f"{_FILLED_BY.get(name, 'write it with flatout.data.add_column')}, or train "
                     f"without {who}"
                 )
 

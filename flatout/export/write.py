@@ -101,7 +101,7 @@ def _check(to: str, *, is_gguf: bool, kind: str | None, adapter: bool, llama_cpp
     if (kind or llama_cpp) and not is_gguf:
         raise UsageError(f"--quantize and --llama-cpp have no effect on --to {to}; leave them out")
     if kind and not kind.isidentifier():
-        raise UsageError(f"--quantize is {kind!r}; expected a name such as q8_0 or q4_k_m")
+        raise UsageError(f"--quantize is {kind!r}; expected one of q8_0, q4_k_m, f16, or another of llama.cpp")
     if llama_cpp and not llama_cpp.is_dir():
         raise UsageError(f"--llama-cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
     if is_gguf and find_spec("gguf") is None:

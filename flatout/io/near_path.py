@@ -79,7 +79,7 @@ def other_model(given: str) -> str:
     """Return the end of an error on a model that is not there: a near folder, one that is here, or a hub id."""
     if near := did_you_mean(given, is_folder=True):
         return near
-    here = sorted(str(file.parent) for file in Path().glob("*/config.json"))
+    here = sorted(str(file.parent) for file in Path().glob("*/config.json") if any(file.parent.glob("*.safetensors*")))
     listing = f"; model{'s' * (len(here) > 1)} here: {', '.join(here[:4])}" if here else ""
     words = shlex.join([(here or ["Qwen/Qwen3-0.6B"])[0], "instead", "of", given])
     return f"{listing}{next_steps((words, 'for example'))}"

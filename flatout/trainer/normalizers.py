@@ -109,7 +109,7 @@ def _require_good_answers(objective: Objective, store: TokenStore) -> None:
         kinds = [kind for kind in OBJECTIVES if class_of_kind(kind).unit_size == 2]
         raise DataError(
             f"data set {name!r} has {num_pairs:,} pairs, of which objective {objective.name} would learn the rejected "
-            f"answers too; set objective to {', '.join(kinds) or 'a loss of pairs'}, or build the set with columns: "
+            f"answers too; set objective: {kinds[0]} (or {', '.join(kinds[1:])}), or build the set with columns: "
             "{completion: chosen} (of whole conversations {messages: chosen})"
         )
     if store.meta.labels:

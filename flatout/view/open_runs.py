@@ -42,7 +42,7 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_changed: bool = False)
         if named.is_file():
             raise DataError(f"{target} is not a run folder but a file; {end}")
         raise UsageError(f"{target} is the folder of all runs; {end}")
-    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6 if is_changed else 0.5)
+    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
     if near:
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
@@ -95,8 +95,13 @@ def find_model(target: str) -> str:
 
 def _a_model(target: str | Path) -> str:
     """Return the end of an error on what is no model: the finished runs, else the models here, and a step."""
-    finished = [str(folder.relative_to(RUNS)) for folder in run_folders(RUNS) if (folder / "final").is_dir()]
+    finished = finished_runs()
     return _one_of(finished, target) if finished else other_model(str(target))
+
+
+def finished_runs() -> list[str]:
+    """Return the names of the runs here that have final weights."""
+    return [str(folder.relative_to(RUNS)) for folder in run_folders(RUNS) if (folder / "final").is_dir()]
 
 
 def _gguf(file: Path) -> str:

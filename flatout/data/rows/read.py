@@ -83,7 +83,8 @@ def _object(origin: Origin, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     kind = "a list" if isinstance(value, list) else "null" if value is None else type(value).__name__
-    raise DataError(f"{origin}: the row is {kind}, not an object of columns")
+    hint = "; a file with one list of rows has the ending .json" if isinstance(value, list) else ""
+    raise DataError(f"{origin}: the row is {kind}, not an object of columns{hint}")
 
 
 def raise_error(error: DataError) -> NoReturn:
@@ -188,7 +189,8 @@ def _decoded(raw: bytes, path: DataFile, line: int, line_start: int) -> str:
         if letter.isalpha():
             bytes_text += f": {letter!r} in Latin-1"
         raise DataError(
-            f"{path}:{line}: invalid UTF-8 at byte {at} of the file (hex {bytes_text}); convert the file to UTF-8"
+            f"{path}:{line}: invalid UTF-8 at byte {at} of the file (hex {bytes_text}); convert the file "
+            "to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"
         ) from None
 
 
@@ -277,7 +279,7 @@ def _read_csv(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRo
             return
         if len(header) == 1 and (match := re.search(r"[;|,]" if delimiter == "\t" else r"[;|\t]", header[0])):
             raise DataError(
-                f"{path}:1: the header separates columns with {match[0]!r}, not {delimiter!r}; convert the file"
+                f"{path}:1: the header separates columns with {match[0]!r}; save it with {delimiter!r} between columns"
             )
         twice = next((name for name in header if header.count(name) > 1), None)
         if twice is not None:

@@ -244,7 +244,7 @@ def _local_files(pattern: str) -> Found:
         return Found({file: file.relative_to(path) for file in sorted(files)}, sorted(others), is_folder=True)
     if path.exists():
         if row_type(path) is None:
-            raise DataError(f"{path}: not a known file type; known types: {_TYPES}; save its text as a .txt file")
+            raise DataError(f"{path}: not a known file type; known types: {_TYPES}; save a table as .csv, text as .txt")
         return Found({path: Path(path.name)})
     # Path.glob does not accept absolute patterns
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from flatout.errors import CheckpointError, ResourceError, UsageError, reason_of
+from flatout.errors import CheckpointError, ResourceError, UsageError, next_steps, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.io.json_file import read_json
 from flatout.models.blocks import decoder_layers
@@ -71,6 +72,7 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
                 raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
     if not (folder / ADAPTER_CONFIG).is_file():
         name = str(folder) if folder.is_dir() else target
+        _refuse_base(base, target)
         return ModelPaths(base=name, revision=None, adapter=None, tokenizer=name)
     if base is None:
         require_files(folder)
@@ -81,6 +83,13 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
             raise UsageError(f"{file} does not name a base model; give --base, or copy the adapter again")
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else base
     return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
+
+
+def _refuse_base(base: str | None, target: str) -> None:
+    """Raise UsageError for the base of a folder that has no adapter: it would not be used."""
+    if base is not None and Path(target).is_dir():
+        step = next_steps((shlex.join(["instead", "of", "--base", base]), "")) if base != target else ""
+        raise UsageError(f"--base {base}: {target} has no adapter, it is a whole model; leave --base out{step}")
 
 
 def saved_scoring(adapter: Path) -> Scoring | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
-from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError
+from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError, next_steps
 from flatout.io.durable_io import FileFacts, digest
 from flatout.io.hub import hub_file, is_folder
 from flatout.io.json_file import read_json, validated
@@ -54,12 +55,18 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     """
     folder = Path(name)
     if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        near = other_model(name)
+        url = re.fullmatch(r"https?://[^/]+/([\w.-]+/[\w.-]+)(?:/.*)?", name)
+        near = f"{next_steps((f'{url[1]} instead of {name}', ''))}" if url else other_model(name)
         raise UsageError(
             f"model.name: there is no folder {name}; give a folder or a hub id such as Qwen/Qwen3-0.6B{near}"
         )
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
+    for run in (folder, Path("runs") / folder):
+        if (run / "config.yaml").is_file():
+            raise UsageError(
+                f"{name} is a run, not a model; write its model: flatout merge {run} --out {run.name}-merged"
+            )
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
         raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")

@@ -136,7 +136,10 @@ def test_precision_auto_is_decided_by_the_device() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"strategy": "ddp", "deepspeed": {}}, "deepspeed needs strategy: deepspeed"),
+        (
+            {"strategy": "ddp", "deepspeed": {}},
+            "deepspeed needs a strategy of its own, not ddp; set strategy: deepspeed",
+        ),
         ({"strategy": "deepspeed", "sharding": {"prefetch": 2}}, "sharding has no effect with strategy: deepspeed"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp64"}}, "model.precision: fp32 or bf16"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp16"}}, "fp16"),

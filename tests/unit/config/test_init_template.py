@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from flatout.cli.init import starting_config
 from flatout.cli.main import main
 from flatout.config.names import dotted_names
+from flatout.config.optim import LR_OF_METHOD
 from flatout.config.read import load_config, make_config
 from flatout.config.schema import Config, DataConfig, SourceConfig
 from flatout.config.template import ADVANCED, changed_settings, render_template
@@ -188,7 +189,10 @@ def test_a_first_file_is_short_and_all_is_asked_for(tmp_path: Path, monkeypatch:
     assert 3 <= len(of_sources) <= 6
     assert "  #   unread_files:" not in first
     assert "  #   unread_files:" in everything
-    assert "lr: 0.0002" in first
+    assert "lr: auto" in first
+    full = first.replace("method: lora", "method: full").partition("# --- Low-rank")
+    Path("full.yaml").write_text(full[0] + full[2].partition("\n\n")[2])
+    assert load_config(Path("full.yaml")).optim.lr == LR_OF_METHOD["full"] < load_config(Path("first.yaml")).optim.lr
     assert "deepspeed" not in first
 
 

@@ -221,7 +221,7 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "train.jsonl:1: no known format has these columns; map yours, such as columns: {instruction: q, output: a}, or "
      "rename them to (messages), (instruction, output), (prompt, completion), (text) or (chosen, rejected); "
      "columns found: q, a"),
-    ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns; map yours"),
+    ("C10", {"messages": None, "x": 1}, {}, "train.jsonl:1: no known format has these columns, as 'messages' is null"),
     ("C10", {"q": 1}, {"format": "text"}, "train.jsonl:1: no column 'text', which format text needs; columns found: q"),
     ("C10", {}, {}, "train.jsonl:1: no known format has these columns"),
     ("columns", {"question": "q", "answer": "a"}, {"columns": {"instruction": "qestion", "output": "answer"}},

@@ -1,3 +1,5 @@
+# ruff: noqa: E501  (a damaged file is a line)
+
 import csv
 import gzip
 import json
@@ -199,24 +201,24 @@ UNREADABLE = [
     ("x.jsonl", b'{"a": 1}\n' * 56 + b'{"instruction": "x", "output": "some answer" "input": 1}\n',
      ":57:46: expected ',' or '}'"),
     ("x.jsonl", b'{"a": 1}\n' * 4 + b'{"a": "caf\xe9"}\n',
-     ":5: invalid UTF-8 at byte 46 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8"),
+     ":5: invalid UTF-8 at byte 46 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"),
     ("x.jsonl", b'\xef\xbb\xbf{"a": "\xff"}\n',
-     ":1: invalid UTF-8 at byte 10 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8"),
+     ":1: invalid UTF-8 at byte 10 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"),
     ("x.jsonl", '{"a": 1}'.encode("utf-16"), ":1: the file is UTF-16; convert it to UTF-8"),
     ("x.jsonl", b'{"a": 1\r\n{"a": 1}\n', ":1:8: expected ',' or '}', but the JSON ends here; complete it"),
-    ("x.jsonl", b'{"a": 1}\n[1]\n', ":2: the row is a list, not an object of columns"),
+    ("x.jsonl", b'{"a": 1}\n[1]\n', ":2: the row is a list, not an object of columns; a file with one list of rows has the ending .json"),
     ("x.jsonl", b"null\n", ":1: the row is null, not an object of columns"),
     ("x.jsonl", b'{"a": NaN}\n', ":1:7: NaN is not valid JSON; write null or a number"),
     ("x.json", b'[{"a": 1},\n {"a": 2\n]', ":3:1: expected ',' or '}'"),
     ("x.json", b'[{"a": 1}, 5]', ":2: the row is int, not an object of columns"),
     ("x.json", b'{"rows": []}', ': expected a list of rows or {"data": [rows]}, found an object with keys rows'),
     ("x.json", b'[{"a": "\n\xe9"}]',
-     ":2: invalid UTF-8 at byte 9 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8"),
+     ":2: invalid UTF-8 at byte 9 of the file (hex e9: 'é' in Latin-1); convert the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"),
     ("x.csv", b"a,b\n1,2\n3\n", ":2 (line 3): 1 fields, header has 2; quote commas in text"),
     ("x.csv", b"a,a\n1,2\n", ":1: column 'a' appears twice in the header"),
     ("x.csv", b'a\n"open\n', ": line 2: not readable as csv: unexpected end of data"),
     ("x.csv", b"a\nx\n\xff\n",
-     ":3: invalid UTF-8 at byte 4 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8"),
+     ":3: invalid UTF-8 at byte 4 of the file (hex ff: 'ÿ' in Latin-1); convert the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"),
     ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-9],
      ": the .gz file is damaged or truncated "
      "(Compressed file ended before the end-of-stream marker was reached); copy it again"),
@@ -230,7 +232,7 @@ UNREADABLE = [
     ("x.jsonl", b"{'a': 1}\n", ":1:2: expected a key in double quotes; single quotes are Python's, not JSON's"),
     ("x.jsonl", b'{"a": 1,}\n', ":1:9: expected a key in double quotes; remove the comma before it"),
     ("x.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), ": the content is .gz, unlike the name; rename it to *.gz"),
-    ("x.csv", b"a;b\n1;2\n", ":1: the header separates columns with ';', not ','; convert the file"),
+    ("x.csv", b"a;b\n1;2\n", ":1: the header separates columns with ';'; save it with ',' between columns"),
     ("x.csv.zst", b"no zst at all",
      ": the .zst file is damaged or truncated (ZSTD decompress failed: Unknown frame descriptor); copy it again"),
     ("x.jsonl.gz", gzip.compress(b"x" * (65 << 20), mtime=0), ":1: the line is over 64 MiB; split the row"),

@@ -32,6 +32,8 @@ _QUESTIONS = (
 _ANSWERS = (
     "output", "answer", "response", "completion", "solution", "targets", "expected_answer", "reply", "assistant", "gpt"
 )  # fmt: skip
+# what data sets call the better and the worse answer
+_PAIRS = (("chosen", "rejected"), ("winner", "loser"), ("preferred", "dispreferred"), ("better", "worse"))
 _CONTEXTS = ("input", "context", "passage", "document", "article", "background", "knowledge")
 _REASONING = (
     "reasoning", "reasoning_content", "thinking", "thought", "thoughts", "think", "rationale", "cot", "complex_cot",
@@ -78,7 +80,16 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
 
 
 def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
-    """Return what maps a row's columns to alpaca's, None if there is nothing that works."""
+    """Return what maps a row's columns to alpaca's or to a pair's, None if there is nothing that works."""
+    for names in _PAIRS:
+        has = [name for name in names if row.get(name) not in (None, "")]
+        if len(has) == 1 and "chosen" in names:
+            other = names[has[0] == "chosen"]
+            return Advice(f"a pair has two answers, but {has[0]!r} stands alone: also write {other!r} in each row")
+        asked = [name for name in ("prompt", *_QUESTIONS) if name in row]
+        pair = dict(zip(("prompt", "chosen", "rejected"), [*asked[:1], *names], strict=False))
+        if len(has) == 2 and "chosen" not in names and works(pair):
+            return Advice(f"no known format has these columns; set columns: {written(pair)}", pair)
     columns = alpaca_columns(row)
     if columns is None or not works(columns[0]):
         return None
@@ -111,6 +122,11 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
     if not pairs:
         return None
     _, name, key = max(pairs)
+    nearest = {key: name for _, name, key in sorted(pairs)}
+    every = {name: key for key, name in nearest.items()}
+    if len(every) > 1 and works(every):
+        missed = " and ".join(f"{theirs!r} for {ours}" for ours, theirs in every.items())
+        return Advice(f"no known format has these columns; found {missed}; set columns: {written(every)}", every)
     text = f"no column {name!r}; found {key!r} "
     if works({name: key}):
         return Advice(f"{text}(did you mean?); rename it, or set columns: {written({name: key})}", {name: key})

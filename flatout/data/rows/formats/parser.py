@@ -329,6 +329,11 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
     """Raise DataError with the columns found and what to set."""
     row = first.columns
     advice = proposed(row, works)
+    empty = [name for name, value in row.items() if value is None and name in _all_columns()]
+    if advice is None and empty:
+        advice = Advice(
+            f"no known format has these columns, as {empty[0]!r} is null: give it a value or remove the row"
+        )
     if advice is None:
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         texts = [name for name, value in row.items() if isinstance(value, str)]
