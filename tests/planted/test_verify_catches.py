@@ -73,10 +73,13 @@ def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(
 
 
 @pytest.mark.exhaustive
-def test_a_failed_self_test_is_a_row_of_the_table(tiny: Any, tmp_path: Path) -> None:
+def test_after_a_failed_self_test_padded_rows_are_compared_and_the_reason_is_named(tiny: Any, tmp_path: Path) -> None:
     code, rows = verify_with([KNOWN["documents see each other"]], tiny, tmp_path)
-    assert code == 5
-    assert "packed logits differ" in rows["packed"]["note"]
+    assert code == 0
+    assert not failed(rows)
+    assert "rows, 3 micro-batches" in rows
+    assert "packed" not in rows
+    assert "packed logits differ" in rows["ddp, context.parallel 2"]["note"]
 
 
 @pytest.mark.parametrize(
