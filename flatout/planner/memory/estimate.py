@@ -161,7 +161,9 @@ class MemoryModel:
         embedding = shape.vocab_size * shape.hidden_size
         if self.config.full.update == "backward":
             # one tensor's gradient at a time
-            num_gradients = max(embedding, *(linear.num_weights for layer in shape.layers for linear in layer.linears))
+            num_gradients = max(
+                [embedding, *(linear.num_weights for layer in shape.layers for linear in layer.linears)]
+            )
         weights = self._frozen_bytes() if is_lora else num_base * (width.trained + width.copies)
         weights += shape.num_tower_params * (width.compute if is_lora else width.trained)
         if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
