@@ -7,8 +7,8 @@ from contextlib import suppress
 from threading import Thread
 
 from flatout.environment import environment, set_environment
+from flatout.io.no_gpu import DRIVER
 
-DRIVER = "libcuda.so.1"
 LAZY_LOADING = "CUDA_MODULE_LOADING"
 
 

@@ -15,9 +15,9 @@ from flatout.environment import LOGS, PARENT, RANK_VARIABLES, STATUS_BOARD, STOR
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.child_process import start_python
+from flatout.io.no_gpu import VISIBLE
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
-from flatout.launch.launch_mode import VISIBLE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 
 # -P: modules of the working folder are not imported, as by the `flatout` command

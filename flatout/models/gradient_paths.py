@@ -13,11 +13,7 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.lora.layer import trainable_parameters
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch
-from flatout.models.probe import evaluating, random_batch
-
-_LENGTHS = (8, 19, 3, 2)
-# some layers, such as those that compress keys by blocks, work from a certain length on
-_MAX_LONG_TOKENS = 16384
+from flatout.models.probe import MAX_LONG_TOKENS, PROBE_LENGTHS, evaluating, random_batch
 
 
 def unreached_parameters(loaded: LoadedModel, *, longest: int, seen: PackedBatch | None = None) -> list[str]:
@@ -30,9 +26,9 @@ def unreached_parameters(loaded: LoadedModel, *, longest: int, seen: PackedBatch
     stand for the others.
     """
     with loaded.present():
-        unreached = _unreached(loaded, _LENGTHS)
-        if unreached and longest > max(_LENGTHS):
-            unreached &= _unreached(loaded, (min(longest, _MAX_LONG_TOKENS), 8))
+        unreached = _unreached(loaded, PROBE_LENGTHS)
+        if unreached and longest > max(PROBE_LENGTHS):
+            unreached &= _unreached(loaded, (min(longest, MAX_LONG_TOKENS), 8))
         if unreached and seen is not None:
             unreached &= _unreached(loaded, seen)
         reached = {_kind(name) for name in trainable_parameters(loaded.model).keys() - unreached}

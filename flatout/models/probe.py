@@ -23,6 +23,11 @@ from flatout.models.packed import PackedBatch, flatten_samples
 MODEL_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # layers after which states are compared
 _NUM_FIRST = 2
+# lengths of probe documents: uneven, and 32 in total, as fp32 cosines differ by one ulp if a length is not a multiple
+# of the CPU's SIMD width
+PROBE_LENGTHS = (8, 19, 3, 2)
+# of a probe that is long, as some layers work from a certain length on; eager attention's memory is quadratic in it
+MAX_LONG_TOKENS = 16384
 
 
 def has_experts(model: PreTrainedModel) -> bool:

@@ -26,21 +26,26 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.prefix_check import check_shared_prefixes
-from flatout.models.probe import checking, embedded_tokens, has_experts, random_batch, relative_error, widened
+from flatout.models.probe import (
+    MAX_LONG_TOKENS,
+    PROBE_LENGTHS,
+    checking,
+    embedded_tokens,
+    has_experts,
+    random_batch,
+    relative_error,
+    widened,
+)
 from flatout.models.rope import length_limits, plain_rope
 from flatout.models.scoring import ScoreHead, last_position
 from flatout.models.token_head import TokenHead
 
-# uneven, and 32 in total: fp32 cosines differ by one ulp if a length is not a multiple of the CPU's SIMD width
-_LENGTHS = (8, 19, 3, 2)
 # transformers' eager attention computes its softmax in float32 for every dtype
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
 OFF_WIDTH = 1e-6  # rope's float32 cosines vary at lengths off the SIMD width
 # the largest logit with which the head is compared: far beyond the caps of known models
 _AMPLIFIED = 1000.0
-# eager attention's memory is quadratic in the length of this document
-_MAX_LONG_TOKENS = 16384
 
 
 def prove_layout(
@@ -89,27 +94,27 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
         line += "scores = transformers'" if is_scoring(model.config) else "head loss = cross-entropy"
         windows = (getattr(model.config.get_text_config(), name, None) for name in WINDOW_FIELDS)
         known = {window for window in windows if isinstance(window, int)} | length_limits(model)
-        limits = sorted(limit for limit in known if 0 < limit < min(longest, _MAX_LONG_TOKENS))
+        limits = sorted(limit for limit in known if 0 < limit < min(longest, MAX_LONG_TOKENS))
         if limits:
-            line += _check_long(loaded, limits, min(2 * limits[-1], longest, _MAX_LONG_TOKENS), tolerance)
+            line += _check_long(loaded, limits, min(2 * limits[-1], longest, MAX_LONG_TOKENS), tolerance)
         return line
 
 
 def _check(loaded: LoadedModel) -> tuple[float, float]:
     """Return the error of packed logits, and the tolerance that was applied."""
     model, kind, experts = loaded.model, loaded.model.config.model_type, has_experts(loaded.model)
-    layout, document = _kind(loaded), torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
+    layout, document = _kind(loaded), torch.arange(len(PROBE_LENGTHS)).repeat_interleave(torch.tensor(PROBE_LENGTHS))
     # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
     remedy = "" if loaded.attention in ("sdpa", "plain") else "set model.attention: plain, or "
-    batch = random_batch(model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.is_padded else None)
+    batch = random_batch(model, PROBE_LENGTHS, row_length=sum(PROBE_LENGTHS) if loaded.is_padded else None)
     # documents (T,) of the tokens; -1 for padding
     owner = torch.full_like(batch.token_ids, -1)
-    owner[_real(batch, _LENGTHS)] = document.to(owner.device)
+    owner[_real(batch, PROBE_LENGTHS)] = document.to(owner.device)
     ours, is_real = _logits(model, batch), owner >= 0
     if not bool(ours.isfinite().all()):
         raise NumericError(f"model type {kind}: logits of the self-test are not finite; check weights and precision")
     alone, tolerance = _alone_logits(loaded, batch)
-    error = relative_error(ours[is_real], alone, experts, _LENGTHS)
+    error = relative_error(ours[is_real], alone, experts, PROBE_LENGTHS)
     if not error <= tolerance:
         raise PackingError(
             f"model type {kind}: {layout} logits differ from those of single documents by {error:.1e} "
@@ -155,7 +160,7 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
         hook.remove()
     if whole.shape != ours.shape:
         raise UsageError(f"model type {kind} has {whole.shape[-1]} logits, but its head {ours.shape[-1]}; {unknown}")
-    error = relative_error(ours, whole.to(ours.dtype), has_experts(model), _LENGTHS)
+    error = relative_error(ours, whole.to(ours.dtype), has_experts(model), PROBE_LENGTHS)
     if not error <= limit:
         raise UsageError(f"model type {kind} has logits that differ from its head's by {error:.1e}; {unknown}")
     loss = float(packed_cross_entropy(model, batch).loss_sum)
@@ -170,8 +175,8 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
 def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor) -> None:
     """Compare scores with those of transformers' own forward pass of each document."""
     model, head = loaded.model, ScoreHead(loaded.model)
-    ends = torch.tensor(_LENGTHS).cumsum(0)
-    documents, states = batch.token_ids[is_real].split(_LENGTHS), hidden_states(model, batch)[is_real]
+    ends = torch.tensor(PROBE_LENGTHS).cumsum(0)
+    documents, states = batch.token_ids[is_real].split(PROBE_LENGTHS), hidden_states(model, batch)[is_real]
     ours, truth = [], []
     for ids, end in zip(documents, ends.tolist(), strict=True):
         last = last_position(ids.cpu().numpy(), model.config.get_text_config().pad_token_id)
@@ -190,7 +195,7 @@ def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor
 
 def _check_backward(loaded: LoadedModel) -> None:
     """Run a backward pass to the embeddings: libraries of recurrent kernels refuse some compilers and GPUs in it."""
-    batch = random_batch(loaded.model, _LENGTHS, row_length=sum(_LENGTHS) if loaded.is_padded else None)
+    batch = random_batch(loaded.model, PROBE_LENGTHS, row_length=sum(PROBE_LENGTHS) if loaded.is_padded else None)
     try:
         with embedded_tokens(loaded.model) as embedded:
             torch.autograd.grad(packed_cross_entropy(loaded.model, batch).loss_sum, embedded)
@@ -258,14 +263,14 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
 
     For packed documents, they are rows of one batch, padded on the right, which causal attention never reads.
     """
-    model, documents = loaded.model, batch.token_ids[_real(batch, _LENGTHS)].split(_LENGTHS)
-    rows = torch.stack([F.pad(ids, (0, sum(_LENGTHS) - len(ids))) for ids in documents])
+    model, documents = loaded.model, batch.token_ids[_real(batch, PROBE_LENGTHS)].split(PROBE_LENGTHS)
+    rows = torch.stack([F.pad(ids, (0, sum(PROBE_LENGTHS) - len(ids))) for ids in documents])
     padded, results = {}, {}
     for name in TRANSFORMERS_ATTENTION:
         with transformers_attention(model, name) as usable:
             if usable:
                 logits = _outputs(model, {"input_ids": rows})
-                results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(_LENGTHS)]))
+                results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(PROBE_LENGTHS)]))
                 if loaded.is_padded:
                     logits_alone = [_outputs(model, {"input_ids": ids[None]})[0] for ids in documents]
                     results[name] = widened(torch.cat(logits_alone))
@@ -275,7 +280,7 @@ def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor
 
     def noise() -> float:
         others = (results["eager"], padded[trusted])
-        return max(relative_error(results[trusted], other, has_experts(model), _LENGTHS) for other in others)
+        return max(relative_error(results[trusted], other, has_experts(model), PROBE_LENGTHS) for other in others)
 
     tolerance = tolerance_of(trusted, loaded.dtype, noise)
     return results[trusted], max(tolerance, OFF_WIDTH) if loaded.is_padded else tolerance

@@ -96,7 +96,7 @@ def skip_step(run: TrainingRun) -> Pending:
     def wait() -> StepOutcome | None:
         num_stopping, *gathered = totals.tolist()
         if num_stopping:
-            leave_to_repeat(run)
+            discard_step(run)
             return None
         nothing, why = dict.fromkeys(run.planned.objective.metrics, 0.0), "no label tokens"
         return StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered) or (figures,))
@@ -111,7 +111,7 @@ def stop_and_figures(run: TrainingRun, figures: RankFigures) -> Tensor:
     return torch.cat([stop, scatter_figures(figures, run.rank, run.device)])
 
 
-def leave_to_repeat(run: TrainingRun) -> None:
+def discard_step(run: TrainingRun) -> None:
     """Drop what a step of which some rank left out passes has computed: it is repeated after resuming."""
     run.optimizer.zero_grad(set_to_none=True)
     clear_found_inf(run.optimizer)
@@ -244,7 +244,7 @@ def outcome_of(
     num_figures = len(gathered) - run.term.num_sums
     gathered, term_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:
-        leave_to_repeat(run)
+        discard_step(run)
         return None
     loss, metrics = run.planned.normalizers.means(sums, step)
     skipped = None

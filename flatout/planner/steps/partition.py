@@ -29,13 +29,13 @@ def partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
         load, part = heap[0]
         parts[part].append(item)
         heapq.heapreplace(heap, (load + weights[item], part))
-    level(parts, weights)
+    rebalance(parts, weights)
     for items in parts:
         items.sort()
     return parts
 
 
-def level(parts: list[list[int]], weights: Sequence[float]) -> None:
+def rebalance(parts: list[list[int]], weights: Sequence[float]) -> None:
     """Move or swap items between the heaviest and the lightest part, in place, while that reduces their gap."""
     loads = [sum(weights[item] for item in part) for part in parts]
     close_enough = LEVEL_TOLERANCE * sum(loads) / len(loads)
@@ -120,7 +120,7 @@ def bin_pack(
         fitted = fitted or _best_fit_decreasing(lengths, budget_tokens)
         if len(fitted) <= num_parts:
             parts = fitted
-            level(parts, lengths)
+            rebalance(parts, lengths)
             break
         num_parts += 1
     for part in parts:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.planner.steps.units import Item
+from flatout.planner.steps.units import Integers, Item
 
 # a shorter prefix costs more in attention's second part than it saves
 MIN_PREFIX_TOKENS = 64
@@ -22,8 +22,6 @@ _COPIED_TOKENS = 1 << 20
 _LEAST_PART = 5
 # places that one entry of the table of minima covers
 _ROW = 32
-
-Integers = NDArray[np.integer]
 
 
 class Indexable(Protocol):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.partition import bin_pack, level, partition
+from flatout.planner.steps.partition import bin_pack, partition, rebalance
 
 # Qwen3-8B with LoRA rank 16
 QWEN3_8B = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)
@@ -116,10 +116,10 @@ def test_best_fit_is_levelled_too():
 
 def test_exchanges_move_and_swap():
     moved = [[0, 1, 2, 3, 4], [5]]
-    level(moved, [1] * 6)
+    rebalance(moved, [1] * 6)
     assert sorted(map(len, moved)) == [3, 3]
     swapped = [[0, 1], [2, 3]]
-    level(swapped, [5, 4, 3, 2])
+    rebalance(swapped, [5, 4, 3, 2])
     assert loads_of(swapped, [5, 4, 3, 2]) == [7, 7]
 
 
