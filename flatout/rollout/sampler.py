@@ -40,7 +40,8 @@ def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any,
                 continue
         except TypeError:  # no number
             pass
-        raise UsageError(f"--{name} is {value if isinstance(value, int | float) else repr(value)}; expected {expected}")
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        raise UsageError(f"--{name} is {shown}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

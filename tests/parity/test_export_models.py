@@ -215,7 +215,7 @@ def test_chat_samples_as_the_models_generation_config_says(run_dir, tmp_path, ca
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan"), ("--top-p", "0"), ("--top-k", "0")],
+    [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan"), ("--top-p", "0"), ("--top-k", "-1")],
 )
 def test_chat_refuses_senseless_numbers(run_dir, flag, value):
     parser = argparse.ArgumentParser()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from logging import ERROR, LogRecord
 from typing import Any
 
 import torch
@@ -211,13 +212,22 @@ def untie(model: PreTrainedModel) -> None:
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """Keep transformers from reporting what it does to weights: those that matter are reported by the caller."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    """Keep transformers from reporting what it does to weights: those that matter are reported by the caller.
+
+    Filters of its own rather than a level, as other threads may load models meanwhile.
+    """
+
+    def is_error(record: LogRecord) -> bool:
+        return record.levelno >= ERROR
+
+    handlers = list(logging.get_logger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(is_error)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        for handler in handlers:
+            handler.removeFilter(is_error)
 
 
 def grow_vocabulary(model: PreTrainedModel, num_rows: int, *, seed: int = 0) -> None:

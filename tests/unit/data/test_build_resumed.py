@@ -19,7 +19,7 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json
 
-ARRAYS = ("token_ids", "loss_mask", "offsets", "num_labels", "hashes", "files", "rows")
+ARRAYS = ("token_ids", "loss_mask", "offsets", "num_label_tokens", "hashes", "files", "rows")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
