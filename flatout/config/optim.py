@@ -22,8 +22,8 @@ class OptimConfig(Section):
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits."""
     lr: Annotated[float, _AUTO, WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
-    """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and less for objectives on pairs
-    (docs/preference.md)."""
+    """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and other rates for preference
+    losses, reward models and classifiers (docs/preference.md)."""
     beta1: Share = 0.9
     """Decay rate of the first moment (AdamW); momentum (SGD)."""
     beta2: Share = 0.999

@@ -45,7 +45,7 @@ def test_prints_the_plan(run_file, capsys):
     assert main(["plan", str(run_file), "batch.samples_per_step=16", "--ranks", "2", "--tokens-per-s", "50"]) == 0
     text = capsys.readouterr().out
     assert "steps             8\n" in text
-    assert "120, 1 epochs" in text
+    assert "120, 1 epoch\n" in text
     assert "balance, 2 ranks" in text
     assert "(this run)" in text
     assert "(estimate: weights" in text
