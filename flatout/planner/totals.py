@@ -158,8 +158,7 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     naive = f"{totals.num_naive_tokens:,} tokens of batches padded to their longest sample"
     yield "steps", f"{totals.num_steps:,}"
     units = "" if totals.num_units is None else f" in {totals.num_units:,} units"
-    epochs = f"{totals.epochs:.4g} epoch{'' if totals.epochs == 1 else 's'}"
-    yield "samples", f"{totals.num_samples:,}{units}{held_out}, {epochs}"
+    yield "samples", f"{totals.num_samples:,}{units}{held_out}, {totals.epochs:.4g} epoch" + "s" * (totals.epochs != 1)
     yield "tokens", f"{totals.num_tokens:,}, {totals.label_share:.1%} of them label tokens"
     yield "micro-batches", f"{totals.num_micro_batches:,} on {_ranks(totals.num_ranks)}, {each_step}, {largest}"
     yield "padding avoided", f"{totals.padding_avoided:.1%} of the {naive} at the same budget"
