@@ -174,7 +174,7 @@ def _show(args: argparse.Namespace) -> None:
 
     count = (20 if args.html else 3) if args.n is None else args.n
     if count < 0:
-        raise UsageError(f"-n is {count}; expected 0 or more samples")
+        raise UsageError(f"-n is {count}; expected a number of samples such as 3; -n 1000000 shows all of most sets")
     if args.out and not args.html:
         raise UsageError("--out is only for --html; without it the samples are printed")
     store = TokenStore.open(registry.entry_dir(args.root, registry.find(args.root, args.name)))

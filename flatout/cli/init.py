@@ -15,7 +15,7 @@ from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, 
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
-from flatout.errors import ResourceError, UsageError, next_steps
+from flatout.errors import DataError, ResourceError, UsageError, next_steps
 from flatout.io.durable_io import DurableIO
 from flatout.io.near_path import files_of_rows
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
-    _require_local(args.data)
+    _require_local(args.data, model)
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
         root = DataConfig().root
@@ -89,12 +89,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_local(data: str | None) -> None:
-    """Raise DataError for a file that is not there."""
+def _require_local(data: str | None, model: str | None) -> None:
+    """Raise DataError for a file that is not there, with a step that names a model if none is given."""
     if data is not None:
         from flatout.data.rows.sources import require_local
 
-        require_local(data)
+        try:
+            require_local(data)
+        except DataError as error:
+            if model is None:
+                error.args = (str(error).replace(" instead of ", " --model Qwen/Qwen3-0.6B instead of "),)
+            raise
 
 
 def _next(path: Path, data: str | None, model: str | None) -> str:

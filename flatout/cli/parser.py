@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+from flatout.cli.screen import model_target
 from flatout.errors import UsageError, next_steps
 
 # what follows the verb in the example of its help
@@ -67,6 +68,11 @@ class Parser(argparse.ArgumentParser):
             shown = [one.metavar or one.dest.upper()] if isinstance(one.metavar, str | None) else one.metavar
             hint = f"write {' '.join([match[1], *shown])} ({re.split('[:;]', one.help or '')[0]})"
             step = shlex.join([match[1], value, "instead", "of", match[1], *typed]) if value else None
+            bare = typed[0].lstrip("-") if typed and typed[0][:1] == "-" else ""
+            if bare and typed[0] not in options_of(self, ()) and (one.choices is None or bare in one.choices):
+                message, why = f"{typed[0]!r} begins with a dash, so it reads as an option", ""
+                meant = shlex.join([f"{match[1]}={typed[0]}"] if one.choices is None else [match[1], bare])
+                hint, step = f"write {meant}", f"{meant} instead of {match[1]} {shlex.quote(typed[0])}"
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): ignored explicit argument '(.*)'", message):
             message, hint = f"{match[1]} takes no value, got {match[2]!r}", f"write {match[1]}"
             step = f"{match[1]} instead of {shlex.quote(f'{match[1]}={match[2]}')}"
@@ -80,8 +86,7 @@ class Parser(argparse.ArgumentParser):
             why = f"or {match[1]}"
             message, hint, step = f"{match[2]} and {match[1]} are both given", "keep one", f"instead of {match[1]}"
         elif "are required: " in message:
-            why = "for example"
-            message, hint, step = self._missing(message.partition("required: ")[2].split(", "))
+            message, hint, step, why = self._missing(message.partition("required: ")[2].split(", "))
         is_told = hint.startswith("write ")
         end = next_steps((step, why)) if step else "" if is_told else example_of(words[:2])
         raise UsageError(f"{' '.join(words) or 'flatout'}: {message}; {hint}{end}")
@@ -112,6 +117,11 @@ class Parser(argparse.ArgumentParser):
                 from flatout.config.names import WITHOUT_OPTION
 
                 why = WITHOUT_OPTION.get(next(iter(self.verb_words), ""), {}).get(option)
+                if why and "VALUE" in why:  # a variable of the environment
+                    number = next((one for one in (value, *words[1:]) if one.replace(",", "").isdecimal()), "0")
+                    variable = why.partition("VALUE")[0].split()[-1] + number
+                    step = shlex.join([variable, "instead", "of", *words])
+                    return f"there is no option {option}", why.replace("VALUE", number), step
                 hint = f"{why}; leave it out" if why else f"leave it out; {hint}"
                 return f"there is no option {option}", hint, f"instead of {shlex.join(words)}"
             step = f"{near}{equals}{shlex.quote(value) if value else ''} instead of {shlex.quote(words[0])}"
@@ -126,25 +136,40 @@ class Parser(argparse.ArgumentParser):
         without = shlex.join([*(part for pair in meant for part in pair), "instead", "of", *words])
         return f"unexpected argument {words[0]!r}", hint, without if is_sure else None
 
-    def _missing(self, names: Sequence[str]) -> tuple[str, str, str]:
-        """Return that arguments are missing, a hint, and the step that adds them, as the verb's example has them."""
+    def _missing(self, names: Sequence[str]) -> tuple[str, str, str, str]:
+        """Return that arguments are missing, a hint, the step that adds them as the verb's example has them, and why.
+
+        A switch of the example, such as `push --private`, is added as well.
+        """
+        why = "for example"
         names = [name for name in names if "=" not in name]
         if names == ["config"]:
             step = "model=Qwen/Qwen3-0.6B data=chats.jsonl"
-            return "no file or setting is given", f"give a YAML file, or settings in its place, such as {step}", step
+            return (
+                "no file or setting is given",
+                f"give a YAML file, or settings in its place, such as {step}",
+                step,
+                why,
+            )
         if isinstance(self._actions[-1], argparse._SubParsersAction):
             what = f"give one of {', '.join(self._actions[-1].choices)}"
-            return f"{names[0]} is not given", what, f"{EXAMPLES[self.prog.split()[-1]]} instead of"
+            return f"{names[0]} is not given", what, f"{EXAMPLES[self.prog.split()[-1]]} instead of", why
         needed = [one for one in self._actions if one.option_strings or one.nargs != "*"]
         missing = [one for one in needed if {one.dest, one.metavar, *one.option_strings} & {*names}]
         spare = self._spare()
         values = [*spare, *(self._sample(one) or one.dest.upper() for one in missing[len(spare) :])]
         samples = [[*one.option_strings[:1], value] for one, value in zip(missing, values, strict=False)]
+        example = {*EXAMPLES.get(self.prog.split()[-1], "").split()} - {*self.typed}
+        for one in (one for one in needed if one.nargs == 0 and example & {*one.option_strings}):
+            samples.append([*one.option_strings[:1]])
+            why += f"; {str(one.help).rpartition('; ')[2]}"
+        if [*self.typed] == ["eval"]:  # it needs one of several options
+            samples.append(["--tasks", "arc_easy"])
         words = shlex.join(word for sample in samples for word in sample)
         shown = [name if name[0] == "-" else name.upper() for name in names]
         what = f"{', '.join(shown)} {'are' if names[1:] else 'is'} not given"
         step = shlex.join([*shlex.split(words), "instead", "of", *spare])
-        return what, f"write {'them' if names[1:] else 'it'}, such as {words}", step
+        return what, f"write {'them' if names[1:] else 'it'}, such as {words}", step, why
 
     def _spare(self) -> list[str]:
         """Return the typed words beyond the arguments without a name: values whose option was left out."""
@@ -168,18 +193,20 @@ class Parser(argparse.ArgumentParser):
             return named or ("1" if action.type in (int, float) else None)
         plain = [word for at, word in enumerate(example) if word[0] != "-" and (at == 0 or example[at - 1][0] != "-")]
         places = [one for one in self._actions if not one.option_strings]
-        return _here(dict(zip([one.dest for one in places], plain[len(words) - 1 :], strict=False)).get(action.dest))
+        value = dict(zip([one.dest for one in places], plain[len(words) - 1 :], strict=False)).get(action.dest)
+        return _here(value, takes_model=action.type is model_target)
 
 
-def _here(value: str | None) -> str | None:
-    """Return an example's value as it is in this folder: another trainer's file, a finished run, or the value."""
-    from flatout.cli.convert import is_of_others  # both lazy, as only errors need them
+def _here(value: str | None, *, takes_model: bool) -> str | None:
+    """Return an example's value as it is in this folder: another trainer's file, a finished run, a model, or itself."""
+    from flatout.cli.convert import is_of_others  # all lazy, as only errors need them
+    from flatout.io.near_path import models_here
     from flatout.view.open_runs import finished_runs
 
     if value == "axolotl.yaml":
         return next((str(file) for file in sorted(Path().glob("*.y*ml")) if is_of_others(file)), value)
-    finished = finished_runs() if value == "run" else []
-    return finished[0] if finished and "run" not in finished else value
+    there = [] if value != "run" else finished_runs() or (models_here() if takes_model else [])
+    return there[0] if there and "run" not in there else value
 
 
 def options_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -15,9 +16,9 @@ from flatout.cli.screen import WIDTH, import_transformers, progress_console, row
 from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import refuse_early
-from flatout.errors import UsageError
+from flatout.errors import UsageError, next_steps
 from flatout.parallel.rank import Rank
-from flatout.planner.devices import DEVICES, Device, find_device
+from flatout.planner.devices import DEVICES, Device, find_device, near_device
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import PhaseCallback
@@ -57,6 +58,11 @@ def run(args: argparse.Namespace) -> int:
     setting = [f"device={name}"] if name in ("auto", "cpu") else []
     name = "" if setting else name
     if name not in ("", "all"):
+        near, number = near_device(name)
+        if number:
+            meant = ["--device", near, "--ranks", number]
+            more = next_steps((shlex.join([*meant, "instead", "of", "--device", args.device]), ""))
+            raise UsageError(f"--device {args.device}: write {shlex.join(meant)}{more}")
         find_device(args.device)
     if name == "all" and args.step is not None:
         raise UsageError("--step prints the micro-batches for one GPU; name it with --device")

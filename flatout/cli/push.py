@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", type=run_to_publish, metavar="RUN", help="name or folder of a run")
     add("repo", metavar="REPO", help="repository, such as org/my-model; without org, your own")
     add("--merged", action="store_true", help="push the whole model with the adapter merged in")
-    add("--private", action="store_true", help="make the new repository private")
+    add(
+        "--private", action="store_true", help="make the new repository private; without --private everybody can see it"
+    )
     add("--best", action="store_true", help="push the run's best/ instead of final/")
     add("--base", metavar="ORG/NAME", help="the base model's name on the hub, if the adapter was trained from a folder")
     add("--replace", action="store_true", help="replace the files of a repository that exists; its history stays")

@@ -111,7 +111,7 @@ def run_to_publish(name: str) -> Path:
     """Return the folder of a run as `run_folder` does, without another run as an example."""
     from flatout.view.open_runs import find_run  # lazy, as above
 
-    return find_run(name, is_changed=True)
+    return find_run(name, is_published=True)
 
 
 def model_target(name: str) -> str:

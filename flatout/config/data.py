@@ -154,11 +154,14 @@ class DataConfig(Section):
     def long_form(cls, value: Any) -> Any:
         """Return the section that `data: PATH_OR_NAME` or a list of paths is short for; any other value unchanged.
 
-        Text with a slash or the suffix of a data file is a path or hub id, any other the name of a built data set. The
-        data set that is built from a path has the name of its file.
+        Text with a slash, a star or the suffix of a data file is a path or hub id, any other the name of a built data
+        set. The data set that is built from a path has the name of its file.
         """
         value = str(value) if isinstance(value, Path) else value
-        if isinstance(value, str) and "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).is_file():
+        is_path = isinstance(value, str) and (
+            {"/", "*"} & {*value} or value.endswith(_SUFFIXES) or Path(value).is_file()
+        )
+        if isinstance(value, str) and not is_path:
             return {"name": value}
         if isinstance(value, str):
             stem = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePath(value).name.partition(".")[0]).strip("-_")[:64]

@@ -140,12 +140,13 @@ def our_value(ours: str, value: str) -> OurName:
     if fixed and value.lower() in ("false", "no", "off", "0", "none", "null"):
         off = _OFF.get(setting)
         return (
-            OurName(setting, off)
+            OurName(setting, off, _WHY.get(f"{setting}: {off}", ""))
             if off
             else OurName(None, why=f"{setting} is not {fixed} unless you set it; leave it out")
         )
-    if setting == "schedule.warmup_steps" and re.fullmatch(r"0?\.\d+", value):
-        setting = "schedule.warmup_ratio"
+    if setting == "schedule.warmup_steps" and (share := re.fullmatch(r"0?\.\d+|(\d+(?:\.\d+)?) ?%", value)):
+        ratio = f"{float(share[1]) / 100:g}" if share[1] else value
+        return OurName("schedule.warmup_ratio", ratio, f"{share[0]} is {ratio}" if share[1] else "")
     if not fixed and (known := _VALUES.get(setting, {}).get(value.lower())):
         setting, _, fixed = known.rpartition(": ") if ": " in known else (setting, "", known)
     translated = fixed or value

@@ -34,7 +34,7 @@ def gpu_list(value: Any) -> Any:
     if isinstance(value, list) and value and re.fullmatch(r"\d+([;: ]+\d+)+", str(value[0])):
         raise ValueError(f"a GPU id is a number; separate ids by commas: set gpus: [{re.sub('[;: ]+', ',', value[0])}]")
     if isinstance(value, str):
-        raise ValueError("expected a number of GPUs or a list of GPU ids; give gpus: 2, or gpus: [0,1]")
+        raise ValueError("expected a number of GPUs or a list of GPU ids; for example, give gpus: 2, or gpus: [0,1]")
     if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):
         raise ValueError(f"a GPU is listed twice; set gpus: {sorted({*value}, key=str)}".replace(" ,", ","))
     return value

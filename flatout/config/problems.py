@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ def describe_error(
     elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in message:
         message = "use letters, digits, dots, dashes and underscores, at most 64"
     message = message.removeprefix(f"{name}: ")
-    if knows_value(name, _written(item, given)):
+    if knows_value(name, _written(item, given)) or instead_of(name, _written(item, given)):
         message = re.split("[:;] ", message)[0]
     where = f"{name}: " if name else ""
     shown = given.get(name, "") if isinstance(item["input"], bool) else ""
@@ -106,14 +107,15 @@ def _unknown_key(item: Any, given: Mapping[str, str], settings: Mapping[str, Any
         return f"{name}: {ours.why}"
     if ours.setting == "data.sources" and ours.why:
         return f"{name}: {ours.why}; set data.sources: {ours.value}"
-    is_other = ours.setting in ("data", "eval.fraction")
-    meant = ours.setting if is_other else OF_OTHERS.get(name.rsplit(".", 1)[-1], ours.setting)
+    meant = ours.setting if ours.value == value else f"{ours.setting}: {ours.value}"
     return f"{name}: unknown key; did you mean {meant}?" + (f" ({ours.why})" if ours.why else "")
 
 
 def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> OurName | None:
     """Return what to set instead of a setting that is refused: what was meant, else its default; None if not known."""
     name, value, kind = _name_of(item, given), _written(item, given), item["type"]
+    if name == "device" and (gpu := re.fullmatch(r"(?:cuda:)?(\d+)", value)):
+        return OurName(None, why=f"set device: cuda and gpus: [{gpu[1]}]")
     if why := instead_of(name, value):
         return OurName(None, why=why)
     if kind == "missing" and name == "model":
@@ -215,11 +217,7 @@ def _text_meant(item: Any, name: str, value: str) -> OurName | None:
     # as datasets slices: rows.jsonl[:100]
     if name == "data" and (part := re.fullmatch(r"(.+\.\w+)[:[]+(\d+)\]?", value)):
         return OurName(None, why=f"set data: {part[1]} and data.num_samples: {part[2]}")
-    if (
-        item["type"] == "string_pattern_mismatch"
-        and "*" not in value
-        and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._"))
-    ):
+    if item["type"] == "string_pattern_mismatch" and (text := re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")):
         return OurName(name, text[:64])
     return None
 
@@ -266,3 +264,17 @@ def steps_of(
         changes += said or [f"{fix.setting}={fix.value}" for fix in (fix,) if fix and fix.setting]
     changes = [*dict.fromkeys(changes)]
     return [*changes, *needed_with(changes, settings)], names
+
+
+def without(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of settings without some, which have dotted names."""
+    left = copy.deepcopy(dict(settings))
+    for name in names:
+        left.pop(name, None)  # of a file, where it should be in a section
+        *sections, last = name.split(".")
+        holder: Any = left
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(last, None)
+    return left

@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from flatout.config.names import OF_OTHERS, as_yaml, why_of
-from flatout.config.problems import describe_error, steps_of
+from flatout.config.problems import describe_error, steps_of, without
 from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
@@ -161,7 +161,8 @@ def make_config(
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
         settings = dict(flatten(long_forms(merged)))
         problems += dict.fromkeys(describe_error(item, given, settings) for item in items)
-        steps = "" if refused else _steps(items, merged, settings, given, origin)
+        steps, more = ("", []) if refused else _steps(items, merged, settings, given, origin)
+        problems += [problem for problem in more if problem not in problems]
         in_file = [item for item in items if ".".join(map(str, item["loc"])) not in given]
         is_ours = bool(steps) and "model" in values
         if not is_ours and sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
@@ -177,22 +178,23 @@ def make_config(
 
 def _steps(
     items: Sequence[Any], merged: Mapping[str, Any], settings: Mapping[str, Any], given: Mapping[str, str], origin: str
-) -> str:
-    """Return the step that mends all refused settings: a changed command or call, or what to write in the file.
+) -> tuple[str, list[str]]:
+    """Return the step that mends all refused settings, and what is wrong with their values under our names.
 
-    It was tried: none that is refused again is proposed.
+    It is a changed command or call, or what to write in the file. It was tried: none that is refused is proposed.
     """
-    changes, names = list[str](), list[str]()
+    changes, names, problems, num_known = list[str](), list[str](), list[str](), len(items)
     for _ in range(2):  # the value of a name of others may be refused, too
+        problems += [describe_error(item, given, settings) for item in items]
         if (known := steps_of(items, None if origin == "config" else given, settings)) is None:
-            return ""
+            return "", []
         made = {one.partition("=")[0] for one in known[0]}
         changes = [*(one for one in changes if one.partition("=")[0] not in {*made, *known[1]}), *known[0]]
         names += known[1]
         wanted = [one for one in changes if one != RESTART]
-        mended, refused = merge_overrides(_without(long_forms(merged), names), wanted)
+        mended, refused = merge_overrides(without(long_forms(merged), names), wanted)
         if refused:
-            return ""
+            return "", []
         try:
             Config.model_validate(mended, context={"is_file": True})
             break
@@ -200,28 +202,16 @@ def _steps(
             items, settings = error.errors(include_url=False), dict(flatten(mended))
             given = {**given, **{name: value for name, _, value in (one.partition("=") for one in changes)}}
     else:
-        return ""
+        return "", []
     in_file = {*names} - {*given, "model"}
     if origin == "config" or not in_file:
-        return next_steps((shlex.join([*changes, "instead", "of", *names]), why_of(changes)))
+        why = why_of(changes) or "for example" * any("for example" in said for said in problems)
+        return next_steps((shlex.join([*changes, "instead", "of", *names]), why)), problems[num_known:]
     if Path(origin).suffix not in (".yaml", ".yml") or not changes:
-        return ""
+        return "", []
     written, _ = merge_overrides({}, changes)
-    return "".join(f"\n  in {origin}: {as_yaml({name: value})[1:-1]}" for name, value in written.items())
-
-
-def _without(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of settings without some, which have dotted names."""
-    left = copy.deepcopy(dict(settings))
-    for name in names:
-        left.pop(name, None)  # of a file, where it should be in a section
-        *sections, last = name.split(".")
-        holder: Any = left
-        for section in sections:
-            holder = holder.get(section) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            holder.pop(last, None)
-    return left
+    lines = [f"\n  in {origin}: {as_yaml({name: value})[1:-1]}" for name, value in written.items()]
+    return "".join(lines), problems[num_known:]
 
 
 def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -273,10 +273,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_belong_to_the_method(self) -> Self:
-        if self.method == "full" and self.lora != LoraConfig():
-            raise ValueError("lora is only for method: lora; full trains the weights themselves: set method: lora")
-        if self.method == "full" and self.base != BaseConfig():
-            raise ValueError("base is only for method: lora; full trains the weights themselves: set method: lora")
+        for section, given in ({"lora": self.lora, "base": self.base} if self.method == "full" else {}).items():
+            if changed := given.model_dump(exclude_defaults=True):
+                end = f"keep one: leave {section}.{min(changed)} out, or choose method: lora"
+                raise ValueError(f"{section} is only for method: lora, as full trains the weights themselves; {end}")
         alone = self.lora.dropout or self.lora.dora
         if self.base.storage == "nf4" and self.base.computes_in_fp8 and alone:
             raise ValueError(

@@ -60,6 +60,8 @@ class Caller:
             return "restart=True"
         section, _, last = name.partition(".")
         keyword = name if not last else _KEYWORDS.get(name)
+        if section == "data" and not keyword:  # data= names the rows
+            return f'{{"data": {{"{last}": {_literal(value)}}}}} as the first argument'
         return f"{keyword}={_literal(value)}" if keyword else f'{section}={{"{last}": {_literal(value)}}}'
 
     def step(self, words: Sequence[str]) -> str | None:
@@ -105,13 +107,17 @@ class Caller:
             word not in removed and _parts(word)[0] not in removed and not key
             for word, key in zip(self.words, named, strict=True)
         ]
+        has_value = {one for one, after in pairwise(added) if one[:1] == "-" and after[:1] != "-" and "=" not in after}
+        values = {at + 1 for at, word in enumerate(self.words) if word in has_value}
+        stays = [stay and not (at in values and self.words[at][:1] != "-") for at, stay in enumerate(stays)]
         is_change = any("=" in word or word[:1] == "-" for word in added)
         if not is_change and False not in stays and words[of:] != ["instead", "of"]:
             return None  # what is replaced stands in a file
         at = stays.index(False) if False in stays else len(stays)
         key = named[at] if at < len(named) and not is_change else ""
         before, after = self.words[:at], compress(self.words[at:], stays[at:])
-        return shlex.join(["flatout", *before, *(key + word for word in added), *after])
+        variables = [word for word in added if re.match(r"[A-Z_]+=", word)]  # of the environment
+        return shlex.join([*variables, "flatout", *before, *(key + word for word in added[len(variables) :]), *after])
 
     def _columns(self, columns: Mapping[str, str], path: str, is_sure: str = "") -> str | None:
         """Spell the step that maps the columns of the source `path`; `--yes` takes them, if they are sure."""
@@ -177,14 +183,18 @@ def _implied(text: str, caller: Caller) -> list[str]:
     """Return the step of a sentence without one: what it says to set, or the value of an option that it expects."""
     if STEP in text or "\n  - " in text or caller.kind == "studio":
         return []
+    from flatout.config.names import our_value, why_of  # lazy, as they import this file
+
     verb = [*caller.words[:1]]
     if (option := _OPTION.match(text)) and caller.kind == "command":
         name, given, allowed = option[1], option[2].strip("'"), (option[3] or option[4]).split(", ")
-        near = difflib.get_close_matches(given.lower(), allowed, n=1) or allowed[:1]
+        meant = our_value(name.lstrip("-"), given)
+        near = difflib.get_close_matches(meant.value.lower(), allowed, n=1) or allowed[:1]
         typed = [after for word, after in pairwise(caller.words) if word == name]
-        return [STEP + shlex.join([name, *near, "instead", "of", name, *typed])]
+        why = meant.why or "for example" * ("such as" in option[0])
+        return [f"{STEP}{shlex.join([name, *near, 'instead', 'of', name, *typed])}  {why}"]
     changes = mentioned(text) if verb[0] in _WITH_SETTINGS and "leave" not in text else []
-    return [STEP + shlex.join(changes)] if changes else []
+    return [f"{STEP}{shlex.join(changes)}  {why_of(changes)}"] if changes else []
 
 
 @contextmanager

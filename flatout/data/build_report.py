@@ -156,9 +156,15 @@ class BuildReport:
                 f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
             )
         if counts["no_labels"] > _MAX_SHARES["no_labels"] * most_rows:
+            is_all = counts["no_labels"] == counts["rows"]
+            advice = (
+                "add one to each, such as an assistant's message"
+                if is_all
+                else "remove them, or set data.on_bad_row: skip"
+            )
             raise DataError(
-                f"{counts['no_labels']} {of} rows have no label tokens (no answer, an empty one, or "
-                f"train: false): {self._some('no_labels')}; remove them, or set data.on_bad_row: skip"
+                f"{counts['no_labels']} {of} rows have no answer to learn from (none, an empty one, or train: false): "
+                f"{self._some('no_labels')}; {advice}"
             )
         if counts["lost_labels"] > _MAX_SHARES["lost_labels"] * most_rows:
             raise DataError(

@@ -75,11 +75,16 @@ def _nearest(name: str, there: list[str]) -> str | None:
     return max(near, key=likenesses.__getitem__, default=None)
 
 
+def models_here() -> list[str]:
+    """Return the folders here that hold a model."""
+    return sorted(str(file.parent) for file in Path().glob("*/config.json") if any(file.parent.glob("*.safetensors*")))
+
+
 def other_model(given: str) -> str:
     """Return the end of an error on a model that is not there: a near folder, one that is here, or a hub id."""
     if near := did_you_mean(given, is_folder=True):
         return near
-    here = sorted(str(file.parent) for file in Path().glob("*/config.json") if any(file.parent.glob("*.safetensors*")))
+    here = models_here()
     listing = f"; model{'s' * (len(here) > 1)} here: {', '.join(here[:4])}" if here else ""
     words = shlex.join([(here or ["Qwen/Qwen3-0.6B"])[0], "instead", "of", given])
     return f"{listing}{next_steps((words, 'for example'))}"

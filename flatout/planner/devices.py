@@ -82,13 +82,22 @@ def find_device(name: str) -> Device:
     if size and (total_gib := 0.98 * float(size[1])) * GIB > CONTEXT_BYTES:
         return _device(f"a GPU of {size[1]} GB", total_gib)
     if (device := DEVICES.get(name.lower().removeprefix("rtx").strip())) is None:
-        plain = re.sub(r"rtx|geforce|nvidia|[ _-]", "", name.lower())
-        near = f"{name}GB" if name.isdigit() else next(iter(difflib.get_close_matches(plain, DEVICES, n=1)), "12GB")
+        near, number = near_device(name)
+        of = f"; the number of GPUs, {number}, is ranks" if number else ""
         raise UsageError(
-            f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB; "
+            f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB{of}; "
             f"did you mean {near}?{next_steps((shlex.join([near, 'instead', 'of', name]), ''))}"
         )
     return device
+
+
+def near_device(name: str) -> tuple[str, str]:
+    """Return the name of the GPU that is meant by an unknown one, and of how many: 8xH100, H100x8; "" if of one."""
+    # RTX4090 has no number of GPUs
+    of = re.fullmatch(r"(\d{1,3}) ?[x*] ?(.+)|(.*[^t ]) ?[x*] ?(\d{1,3})", name.lower())
+    plain = re.sub(r"rtx|geforce|nvidia|[ _-]", "", (of[2] or of[3]) if of else name.lower())
+    near = [one for one in DEVICES if one.startswith(plain)] or difflib.get_close_matches(plain, DEVICES, n=1)
+    return f"{name}GB" if name.isdigit() else (near or ["12GB"])[0], (of[1] or of[4]) if of else ""
 
 
 # dense TFLOP/s with fp32 accumulation, from the vendors' data sheets: name pattern -> arithmetic -> peak

@@ -23,10 +23,10 @@ _FILE_ENDINGS = (
 )  # fmt: skip
 
 
-def find_run(target: str | Path, runs: Path = RUNS, *, is_changed: bool = False) -> Path:
+def find_run(target: str | Path, runs: Path = RUNS, *, is_published: bool = False) -> Path:
     """Return the folder of a run that is named by its folder, or by its name in `runs`.
 
-    For a run that is published or written to (`is_changed`), an error proposes only one whose name is a slip away.
+    For a run that is published (`is_published`), an error proposes only one whose name is a slip away.
     Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file.
     """
     path = Path(target)
@@ -47,7 +47,10 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_changed: bool = False)
         step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
     end = _one_of(known, target, runs)
-    end = end.partition("\n")[0] if is_changed else end
+    if is_published and known:
+        finished = [name for name in known if (runs / name / "final").is_dir()]
+        resume = f"finish {'one' if known[1:] else 'it'} first: `flatout train {runs / known[0] / 'config.yaml'}`"
+        end = f"{end.partition(chr(10))[0]}; {'name a finished one' if finished else resume}"
     raise UsageError(f"{target}: no such folder, and no run of that name{end}")
 
 

@@ -67,7 +67,8 @@ FILES = {
     "runs/run/config.yaml": "model: model\n",
 }
 
-# what is typed after `flatout`, the exit code, a part of the error, and the command that it ends with
+# what is typed after `flatout`, the exit code, a part of the error, and the command that it ends with, also with its
+# comment where that must be there
 Row = tuple[str, int, str] | tuple[str, int, str, str]
 # fmt: off
 COMMANDS: list[Row] = [
@@ -77,12 +78,13 @@ COMMANDS: list[Row] = [
     ("run.yaml", 2, "there is no verb 'run.yaml'; write a verb first, such as train", "train run.yaml"),
     ("train", 2, "train: no file or setting is given; give a YAML file, or settings in its place, such as model=Qwen/Qwen3-0.6B data=chats.jsonl", "train model=Qwen/Qwen3-0.6B data=chats.jsonl"),
     ("plan", 2, "plan: no file or setting is given; give a YAML file, or settings in its place, such as model=Qwen/Qwen3-0.6B data=chats.jsonl", "plan model=Qwen/Qwen3-0.6B data=chats.jsonl"),
-    ("init --data missing.jsonl new.yaml", 3, "missing.jsonl: no such file or folder", "init --data chats.jsonl new.yaml"),
+    ("init --data missing.jsonl new.yaml", 3, "missing.jsonl: no such file or folder", "init --data chats.jsonl --model Qwen/Qwen3-0.6B new.yaml"),
     ("init --data missing.jsonl --model model new.yaml", 3, "missing.jsonl: no such file or folder", "init --data chats.jsonl --model model new.yaml"),
     ("init --data *.parquet --model model new.yaml", 3, "*.parquet: no data file matches", "init --data chats.jsonl --model model new.yaml"),
     ("init --data ~nobodyx/rows.jsonl --model model new.yaml", 3, "~nobodyx/rows.jsonl: there is no user nobodyx; files here include chats.jsonl, pair.jsonl, role.jsonl, slips.jsonl", "init --data chats.jsonl --model model new.yaml"),
     ("plan ~nobodyx/run.yaml", 2, "~nobodyx/run.yaml: there is no user nobodyx; did you mean run.yaml?", "plan run.yaml"),
-    ("data show chats.jsonl", 3, "chats.jsonl contains rows and is not a built data set; build one with `flatout data bu"),
+    ("data show chats.jsonl", 3, "chats.jsonl contains rows and is not a built data set; the one built as chats is", "data show chats"),
+    ("data show qa.csv", 3, "qa.csv contains rows and is not a built data set; build one with `flatout data bu"),
     ("train run.yml", 2, "run.yml: no such file; did you mean run.yaml?", "train run.yaml"),
     ("train run", 2, "run is a run; its settings are in runs/run/config.yaml", "train runs/run/config.yaml"),
     ("train runs/run", 2, "runs/run is a run; its settings are in runs/run/config.yaml", "train runs/run/config.yaml"),
@@ -139,7 +141,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml quantization=nf4", 2, "quantization: unknown key; did you mean base.storage?", "train run.yaml base.storage=nf4"),
     ("train run.yaml model.precision=bfloat16", 2, "model.precision: input should be 'auto', 'bf16', 'fp16', 'fp32' or 'fp64', got 'bfloat16';", "train run.yaml model.precision=bf16"),
     ("train run.yaml model.precision=float16", 2, "model.precision: input should be 'auto', 'bf16', 'fp16', 'fp32' or 'fp64', got 'float16'; ", "train run.yaml model.precision=fp16"),
-    ("train run.yaml torch_dtype=bfloat16", 2, "torch_dtype: unknown key; did you mean model.precision?", "train run.yaml model.precision=bf16"),
+    ("train run.yaml torch_dtype=bfloat16", 2, "torch_dtype: unknown key; did you mean model.precision: bf16?", "train run.yaml model.precision=bf16"),
     ("train run.yaml bf16=true", 2, "bf16: unknown key; did you mean model.precision: bf16?", "train run.yaml model.precision=bf16"),
     ("train run.yaml fp16=true", 2, "fp16: unknown key; did you mean model.precision: fp16?", "train run.yaml model.precision=fp16"),
     ("train run.yaml optim=adamw_torch", 2, "optim: expected a section with settings, got 'adamw_torch'; set optim.name=adamw", "train run.yaml optim.name=adamw"),
@@ -169,15 +171,15 @@ COMMANDS: list[Row] = [
     ("train run.yaml data=bad.jsonl", 3, "bad.jsonl: no rows: its only row is bad: bad.jsonl:1:15: expected a value, but the JSON ends here; complete it"),
     ("train run.yaml data=odd.csv", 3, "odd.csv:1: no known format has these columns", "train run.yaml 'data={name: odd, sources: [{path: odd.csv, columns: {instruction: alpha, output: beta}}]}'"),
     ("train run.yaml data=qa.csv", 3, "qa.csv:1: no known format has these columns; set columns: {instruction: Question, output: ", "train run.yaml data=qa.csv --yes"),
-    ("train run.yaml data=unknown_set", 3, "no data set 'unknown_set", "train run.yaml data=chats.jsonl"),
+    ("train run.yaml data=unknown_set", 3, "no data set 'unknown_set", "train run.yaml data=chats  # for example"),
     ("train run.yaml model=nope/", 2, "there is no folder nope/, and it is not a hub id such as Qwen/Qwen3-0.6B; model here: model", "train run.yaml model=model"),
     ("train run.yaml model=model.gguf", 2, "there is no folder model.gguf; a model is a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B; a GG", "train run.yaml model=model"),
     ("train run.yaml model=./runs", 2, "./runs has no config.json", "train run.yaml model=model"),
     ("train run.yaml model.trust_remote_code=true", 2, "model.trust_remote_code: code of model repositories is never run", "train run.yaml"),
     ("train run.yaml device_map=auto", 2, "device_map: training does not spread a model's layers over GPUs; leave it out, or for several GPUs add gpus=[0,1] and strategy=fsdp", "train run.yaml"),
     ("train run.yaml compute_metrics=accuracy", 2, "compute_metrics: metric functions of your own are not supported; leave it out; to score a run: `flatout eval RUN --tasks arc_easy`", "train run.yaml"),
-    ("train run.yaml gradient_checkpointing=true", 2, "gradient_checkpointing: unknown key; did you mean recompute?", "train run.yaml recompute=full"),
-    ("train run.yaml attn_implementation=flash_attention_2", 2, "attn_implementation: unknown key; did you mean model.attention?", "train run.yaml model.attention=auto"),
+    ("train run.yaml gradient_checkpointing=true", 2, "gradient_checkpointing: unknown key; did you mean recompute: full?", "train run.yaml recompute=full"),
+    ("train run.yaml attn_implementation=flash_attention_2", 2, "attn_implementation: unknown key; did you mean model.attention: auto? (auto takes the fastest exact implementation that works here)", "train run.yaml model.attention=auto"),
     ("train run.yaml model.attention=flash_attention_2", 2, "model.attention: input should be 'auto', 'fa4', 'cudnn', 'varlen', 'sdpa' or 'plain', got ", "train run.yaml model.attention=auto"),
     ("train run.yaml lora.targets=q_porj", 2, "lora.targets: 'q_porj' matches no linear layer of this model; did you mean q_proj, v_proj,", "train run.yaml 'lora.targets=[q_proj]'"),
     ("train run.yaml target_modules=[q_proj]", 2, "target_modules: unknown key; did you mean lora.targets?", "train run.yaml 'lora.targets=[q_proj]'"),
@@ -192,7 +194,8 @@ COMMANDS: list[Row] = [
     ("train run.yaml gpus=0", 2, "gpus: expected 1 to 1,024 GPUs, got 0; for the first GPU only set gpus=[0], for none device=cpu", "train run.yaml 'gpus=[0]'"),
     ("train run.yaml gpus=two", 2, "gpus: expected a number of GPUs or a list of GPU ids, got 'two'; set gpus=2 (how many; `nvidia-smi -L` lists yours)", "train run.yaml gpus=2"),
     ("train run.yaml device=gpu", 2, "device: input should be 'auto', 'cpu' or 'cuda', got 'gpu'; set device=cuda", "train run.yaml device=cuda"),
-    ("train run.yaml device=cuda:0", 2, "device: input should be 'auto', 'cpu' or 'cuda', got 'cuda:0'; set gpus=[0]", "train run.yaml 'gpus=[0]'"),
+    ("train run.yaml device=cuda:0", 2, "device: input should be 'auto', 'cpu' or 'cuda', got 'cuda:0'; set device=cuda and gpus=[0]", "train run.yaml device=cuda 'gpus=[0]'"),
+    ("train run.yaml device=cuda:1", 2, "set device=cuda and gpus=[1]", "train run.yaml device=cuda 'gpus=[1]'"),
     ("train run.yaml device=cuda", 6, "device: cuda needs a GPU, but ", "train run.yaml device=cpu"),
     ("train run.yaml strategy=fdsp", 2, "strategy: input should be 'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsd", "train run.yaml strategy=fsdp"),
     ("train run.yaml strategy=deepspeed_zero3", 2, "strategy: input should be 'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsd", "train run.yaml strategy=zero3"),
@@ -232,7 +235,8 @@ COMMANDS: list[Row] = [
     ("data show", 2, "data show: NAME is not given; write it, such as chats", "data show chats"),
     ("runs nope", 2, "there is no folder nope; give a folder of runs", "runs"),
     ("runs --sort accuracy", 2, "runs: there is no --sort accuracy; choose started, name, state, model, data, steps, loss, ", "runs --sort loss"),
-    ("chat", 2, "chat: RUN_OR_ADAPTER_OR_MODEL is not given; write it, such as run", "chat run"),
+    ("chat", 2, "chat: RUN_OR_ADAPTER_OR_MODEL is not given; write it, such as model", "chat model"),
+    ("eval", 2, "not given; write it, such as model --tasks arc_easy", "eval model --tasks arc_easy"),
     ("chat runn", 2, "there is no run runn; did you mean run? (on the hub: OWNER/runn)", "chat run"),
     ("chat run", 2, "runs/run has no final/: the run is not finished"),
     ("chat adapter.bin", 2, "adapter.bin is a file; name the folder of a run, an adapter or a model", "chat model"),
@@ -248,7 +252,9 @@ COMMANDS: list[Row] = [
     ("export run", 2, "export: --to, --out are not given; write them, such as --to gguf --out gguf", "export run --to gguf --out gguf"),
     ("export run --to gguff --out x", 2, "--to is 'gguff'; expected one of gguf, ollama, vllm, mlx", "export run --to gguf --out x"),
     ("export run --out x", 2, "export: --to is not given; write it, such as --to gguf", "export run --out x --to gguf"),
-    ("push run", 2, "push: REPO is not given; write it, such as my-model", "push run my-model"),
+    ("push run", 2, "push: REPO is not given; write it, such as my-model --private", "push run my-model --private  # for example; without --private everybody can see it"),
+    ("push", 2, "push: RUN, REPO are not given; write them, such as run my-model --private", "push run my-model --private"),
+    ("push run --private", 2, "push: REPO is not given; write it, such as my-model", "push run --private my-model"),
     ("push run --repo me/x", 2, "there is no option --repo; write REPO right after RUN", "push run me/x"),
     ("push run --repo=me/x", 2, "there is no option --repo; write REPO right after RUN", "push run me/x"),
     ("eval run", 2, "nothing to score: give --tasks, --answers FILE or --rows FILE", "eval run --tasks arc_easy"),
@@ -267,7 +273,7 @@ COMMANDS: list[Row] = [
     ("data build chats.jsonl --tokenizer model --name chats --loss-type al", 2, "--loss-type: input should be 'response_only' or 'all', got 'al'; set --loss-type all", "data build chats.jsonl --tokenizer model --name chats --loss-type all"),
     ("train run.yaml 'data.columns={instruction: question}'", 2, "data.columns: it belongs to a source; set data.sources=[{path: chats.jsonl, columns: {instruction: question}}]", "train run.yaml 'data.sources=[{path: chats.jsonl, columns: {instruction: question}}]'"),
     ("data build chts.jsonl --tokenizer model --name x", 3, "chts.jsonl: no such file or folder; did you mean chats.jsonl?", "data build chats.jsonl --tokenizer model --name x"),
-    ("train run.yaml data.sources=chats.jsonl gpus=x", 2, "gpus: expected a number of GPUs or a list of GPU ids, got 'x'; give gpus=2, or gpus=[0,1]", "train run.yaml gpus=2 data=chats.jsonl"),
+    ("train run.yaml data.sources=chats.jsonl gpus=x", 2, "gpus: expected a number of GPUs or a list of GPU ids, got 'x'; for example, give gpus=2, or gpus=[0,1]", "train run.yaml gpus=2 data=chats.jsonl  # for example"),
     ("chat rn", 2, "there is no run rn; did you mean run? (on the hub: OWNER/rn)", "chat run"),
     ("train model=model dta=chats.jsonl", 2, "dta: unknown key; did you mean data?", "train model=model data=chats.jsonl"),
     ("train model=model data=qa.csv --yes --bogus", 2, "train: there is no option --bogus", "train model=model data=qa.csv --yes"),
@@ -304,7 +310,7 @@ COMMANDS: list[Row] = [
     ("resume run", 2, "there is no verb 'resume'; `flatout train` continues an interrupted run automatically", "train runs/run/config.yaml"),
     ("resume nope", 2, "there is no run nope, and no verb 'resume'; `flatout train runs/RUN/config.yaml` continues a run, here run"),
     ("train run.yaml gpus=cpu", 2, "gpus: expected a number of GPUs or a list of GPU ids, got 'cpu'; set device=cpu", "train run.yaml device=cpu"),
-    ("train run.yaml gpus=all", 2, "gpus: expected a number of GPUs or a list of GPU ids, got 'all'; set gpus=2 (how many; `nvidia-smi -L` lists yours)", "train run.yaml gpus=2"),
+    ("train run.yaml gpus=all", 2, "gpus: expected a number of GPUs or a list of GPU ids, got 'all'; write how many, for example set gpus=2 (`nvidia-smi -L` lists yours)", "train run.yaml gpus=2  # for example"),
     ("train run.yaml gpus=-1", 2, "gpus: expected 1 to 1,024 GPUs, got -1; for the first GPU only set gpus=[0], for none device=cpu", "train run.yaml 'gpus=[0]'"),
     ("train run.yaml gpus=0,0", 2, "gpus: a GPU is listed twice, got '0,0'; set gpus=[0]", "train run.yaml 'gpus=[0]'"),
     ("train run.yaml --gpu 0", 2, "--gpu is a setting here: gpus=[0]", "train run.yaml 'gpus=[0]'"),
@@ -320,11 +326,11 @@ COMMANDS: list[Row] = [
     ("train odd.yaml", 3, "odd.csv:1: no known format has these columns; map yours, such as columns: {instruction: alpha, output: beta},", "in odd.yaml: data: {name: odd, sources: [{path: odd.csv, columns: {instruction: alpha, output: beta}}]}"),
     ("plan run.yaml data=odd.csv", 3, "odd.csv:1: no known format has these columns; map yours, such as columns: {instruction: alpha, output: beta},", "plan run.yaml 'data={name: odd, sources: [{path: odd.csv, columns: {instruction: alpha, output: beta}}]}'"),
     ("train run.yaml objective=DPO", 2, "objective: kind 'DPO' is unknown; set objective=dpo (objective.path names a loss of your own)", "train run.yaml objective=dpo"),
-    ("train run.yaml objective=dpo", 3, 'chats.jsonl:1: objective dpo needs a chosen and a rejected answer in each row; 8 of 8 have one answer; write rows such as {"prompt": ..., "chosen": ..', "train run.yaml objective=cross_entropy"),
+    ("train run.yaml objective=dpo", 3, 'chats.jsonl:1: objective dpo needs a chosen and a rejected answer in each row; 8 of 8 have one answer; write rows such as {"prompt": ..., "chosen": ..', "train run.yaml objective=cross_entropy  # ordinary fine-tuning, not pairs"),
     ("train run.yaml objective=grpo", 2, "objective: kind 'grpo' is not offered; leave it out, or for rows with chosen and rejected answers set objective=dpo; known: cross_entropy (ordinary fine-tuning), weigh", "train run.yaml objective=dpo"),
     ("train run.yaml rl=dpo", 2, "rl: unknown key; did you mean objective?", "train run.yaml objective=dpo"),
     ("train run.yaml beta=0.1", 2, "beta: it is a field of dpo, which needs rows with chosen and rejected answers: set objective={kind: dpo, beta: 0.1}", "train run.yaml 'objective={kind: dpo, beta: 0.1}'"),
-    ("train run.yaml loss_type=sigmoid", 2, "loss_type: unknown key; did you mean objective?", "train run.yaml objective=dpo"),
+    ("train run.yaml loss_type=sigmoid", 2, "loss_type: unknown key; did you mean objective: dpo?", "train run.yaml objective=dpo"),
     ("train run.yaml eval=0.1", 2, "eval: expected a section with settings, got 0.1; set eval.fraction=0.1", "train run.yaml eval.fraction=0.1"),
     ("train run.yaml lora=32", 2, "lora: expected a section with settings, got 32; set lora.rank=32", "train run.yaml lora.rank=32"),
     ("train run.yaml checkpoint=best", 2, "checkpoint: expected a section with settings, such as checkpoint.every_steps=500, got 'best'", "train run.yaml"),
@@ -341,23 +347,23 @@ COMMANDS: list[Row] = [
     ("train --model model --data chats.jsonl", 2, "--model is a setting here: model=model; --data is a setting here: data=chats.jsonl", "train model=model data=chats.jsonl"),
     ("train model=model", 3, "no data is named; for example, set data=chats", "train model=model data=chats"),
     ("train run.yaml --lr 1e-4 --epochs 3", 2, "--lr is a setting here: optim.lr=1e-4; --epochs is a setting here: batch.epochs=3", "train run.yaml optim.lr=1e-4 batch.epochs=3"),
-    ("train run.yaml per_device_train_batch_size=8 gpus=2", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step? (8 per GPU x 1 accumulated x 2 GPUs = 16 samples per step)", "train run.yaml batch.samples_per_step=16 gpus=2"),
-    ("train run.yaml per_device_train_batch_size=8 gradient_accumulation_steps=4 gpus=0,1", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step? (8 per GPU x 4 accumulated x 2 GPUs = 64 samples per step)", "train run.yaml batch.samples_per_step=64 gpus=0,1"),
+    ("train run.yaml per_device_train_batch_size=8 gpus=2", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step: 16? (8 per GPU x 1 accumulated x 2 GPUs = 16 samples per step)", "train run.yaml batch.samples_per_step=16 gpus=2"),
+    ("train run.yaml per_device_train_batch_size=8 gradient_accumulation_steps=4 gpus=0,1", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step: 64? (8 per GPU x 4 accumulated x 2 GPUs = 64 samples per step)", "train run.yaml batch.samples_per_step=64 gpus=0,1"),
     ("train run.yaml --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --gpus 2", 2, "--per-device-train-batch-size is a setting here: batch.samples_per_step=64 (8 per GPU x 4 accumulated x 2 GPUs", "train run.yaml batch.samples_per_step=64 gpus=2"),
-    ("train batches.yaml", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step? (8 per GPU x 4 accumulated x 2 GPUs = 64 samples per step)", "in batches.yaml: batch: {samples_per_step: 64}"),
-    ("train run.yaml eval_strategy=epoch", 2, "eval_strategy: unknown key; did you mean eval.fraction? (a run of one epoch evaluates before its first step and at its end; a run of 3 epochs evaluates after each with eval.every_steps=0.333)", "train run.yaml eval.fraction=0.05"),
+    ("train batches.yaml", 2, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step: 64? (8 per GPU x 4 accumulated x 2 GPUs = 64 samples per step)", "in batches.yaml: batch: {samples_per_step: 64}"),
+    ("train run.yaml eval_strategy=epoch", 2, "eval_strategy: unknown key; did you mean eval.fraction: 0.05? (a run of one epoch evaluates before its first step and at its end; a run of 3 epochs evaluates after each with eval.every_steps=0.333)", "train run.yaml eval.fraction=0.05"),
     ("train run.yaml lora.targets=xx", 2, "lora.targets: 'xx' matches no linear layer of this model; it has down_proj, gate_proj, k_proj, lm_head, o_proj", "train run.yaml 'lora.targets=[all-linear]'"),
     ("plan run.yaml --device 24", 2, "device '24' is unknown; choose one of b200, h200, h100, a100-80, a100-40, l40s, 5090, 4090, 3090, a10g, l4, t4", "plan run.yaml --device 24GB"),
     ("version", 2, "there is no verb 'version'; did you mean --version?", "--version"),
     ("list", 2, "there is no verb 'list'; did you mean runs?", "runs"),
     ("evaluate run", 2, "there is no verb 'evaluate'; did you mean eval?", "eval run --tasks arc_easy"),
-    ("merge nope --out merged", 2, "nope: no such folder, and no run of that name; the run here is run (not finished)"),
+    ("merge nope --out merged", 2, "nope: no such folder, and no run of that name; the run here is run (not finished); finish it first: `flatout train runs/run/config.yaml`"),
     ("merge model --out merged", 2, "model has no adapter to merge: it is a plain model already; use it as it is"),
     ("merge run --out", 2, "merge: --out needs a value; write --out OUT", "merge run --out merged"),
     ("export run --to gguf", 2, "export: --out is not given; write it, such as --out gguf", "export run --to gguf --out gguf"),
     ("export run --to GGUF --out x", 2, "--to is 'GGUF'; expected one of gguf, ollama, vllm, mlx", "export run --to gguf --out x"),
     ("export model --to gguf --out x --quantize q4", 2, "--quantize q4: needs llama.cpp's llama-quantize", "export model --to gguf --out x --quantize q8_0"),
-    ("push nope me/x", 2, "nope: no such folder, and no run of that name; the run here is run (not finished)"),
+    ("push nope me/x", 2, "nope: no such folder, and no run of that name; the run here is run (not finished); finish it first: `flatout train runs/run/config.yaml`"),
     ("push run me/x --best_model", 2, "push: there is no option --best-model; did you mean --best?", "push run me/x --best"),
     ("chat other.gguf", 2, "there is no file other.gguf; name the folder of a run, an adapter or a model, or a hub id; model here: model", "chat model"),
     ("chat chats.jsonl", 2, "chats.jsonl is a file; name the folder of a run, an adapter or a model; model here: model", "chat model"),
@@ -405,10 +411,11 @@ COMMANDS: list[Row] = [
     ("train run.yaml batch.max_steps=0", 2, "batch.max_steps: input should be greater than or equal to 1, got 0; set batch.max_steps=100 (for example)", "train run.yaml batch.max_steps=100"),
     ("train run.yaml checkpoint.allow_change=lr", 2, "checkpoint.allow_change: expected a list, got 'lr'; set checkpoint.allow_change=[optim.lr]", "train run.yaml 'checkpoint.allow_change=[optim.lr]'"),
     ("train run.yaml optim.max_grad_norm=off", 2, "optim.max_grad_norm: expected a number, got off; set optim.max_grad_norm=null", "train run.yaml optim.max_grad_norm=null"),
-    ("train run.yaml base.storage=nf4 method=full", 2, "base is only for method=lora; full trains the weights themselves: set method=lora", "train run.yaml base.storage=nf4 method=lora"),
+    ("train run.yaml base.storage=nf4 method=full", 2, "base is only for method=lora, as full trains the weights themselves; keep one: leave base.storage out, or choose method=lora", "train run.yaml method=full"),
+    ("train run.yaml lora.rank=8 method=full", 2, "keep one: leave lora.rank out, or choose method=lora", "train run.yaml method=full"),
     ("train run.yaml eval.patience=3", 2, "eval: patience needs every_steps: set eval.every_steps=0.1", "train run.yaml eval.patience=3 eval.every_steps=0.1 eval.fraction=0.05"),
     ("train run.yaml model=", 2, "model= is empty; leave it out", "train run.yaml"),
-    ("push ruse me/x", 2, "ruse: no such folder, and no run of that name; the run here is run (not finished)"),
+    ("push ruse me/x", 2, "ruse: no such folder, and no run of that name; the run here is run (not finished); finish it first: `flatout train runs/run/config.yaml`"),
     ("push runs/rune me/x", 2, "runs/rune: no such folder, and no run of that name; did you mean run?", "push run me/x"),
     ("train run.yaml data=null", 2, "data=null is empty; leave it out", "train run.yaml"),
     ("train run.yaml data=", 2, "data= is empty; leave it out", "train run.yaml"),
@@ -422,23 +429,23 @@ COMMANDS: list[Row] = [
     ("merge run merged", 2, "merge: --out is not given; write it, such as --out merged", "merge run --out merged"),
     ("export run gguf", 2, "export: --to, --out are not given; write them, such as --to gguf --out gguf", "export run --to gguf --out gguf"),
     ("watch run run", 2, "watch: unexpected argument 'run'; leave it out"),
-    ("data show chats -n -1", 2, "-n is -1; expected 0 or more samples", "data show chats -n 0"),
+    ("data show chats -n -1", 2, "-n is -1; expected a number of samples such as 3; -n 1000000 shows all of most sets", "data show chats -n 3  # for example"),
     ("runs --note run", 2, "runs: --note needs a value; write --note RUN TEXT"),
-    ("runs --tag nope good", 2, "nope: no such folder, and no run of that name; the run here is run (not finished)"),
+    ("runs --tag nope good", 2, "nope: no such folder, and no run of that name; the run here is run (not finished)", "runs --tag run good  # for example"),
     ("init nodir/x.yaml --data chats.jsonl --model model", 2, "nodir/x.yaml: there is no folder nodir; create it: mkdir -p nodir"),
     ("init a.yaml b.yaml", 2, "init: unexpected argument 'b.yaml'; leave it out", "init a.yaml"),
     ("convert theirs.yaml --to run.yaml", 2, "run.yaml: already exists; choose a different file, such as run-2.yaml, or remove it", "convert theirs.yaml --to run-2.yaml"),
     ("report run --format pdf", 2, "report: there is no --format pdf; choose html, md, json", "report run --format html"),
     ("eval run --limit 0 --tasks x", 2, "--limit is 0; expected at least 1", "eval run --limit 1 --tasks x"),
     # false of others' names is not our fixed value
-    ("train run.yaml load_in_4bit=false", 2, "load_in_4bit: unknown key", "train run.yaml base.storage=model"),
-    ("train run.yaml packing=false", 2, "packing: unknown key", "train run.yaml batch.layout=rows"),
+    ("train run.yaml load_in_4bit=false", 2, "load_in_4bit: unknown key; did you mean base.storage: model? (the model's own precision)", "train run.yaml base.storage=model"),
+    ("train run.yaml packing=false", 2, "packing: unknown key; did you mean batch.layout: rows? (without packing)", "train run.yaml batch.layout=rows"),
     ("train run.yaml --no-packing", 2, "--no-packing is a setting here: batch.layout=rows", "train run.yaml batch.layout=rows"),
     ("train run.yaml --use_peft", 2, "--use-peft is a setting here: method=lora", "train run.yaml method=lora"),
     # a name of others with a value that is refused, too
-    ("train run.yaml lr=0", 2, "lr: unknown key; did you mean optim.lr?", "train run.yaml optim.lr=0.0002"),
-    ("train run.yaml save_total_limit=0", 2, "did you mean checkpoint.keep?", "train run.yaml checkpoint.keep=2"),
-    ("train run.yaml warmup=10%", 2, "did you mean schedule.warmup_steps?", "train run.yaml schedule.warmup_ratio=0.1"),
+    ("train run.yaml lr=0", 2, "did you mean optim.lr?\n  - optim.lr: input should be greater than 0, got 0; set optim.lr=0.0002 (the default)", "train run.yaml optim.lr=0.0002"),
+    ("train run.yaml save_total_limit=0", 2, "did you mean checkpoint.keep?\n  - checkpoint.keep: input should be greater than or equal to 1, got 0; set checkpoint.keep=2 (the default)", "train run.yaml checkpoint.keep=2"),
+    ("train run.yaml warmup=10%", 2, "did you mean schedule.warmup_ratio: 0.1? (10% is 0.1)", "train run.yaml schedule.warmup_ratio=0.1"),
     ("train run.yaml --warmup 0.1", 2, "--warmup is a setting here: schedule.warmup_ratio=0.1", "train run.yaml schedule.warmup_ratio=0.1"),
     ("train run.yaml schedule=cosine_decay", 2, "set schedule.kind=cosine", "train run.yaml schedule.kind=cosine"),
     # numbers as people write them
@@ -448,7 +455,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml checkpoint.every_steps=5%", 2, "set checkpoint.every_steps=0.05 (a share)", "train run.yaml checkpoint.every_steps=0.05"),
     ("train run.yaml log_every_steps=0", 2, "set log_every_steps=1 (the default)", "train run.yaml log_every_steps=1"),
     ("train run.yaml data=chats.jsonl[:100]", 2, "set data=chats.jsonl and data.num_samples=100", "train run.yaml data=chats.jsonl data.num_samples=100"),
-    ("train run.yaml data=*.nope", 2, "data: use letters, digits, dots, dashes and underscores"),
+    ("train run.yaml data=*.nope", 3, "*.nope: no data file matches; files here include chats.jsonl", "train run.yaml data=chats.jsonl  # for example"),
     ("train run.yaml objective={kind: dpo, beta: 0.2}", 2, "a value with spaces is one word in quotes", "train run.yaml 'objective={kind: dpo, beta: 0.2}'"),
     ("train run.yaml token=x", 2, "log in once by `hf auth login`", "train run.yaml"),
     ("train run.yaml model=https://hub.example/org/name", 2, "there is no folder https://hub.example/org/name", "train run.yaml model=org/name"),
@@ -475,7 +482,9 @@ COMMANDS: list[Row] = [
     ("chat model --step 1 --prompt hi", 2, "there is no option --step; leave it out", "chat model --prompt hi"),
     ("chat model --extra chats.jsonl --prompt hi", 2, "there is no option --extra; leave it out", "chat model --prompt hi"),
     ("chat model --adapter runs/run --prompt hi", 2, "there is no option --adapter", "chat runs/run --prompt hi"),
-    ("chat model --gpu 0 --prompt hi", 2, "write CUDA_VISIBLE_DEVICES=0 before flatout", "chat model --prompt hi"),
+    ("chat model --gpu 0 --prompt hi", 2, "there is no option --gpu; write CUDA_VISIBLE_DEVICES=0 before flatout\n", "CUDA_VISIBLE_DEVICES=0 flatout chat model --prompt hi"),
+    ("eval model --gpu=1 --tasks x", 2, "write CUDA_VISIBLE_DEVICES=1 before flatout\n", "CUDA_VISIBLE_DEVICES=1 flatout eval model --tasks x"),
+    ("chat model --gpus 2 --prompt hi", 2, "it takes the first GPU, or another by CUDA_VISIBLE_DEVICES before flatout; leave it out", "chat model --prompt hi"),
     ("chat model --base runs --prompt hi", 2, "--base runs: model has no adapter, it is a whole model; leave --base out", "chat model --prompt hi"),
     ("chat model --temperature hot --prompt hi", 2, "--temperature: expected a number, got 'hot'", "chat model --temperature 1 --prompt hi"),
     ("convert theirs.yaml --out x.yaml", 2, "did you mean --to?", "convert theirs.yaml --to x.yaml"),
@@ -485,13 +494,17 @@ COMMANDS: list[Row] = [
     ("push run me/x --public", 2, "a repository is public unless --private is given; leave it out", "push run me/x"),
     ("push run me/x --private=true", 2, "--private takes no value", "push run me/x --private"),
     ("studio --host 0.0.0.0", 2, "only this machine reaches it", "studio"),
-    ("track nope --to wandb", 2, "nope: no such folder, and no run of that name; the run here is run (not finished)"),
-    ("runs --sort -loss", 2, "runs: --sort needs a value", "runs --sort loss"),
-    ("plan run.yaml --device H100x8", 2, "device 'H100x8' is unknown", "plan run.yaml --device h100"),
+    ("track nope --to wandb", 2, "nope: no such folder, and no run of that name; the run here is run (not finished)", "track run --to wandb  # for example"),
+    ("runs --sort -loss", 2, "runs: '-loss' begins with a dash, so it reads as an option; write --sort loss", "runs --sort loss"),
+    ("runs --sort -accuracy", 2, "runs: --sort needs a value", "runs --sort loss  # for example"),
+    ("runs --sort --reverse", 2, "runs: --sort needs a value", "runs --sort loss --reverse  # for example"),
+    ("chat model --prompt -hi", 2, "'-hi' begins with a dash, so it reads as an option; write --prompt=-hi", "chat model --prompt=-hi"),
+    ("plan run.yaml --device H100x8", 2, "--device H100x8: write --device h100 --ranks 8", "plan run.yaml --device h100 --ranks 8"),
+    ("plan run.yaml --ranks 8 --device 8xA100", 2, "--device 8xA100: write --device a100-80 --ranks 8", "plan run.yaml --device a100-80 --ranks 8"),
     ("plan run.yaml --ranks two", 2, "--ranks: expected a number, got 'two'", "plan run.yaml --ranks 1"),
     ("launch run.yaml --slurm --nodes 0", 2, "--nodes is 0; expected at least 1", "launch run.yaml --slurm --nodes 1"),
     ("launch run.yaml --slurm --time 24h30m", 2, "which is not Slurm's format", "launch run.yaml --slurm --time 24:30:00"),
-    ("export run --to gguf --out x --quantize 4bit", 2, "expected one of q8_0", "export run --to gguf --out x --quantize q8_0"),
+    ("export run --to gguf --out x --quantize 4bit", 2, "expected one of q8_0", "export run --to gguf --out x --quantize q4_k_m  # 4 bits"),
 ]
 # the arguments of flatout.train, a part of the error, and the call that it ends with
 CALLS: list[tuple[dict[str, Any], str, str | None]] = [
@@ -502,7 +515,7 @@ CALLS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"method": "qlora"}, "got 'qlora'; set storage=\"nf4\"", 'flatout.train(..., storage="nf4")'),
     ({"max_seq_length": 512}, "did you mean data.max_tokens?", "flatout.train(..., max_tokens=512)"),
     ({"lora_alpha": 16, "r": 8}, "did you mean lora.rank?", "flatout.train(..., alpha=16, rank=8)"),
-    ({"gradient_checkpointing": True}, "did you mean recompute?", 'flatout.train(..., recompute="full")'),
+    ({"gradient_checkpointing": True}, "did you mean recompute: full?", 'flatout.train(..., recompute="full")'),
     ({"eval_steps": 10}, "did you mean eval.every_steps?", 'flatout.train(..., eval={"every_steps": 10, "fraction": 0.05})'),
     ({"run_name": "x"}, "did you mean name?", 'flatout.train(..., name="x")'),
     ({"compute_metrics": len}, "metric functions of your own are not supported; leave it out", None),
@@ -513,10 +526,10 @@ CALLS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"data": "chts.jsonl"}, "did you mean chats.jsonl?", None),
     ({"data": "qa.csv"}, "no known format has these columns", 'flatout.train(..., data={"name": "qa", "sources": [{"path": "qa.csv", "columns": {"instruction": "Question", "output": "Response"}}]})'),
     ({"learning_rate": 0.0001, "per_device_train_batch_size": 8, "gpus": 2}, "learning_rate: unknown key; did you mean optim.lr?", "flatout.train(..., lr=0.0001, samples_per_step=16)"),
-    ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "gpus": [0, 1]}, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step? (8 per GPU x 4 accumulated x 2 GPUs = 64 samples per step)", "flatout.train(..., samples_per_step=64)"),
+    ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "gpus": [0, 1]}, "per_device_train_batch_size: unknown key; did you mean batch.samples_per_step: 64? (8 per GPU x 4 accumulated x 2 GPUs = 64 samples per step)", "flatout.train(..., samples_per_step=64)"),
     ({"betas": [0.9, 0.99]}, 'betas: they are two settings: set optim={"beta1": 0.9} and optim={"beta2": 0.99}', 'flatout.train(..., optim={"beta1": 0.9, "beta2": 0.99})'),
     ({"lr": "1e-4x"}, "optim.lr: expected a number, got '1e-4x'; set lr=1e-4", "flatout.train(..., lr=1e-4)"),
-    ({"gpus": "all"}, "gpus: expected a number of GPUs or a list of GPU ids, got 'all'; set gpus=2 (how many; `nvidia-smi -L` lists yours)", "flatout.train(..., gpus=2)"),
+    ({"gpus": "all"}, "gpus: expected a number of GPUs or a list of GPU ids, got 'all'; write how many, for example set gpus=2 (`nvidia-smi -L` lists yours)", "flatout.train(..., gpus=2)"),
     ({"data": {"path": "chats.jsonl"}}, "data.path: unknown key; did you mean data?", 'flatout.train(..., data="chats.jsonl")'),
     ({"data": "chats.jsonl,qa.csv"}, "chats.jsonl,qa.csv: no such file; give several files as a list", 'flatout.train(..., data=["chats.jsonl", "qa.csv"])'),
     ({"data": "odd.csv"}, "odd.csv:1: no known format has these columns; map yours, such as columns: {instruction: alpha, output: beta},", 'flatout.train(..., data={"name": "odd", "sources": [{"path": "odd.csv", "columns": {"instruction": "alpha", "output": "beta"}}]})'),
@@ -526,15 +539,16 @@ CALLS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"model": "model.gguf"}, "there is no folder model.gguf; a model is a folder with config.json, or a hub id such as Qwen/Qwen3-0.6B; a GG", None),
     ({"lora": 16}, "lora: expected a section with settings, got 16; set rank=16", "flatout.train(..., rank=16)"),
     ({"callbacks": [print]}, "callbacks must be flatout.Callback objects, got print; write class My(flatout.Callback): ... and pass callbacks=[My()]", None),
-    ({"device": "cuda:0"}, "device: input should be 'auto', 'cpu' or 'cuda', got 'cuda:0'; set gpus=[0]", "flatout.train(..., gpus=[0])"),
+    ({"device": "cuda:0"}, "device: input should be 'auto', 'cpu' or 'cuda', got 'cuda:0'; set device=\"cuda\" and gpus=[0]", 'flatout.train(..., device="cuda", gpus=[0])'),
     ({"train_dataset": "chats.jsonl"}, "train_dataset: unknown key; did you mean data?", 'flatout.train(..., data="chats.jsonl")'),
     ({"data": []}, "data has no rows; give at least one", None),
     ({"data": [{"instruction": "a", "output": None}]}, "as 'output' is null: give it a value or remove the row", None),
     ({"data": [{"prompt": "a", "chosen": "b"}], "objective": "dpo"}, "'chosen' stands alone: also write 'rejected'", None),
-    ({"data": [{"messages": [{"role": "user", "content": "q"}]}]}, "no label tokens", 'flatout.train({"data": {"on_bad_row": "skip"}}, ...)'),
+    ({"data": [{"messages": [{"role": "user", "content": "q"}]}]}, "1 of 1 rows have no answer to learn from (none, an empty one, or train: false): row 1 of your data; add one to each, such as an assistant's message", None),
+    ({"data": [chat(1), {"messages": [{"role": "user", "content": "q"}]}]}, 'or set {"data": {"on_bad_row": "skip"}} as the first argument', 'flatout.train({"data": {"on_bad_row": "skip"}}, ...)'),
     ({"callbacks": print}, "callbacks must be flatout.Callback objects, got print", None),
     ({"objective": {"beta": 0.1}}, 'set objective={"kind": "dpo", "beta": 0.1}', 'flatout.train(..., objective={"kind": "dpo", "beta": 0.1})'),
-    ({"load_in_4bit": False}, "load_in_4bit: unknown key", 'flatout.train(..., storage="model")'),
+    ({"load_in_4bit": False}, "load_in_4bit: unknown key; did you mean base.storage: model? (the model's own precision)", 'flatout.train(..., storage="model")'),
 ]
 # fmt: on
 
@@ -546,6 +560,10 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+    before = Path.cwd()
+    os.chdir(root)
+    assert main(["data", "build", "chats.jsonl", "--tokenizer", "model", "--name", "chats"]) == 0
+    os.chdir(before)
     return root
 
 
@@ -563,17 +581,25 @@ def test_a_mistake_is_told_with_the_next_command(
     error = error[error.index("error: ") :]
     assert said in error
     assert "Traceback" not in error
-    assert re.findall(r"^  (?:flatout|(?=in )) ?(.*?)(?:  # .*)?$", error, re.MULTILINE) == command
+    proposed = re.findall(r"^  (?:flatout|(?=in |[A-Z_]+=)) ?(.*)$", error, re.MULTILINE)
+    assert [step if "  # " in "".join(command) else step.partition("  # ")[0] for step in proposed] == command
 
 
-PROPOSED = sorted({command for _, _, _, *steps in COMMANDS for command in steps})
+PROPOSED = sorted({command.partition("  # ")[0] for _, _, _, *steps in COMMANDS for command in steps})
+
+
+def test_nothing_is_published_to_everybody_under_a_name_that_nobody_typed() -> None:
+    pushes = [(row[0], step) for row in COMMANDS for step in row[3:] if step.startswith("push ")]
+    assert len(pushes) > 5
+    assert all("--private" in step or step.split()[2] in re.split("[ =]", typed) for typed, step in pushes)
 
 
 @pytest.mark.parametrize("command", [command for command in PROPOSED if not command.startswith(("in ", "--"))])
 def test_a_proposed_command_is_not_refused(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    verb = shlex.split(command)[0]
+    words = shlex.split(command.rpartition(" flatout ")[2])
+    verb = words[0]
 
     def checked(args: argparse.Namespace) -> int:
         if verb in WITH_OVERRIDES and verb != "convert":
@@ -582,7 +608,7 @@ def test_a_proposed_command_is_not_refused(
 
     monkeypatch.setattr(importlib.import_module(f"flatout.cli.{verb}"), "run", checked)
     monkeypatch.chdir(world)
-    assert main(shlex.split(command)) == 0, capsys.readouterr().err
+    assert main(words) == 0, capsys.readouterr().err
 
 
 def test_a_proposed_line_of_a_file_is_not_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

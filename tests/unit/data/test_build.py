@@ -143,7 +143,7 @@ def test_token_rows_are_checked(maker: Maker) -> None:
 LONG = chat("the question", "the answer is yes " * 20)
 CASES: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("C7 only prompts", [{"messages": [{"role": "user", "content": "q"}]}, chat("q", "a")], {},
-     r"1 of 2 rows have no label tokens .*rows\.jsonl:1; remove them, or set data\.on_bad_row: skip"),
+     r"1 of 2 rows have no answer to learn from .*rows\.jsonl:1; remove them, or set data\.on_bad_row: skip"),
     ("C8 all labels cut off", [chat("the question " * 30, "a"), chat("q", "a")], {"max_tokens": 32},
      r"1 of 2 rows lose all labels at max_tokens=32 \(95th percentile \d+, longest \d+ tokens\): .*rows\.jsonl:1;"),
     ("C9 over-long", [LONG, chat("q", "a")], {"max_tokens": 32, "too_long": "error"},
@@ -562,7 +562,7 @@ def test_empty_answers_carry_no_loss_and_are_counted(maker: Maker, small_tokeniz
     store = maker.build(rows, on_bad_row="skip")
     assert [labels(store, small_tokenizer, index) for index in range(2)] == ["a<|im_end|>", "b<|im_end|>"]
     assert (store.num_samples, store.meta.counts["empty_answers"], store.meta.counts["no_labels"]) == (2, 2, 1)
-    with pytest.raises(DataError, match="1 of 3 rows have no label tokens"):
+    with pytest.raises(DataError, match="1 of 3 rows have no answer to learn from"):
         maker.build(rows)
 
 

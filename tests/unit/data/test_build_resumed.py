@@ -92,7 +92,7 @@ def chats(num_rows: int, *, empty_every: int) -> list[dict[str, Any]]:
 def test_a_refusal_comes_once_it_is_certain_and_keeps_what_is_done(tmp_path: Path, small_tokenizer_dir: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", chats(1500, empty_every=60))
     said: list[str] = []
-    with pytest.raises(DataError, match=r"8 of the first 512 of at most 1501 rows have no label tokens"):
+    with pytest.raises(DataError, match=r"8 of the first 512 of at most 1501 rows have no answer to learn from"):
         open_or_build(data_config(tmp_path / "data", rows), str(small_tokenizer_dir), log=said.append)
     assert said[-1].startswith("512 rows are tokenized;")
     told = data_config(tmp_path / "data", rows, on_bad_row="skip")
