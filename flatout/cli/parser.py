@@ -71,7 +71,8 @@ class Parser(argparse.ArgumentParser):
             bare = typed[0].lstrip("-") if typed and typed[0][:1] == "-" else ""
             if bare and typed[0] not in options_of(self, ()) and (one.choices is None or bare in one.choices):
                 message, why = f"{typed[0]!r} begins with a dash, so it reads as an option", ""
-                meant = shlex.join([f"{match[1]}={typed[0]}"] if one.choices is None else [match[1], bare])
+                order = ["--reverse"] if "--reverse" in options_of(self, ()) else []  # -loss: from the largest
+                meant = shlex.join([f"{match[1]}={typed[0]}"] if one.choices is None else [match[1], bare, *order])
                 hint, step = f"write {meant}", f"{meant} instead of {match[1]} {shlex.quote(typed[0])}"
         elif match := re.fullmatch(r"argument (?:.*/)?(-\S+): ignored explicit argument '(.*)'", message):
             message, hint = f"{match[1]} takes no value, got {match[2]!r}", f"write {match[1]}"
@@ -131,6 +132,8 @@ class Parser(argparse.ArgumentParser):
         meant = meant or [("--port", word) for word in words if word.isdecimal() and "--port" in known]
         meant = meant or [("--answers", word) for word in words if Path(word).suffix and "--answers" in known]
         hint = f"write {' '.join(meant[0])}" if meant else "leave it out"
+        if not meant and self.verb_words[:1] == ["push"]:
+            hint = "a repository's name has no spaces"
         # a word that is also at its place would go as well
         is_sure = not {*words} & {*self.typed[: -len(words)]} and self.verb_words[:1] != ["push"]
         without = shlex.join([*(part for pair in meant for part in pair), "instead", "of", *words])

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nnodes", default=None, metavar="N", help="number of nodes, or MIN:MAX; needs --rdzv")
     add("--node-rank", type=int, default=0, metavar="R", help="index of this node, from 0")
     add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")
-    add("--tmux", metavar="NAME", help="run in a tmux session NAME, with a window NAME_gpu_N per GPU")
+    add("--tmux", metavar="NAME", help="run in a new tmux session NAME, with a window NAME_gpu_N per GPU")
     add("--dry-run", action="store_true", help="with --tmux: print the commands without running them")
     add("overrides", nargs="*", metavar="section.name=value", help="e.g. lora.rank=32 optim.lr=1e-4")
 

@@ -306,7 +306,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: a value cannot be read: {str(error).partition(';')[0]}") from error
     if not isinstance(values, dict):
         refuse_line(path, text)
-        hint = "; remove the dashes" if isinstance(values, list) else "; `flatout init new.yaml` writes one"
+        is_dashed = isinstance(values, list) and all(isinstance(value, dict) for value in values)
+        hint = "; remove the dashes" if is_dashed else "; `flatout init new.yaml` writes one"
         raise UsageError(f"{path}: expected sections such as `model:`, found {_kind(values)}{hint}")
     return values
 

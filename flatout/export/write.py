@@ -61,7 +61,7 @@ def export(
     _check(to, is_gguf=is_gguf, kind=kind, adapter=adapter, llama_cpp=llama_cpp)
     quantizer = None if kind is None or kind in FILE_TYPES else _find_tool("llama-quantize", llama_cpp)
     if quantizer is None and kind is not None and kind not in FILE_TYPES:
-        step = next_steps((f"--quantize q8_0 instead of --quantize {shlex.quote(kind)}", ""))
+        step = next_steps((f"--quantize q8_0 instead of --quantize {shlex.quote(kind)}", "8 bits"))
         raise UsageError(
             f"--quantize {kind}: needs llama.cpp's llama-quantize, which is neither in PATH nor in the folder of "
             f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need nothing else{step}"
