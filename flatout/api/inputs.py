@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def data_file(data: Any, folder: Path) -> str:
     """
     if isinstance(data, str | Path):
         return str(data)
-    kind = kind_of(data)
+    kind, is_empty = kind_of(data), False
     if kind in SPLITS:
         raise UsageError(f"data has the splits {', '.join(data)}; pass one, such as data[{next(iter(data))!r}]")
     is_rows = isinstance(data, Iterable) and not isinstance(data, Mapping)
@@ -60,7 +61,9 @@ def data_file(data: Any, folder: Path) -> str:
         raise UsageError(
             f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
         )
-    if hasattr(data, "__len__") and len(data) == 0:
+    with suppress(TypeError):  # such as a DataLoader over a stream: it has a length that it does not know
+        is_empty = len(data) == 0
+    if is_empty:
         raise DataError('data has no rows; give at least one, such as {"instruction": "Say hi", "output": "Hi"}')
     name = "rows.parquet" if kind in _TABLES else "rows.jsonl"
     path = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
@@ -141,10 +144,12 @@ def prompts_in_memory(prompts: Any, images: Any, system: str | None) -> list[Pro
         if not turns or not all(isinstance(turn, Mapping) for turn in turns):
             raise UsageError(f"prompts: prompt {number} is neither a text nor a list of turns with role and content")
         for place, turn in enumerate(turns, start=1):
-            has_content = isinstance(turn.get("content"), str | list) or turn.get("tool_calls")
+            has_content = isinstance(turn.get("content"), str | list | tuple) or turn.get("tool_calls")
             if not (isinstance(turn.get("role"), str) and has_content):
                 keys = ", ".join(map(str, turn)) or "no keys"
-                raise UsageError(f"prompts: turn {place} of prompt {number} needs role and content; it has {keys}")
+                raise UsageError(
+                    f"prompts: turn {place} of prompt {number} needs role and content, a text or parts; it has {keys}"
+                )
         try:
             row = json.loads(json.dumps({"messages": before + turns, "images": own}, default=_path_or_data_uri))
         except (TypeError, ValueError) as error:
@@ -180,7 +185,7 @@ def _path_or_data_uri(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return what JSON has for a number or a list of numbers of NumPy or torch; other values as `_data_uri`."""
     is_array = type(value).__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", 2) < 2
-    return value.tolist() if is_array else _data_uri(value)
+    return value.tolist() if is_array and hasattr(value, "tolist") else _data_uri(value)
 
 
 def _write_rows(data: Any, kind: str, path: Path) -> None:

@@ -19,13 +19,23 @@ if TYPE_CHECKING:
     from flatout.verifier.compare import Comparison
 
 
-class Config(schema.Config):
-    """The settings of a run, by section or keyword. Raises ProblemsError with every problem, in one sentence each."""
-
-    def __init__(self, **settings: Any) -> None:
+class _Checked(type(schema.Config)):  # type: ignore[misc]
+    def __call__(cls, **settings: Any) -> schema.Config:
         with spelled_for(Caller("python", ("Config",))):
             make_config(expand(settings))
-        super().__init__(**settings)
+        return schema.Config(**settings)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, schema.Config)
+
+
+class Config(schema.Config, metaclass=_Checked):
+    """The settings of a run, by section or keyword. Raises ProblemsError with every problem, in one sentence each."""
+
+    @classmethod
+    def model_validate(cls, *values: Any, **options: Any) -> schema.Config:  # type: ignore[override]
+        """Validate as pydantic does; what it returns is what `flatout.Config(...)` returns."""
+        return schema.Config.model_validate(*values, **options)
 
 
 @spelled_for(Caller("python", ("build_data",)))

@@ -6,7 +6,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,8 @@ def train(
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
-    listed: Sequence[object] = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
+    listed: Sequence[object] = callbacks if isinstance(callbacks, list) else [callbacks]
     if odd := [one for one in listed if listed is not callbacks or not isinstance(one, Callback)]:
         shown = getattr(odd[0], "__name__", type(odd[0]).__name__)
         how = "write class My(flatout.Callback): ... and pass callbacks=[My()]"

@@ -160,7 +160,7 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
             words = ["eval", argv[1], "--tasks", "arc_easy", "instead", "of", *argv]
             step = next_steps((shlex.join(words), "for example"))
         raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
-    words = [part for word in argv for part in word.split(" ")] if " " in argv[0] else list(argv)
+    words = [*argv[0].split(" "), *argv[1:]]
     at = next((at for at, word in enumerate(words) if word in VERBS and (at == 0 or words[at - 1] == "flatout")), None)
     if at is not None:
         step = next_steps((shlex.join([*words[at:], "instead", "of", *argv]), ""))
@@ -177,10 +177,12 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
     All of them are refused at once.
     """
     from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name, why_of
+    from flatout.config.schema import Config
     from flatout.config.spelling import mentioned
 
     _refuse_pieces(argv)
     known = {**dict.fromkeys(options_of(parser, ())), **OPTIONS_OF_OTHERS.get(argv[0], {})}
+    sections = {name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
     used = list[str]()
     options = dict[str, tuple[str, str | None]]()  # by name: what was typed, and its value
     for index, word in enumerate(argv):
@@ -191,7 +193,8 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         after = next(iter(argv[index + 1 : index + 2]), "-")
         is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
         name, value = option[2:].replace("-", "_"), given if equals else after if is_value else None
-        is_off = name.startswith("no_") and value is None  # --no-packing
+        # --no-packing; a section, as of --no-eval, has no false
+        is_off = name.startswith("no_") and value is None and name.removeprefix("no_") not in sections
         options[name.removeprefix("no_") if is_off else name] = (option, "false" if is_off else value)
     # the file is read only for options to translate: a rank must not wait for it before its launcher's end is its own
     settings = _settings_of(argv) if options else {}

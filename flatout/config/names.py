@@ -138,12 +138,10 @@ def our_value(ours: str, value: str) -> OurName:
     """Return our setting with our form of a value of others; `ours` may have a value that replaces theirs."""
     setting, _, fixed = ours.partition(": ")
     if fixed and value.lower() in ("false", "no", "off", "0", "none", "null"):
-        off = _OFF.get(setting)
-        return (
-            OurName(setting, off, _WHY.get(f"{setting}: {off}", ""))
-            if off
-            else OurName(None, why=f"{setting} is not {fixed} unless you set it; leave it out")
-        )
+        if off := _OFF.get(setting):
+            return OurName(setting, off, _WHY.get(f"{setting}: {off}", ""))
+        usual = "auto" if setting == "model.precision" else f"not {fixed}"
+        return OurName(None, why=f"{setting} is {usual} unless you set it; leave it out")
     if setting == "schedule.warmup_steps" and (share := re.fullmatch(r"0?\.\d+|(\d+(?:\.\d+)?) ?%", value)):
         ratio = f"{float(share[1]) / 100:g}" if share[1] else value
         return OurName("schedule.warmup_ratio", ratio, f"{share[0]} is {ratio}" if share[1] else "")

@@ -63,11 +63,10 @@ def describe_error(
     name = _name_of(item, given)
     if item["type"] == "extra_forbidden":
         return _unknown_key(item, given, settings)
-    if item["type"] == "missing" and name != "model":
-        return f"{name}: missing; name a file, folder or hub id; rows in memory go to flatout.train(..., data=rows)"
+    if item["type"] == "missing" and name.partition(".")[0] == "model":
+        return f"{name}: missing; every run needs it, such as `model: {_SOME_MODEL}` in a file"
     if item["type"] == "missing":
-        needed = f"; every run needs it, such as `model: {_SOME_MODEL}` in a file" if name.startswith("model") else ""
-        return f"{name}: missing{needed}"
+        return f"{name}: missing; name a file, folder or hub id; rows in memory go to flatout.train(..., data=rows)"
     message = _EXPECTED.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
     if name.endswith(".every_steps"):
         message = "expected how many steps, or a share of the run below 1"
@@ -175,16 +174,19 @@ def _of_section(given: Any, name: str, value: str) -> OurName | None:
 
 
 def _number_meant(item: Any, name: str, value: str) -> OurName | None:
+    short = re.fullmatch(r"(\d+)(k|e\d|[.,]000)", value.lower())
+    if name.endswith(".every_steps") and re.search("[a-z]", value.lower()):
+        is_thousands = short is not None and short[2] == "k"
+        return OurName(name, f"{value[:-1]}000") if is_thousands else our_value(name, "epoch")
     if item["type"] == "float_parsing" and re.fullmatch(r"\d+,\d+|[\d.e-]+[,a-df-z]", value):
         return OurName(name, re.sub("[,a-df-z]$", "", value).replace(",", "."))
     if percent := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value):
         name = "schedule.warmup_ratio" if name == "schedule.warmup_steps" else name
         is_share = name in _SHARES or name.endswith("every_steps")
         return OurName(name, f"{float(percent[1]) / 100:g}", "a share") if is_share else None
-    if name.endswith(".every_steps"):
-        return our_value(name, "epoch")
-    if item["type"] == "int_parsing" and (short := re.fullmatch(r"(\d+)(k|e\d|[.,]000)", value.lower())):
-        factor = 10 ** int(short[2][1:]) if short[2][0] == "e" else 1024 if short[2] == "k" else 1000
+    if item["type"] == "int_parsing" and short:
+        thousand = 1024 if short[2] == "k" and "tokens" in name else 1000
+        factor = 10 ** int(short[2][1:]) if short[2][0] == "e" else thousand
         return OurName(name, str(int(short[1]) * factor))
     if item["type"] == "float_parsing" and (part := re.fullmatch(r"(\d+)/([1-9]\d*)", value)):
         return OurName(name, f"{int(part[1]) / int(part[2]):g}")

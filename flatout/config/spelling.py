@@ -60,7 +60,7 @@ class Caller:
             return "restart=True"
         section, _, last = name.partition(".")
         keyword = name if not last else _KEYWORDS.get(name)
-        if section == "data" and not keyword:  # data= names the rows
+        if section == "data" and not keyword and self.words[:1] != ("Config",):  # data= names the rows
             return f'{{"data": {{"{last}": {_literal(value)}}}}} as the first argument'
         return f"{keyword}={_literal(value)}" if keyword else f'{section}={{"{last}": {_literal(value)}}}'
 
@@ -92,7 +92,8 @@ class Caller:
             if not any("=" in word or word == RESTART for word in added):
                 return f'"{" ".join(added)}" instead of "{" ".join(words[of + 2 :])}"' if added and removed else None
             # data= names the rows: settings of data stand in the first argument, a configuration
-            of_data = [word for word in added if word.startswith("data.") and _parts(word)[0] not in _KEYWORDS]
+            is_first = function != "Config"
+            of_data = [w for w in added if is_first and w.startswith("data.") and _parts(w)[0] not in _KEYWORDS]
             section = ", ".join(f'"{name[5:]}": {_literal(value)}' for name, value in map(_parts, of_data))
             changes = [self.setting(*_parts(word)) for word in added if word not in of_data]
             # settings of one section are one keyword

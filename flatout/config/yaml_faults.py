@@ -13,6 +13,7 @@ from flatout.errors import UsageError
 # part of what PyYAML says -> what a person does
 _YAML_FAULTS = {
     "mapping values are not allowed": "begin it as far left as its neighbours, and put a value with `: ` in quotes",
+    "an alias": "put a value that begins with * in quotes",
     "end of stream": "close the quote or bracket that begins here",
     "another document": "remove this `---`, a file has the settings of one run",
     "escape character": "use single quotes, which keep a backslash as it is",
@@ -28,8 +29,11 @@ def yaml_fault(error: yaml.YAMLError) -> str:
     problem, mark = str(getattr(error, "problem", None) or error), getattr(error, "problem_mark", None)
     if "quoted scalar" in str(getattr(error, "context", "")) and "end of stream" in problem:
         mark = getattr(error, "context_mark", mark)  # where the quote begins
-    advice = next((advice for part, advice in _YAML_FAULTS.items() if part in problem), "write `name: value`")
-    return f"line {mark.line + 1 if mark else 1}: {advice} (not valid YAML: {problem})"
+    if mark is None:
+        return f"not valid YAML: {' '.join(problem.split())}"
+    whole = f"{getattr(error, 'context', '')} {problem}"
+    advice = next((advice for part, advice in _YAML_FAULTS.items() if part in whole), "write `name: value`")
+    return f"line {mark.line + 1}: {advice} (not valid YAML: {problem})"
 
 
 def refuse_line(path: Path, text: str) -> None:

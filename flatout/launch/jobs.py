@@ -126,9 +126,10 @@ def _notice_s(time: str) -> int:
     if not TIME.fullmatch(time):
         words = f"--time is {time!r}, which is not Slurm's format: 90 (minutes), 12:00:00 or 2-00:00:00 (two days)"
         step = ""
-        if (given := re.fullmatch(r"(\d+) ?([mhd])[a-z]*(?: ?(\d+) ?m?[a-z]*)?", time.lower())) and int(given[1]):
+        given = re.fullmatch(r"(\d+) ?([mhd])[a-z]*(?: ?(\d+) ?(?:m[a-z]*)?)?", time.lower())
+        if given and int(given[1]) and (given[2] == "h" or not given[3]):
             end = {"m": "", "h": ":00:00", "d": "-00:00:00"}[given[2]]
-            meant = given[1] + (f":{int(given[3]):02}:00" if given[3] and given[2] == "h" else end)
+            meant = given[1] + (f":{int(given[3]):02}:00" if given[3] else end)
             step = next_steps((shlex.join(["--time", meant, "instead", "of", "--time", time, f"--time={time}"]), ""))
         raise UsageError(f"{words}{step}")
     days, dash, rest = time.rpartition("-")

@@ -96,8 +96,12 @@ def near_device(name: str) -> tuple[str, str]:
     # RTX4090 has no number of GPUs
     of = re.fullmatch(r"(\d{1,3}) ?[x*] ?(.+)|(.*[^t ]) ?[x*] ?(\d{1,3})", name.lower())
     plain = re.sub(r"rtx|geforce|nvidia|[ _-]", "", (of[2] or of[3]) if of else name.lower())
-    near = [one for one in DEVICES if one.startswith(plain)] or difflib.get_close_matches(plain, DEVICES, n=1)
-    return f"{name}GB" if name.isdigit() else (near or ["12GB"])[0], (of[1] or of[4]) if of else ""
+    number = (of[1] or of[4]) if of else ""
+    if size := re.fullmatch(r"(\d+)(?:gb?)?", plain):
+        return f"{size[1]}GB", number
+    near = [one for one in DEVICES if plain and one.startswith(plain)]
+    near = [plain] if plain in DEVICES else near or difflib.get_close_matches(plain, DEVICES, n=1)
+    return (near or ["12GB"])[0], number
 
 
 # dense TFLOP/s with fp32 accumulation, from the vendors' data sheets: name pattern -> arithmetic -> peak

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,18 +23,25 @@ OnToken = Callable[[int, int, int], None]
 """Gets each token in the order of sampling: the prompt's index, the completion's, and the token id."""
 
 
+MAX_WHOLE = (1 << 63) - 1
+
+
+def _is_whole(least: int, most: int, value: Any) -> bool:
+    return isinstance(value, Integral) and least <= int(value) <= most
+
+
 def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any) -> None:
     """Raise UsageError, in the words of the command line, for a value that nobody can mean; None: the model's own."""
     checked: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-        "max-new-tokens": (max_new_tokens, range(1, MAX_NEW_TOKENS + 1).__contains__, f"1 to {MAX_NEW_TOKENS:,}"),
+        "max-new-tokens": (max_new_tokens, partial(_is_whole, 1, MAX_NEW_TOKENS), f"1 to {MAX_NEW_TOKENS:,}"),
         "temperature": (
             temperature,
             lambda value: value == 0 or MIN_TEMPERATURE <= value < math.inf,
             f"0 (greedy), or at least {MIN_TEMPERATURE:g}",
         ),
         "top-p": (top_p, lambda value: 0 < value <= 1, "more than 0, at most 1"),
-        "top-k": (top_k, range(1 << 63).__contains__, "at least 1, or 0 for all tokens"),
-        "seed": (seed, range(1 << 63).__contains__, "0 to 2**63 - 1"),
+        "top-k": (top_k, partial(_is_whole, 0, MAX_WHOLE), "at least 1, or 0 for all tokens"),
+        "seed": (seed, partial(_is_whole, 0, MAX_WHOLE), "0 to 2**63 - 1"),
     }
     for name, (value, is_right, expected) in checked.items():
         try:

@@ -62,11 +62,10 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
         )
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
-    for run in (folder, Path("runs") / folder):
-        if (run / "config.yaml").is_file():
-            raise UsageError(
-                f"{name} is a run, not a model; write its model: flatout merge {run} --out {run.name}-merged"
-            )
+    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{name} is a run, not a model; write its model: flatout merge {folder} --out {folder.name}-merged"
+        )
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
         raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")

@@ -97,8 +97,11 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
         with pytest.raises(UsageError, match=f"^{option} is .*; expected "):
             by_path.generate("Hello", **{option: value})
     bad: list[tuple[Any, str]] = [
-        ([[{"role": "user"}]], "turn 1 of prompt 1 needs role and content; it has role"),
-        (["Hello", [asked, {"content": "Hi"}]], "turn 2 of prompt 2 needs role and content; it has content"),
+        ([[{"role": "user"}]], "turn 1 of prompt 1 needs role and content, a text or parts; it has role"),
+        (
+            ["Hello", [asked, {"content": "Hi"}]],
+            "turn 2 of prompt 2 needs role and content, a text or parts; it has content",
+        ),
         ([[{"role": "user", "content": 3}]], "turn 1 of prompt 1 needs role and content"),
         ([["Hello"]], "prompt 1 is neither a text nor a list of turns"),
         (["Hello", 3], "prompt 2 is neither a text nor a list of turns"),
@@ -336,3 +339,12 @@ def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(
         flatout.plan(model=str(tiny.model_dir), data=given, device="0.63GB", **settings)
     with pytest.raises(flatout.FlatoutError, match="device '12 apples' is unknown; choose one of b200"):
         flatout.plan(model=str(tiny.model_dir), data=given, device="12 apples", **settings)
+
+
+@pytest.mark.parametrize("seed", [0.9, "abc", -1, None])
+def test_sampling_takes_whole_numbers_of_any_kind(seed: Any) -> None:
+    from flatout.rollout.sampler import check_options
+
+    check_options(np.int32(8), 1.0, 0.9, np.int64(2**40), 7)
+    with pytest.raises(UsageError, match=r"seed is .*; expected 0 to"):
+        check_options(8, None, None, None, seed)

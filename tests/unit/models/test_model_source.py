@@ -145,3 +145,11 @@ def test_quantized_models_are_refused(folder):
     edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(UsageError, match="quantized"):
         load(folder)
+
+
+def test_a_run_is_no_model_and_a_model_beside_a_runs_file_is_one(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: a/b\n")
+    with pytest.raises(UsageError, match="is a run, not a model"):
+        read_model_config(str(tmp_path), None)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert read_model_config(str(tmp_path), None) == {"model_type": "qwen3"}
