@@ -44,7 +44,7 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_published: bool = Fals
         raise UsageError(f"{target} is the folder of all runs; {end}")
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
     if near:
-        step = "" if is_published else next_steps((f"{near[0]} instead of {target}", ""))
+        step = next_steps((f"{near[0]} instead of {target}", ""))
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
     end = _one_of(known, target, runs)
     if is_published and known:

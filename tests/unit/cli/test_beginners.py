@@ -416,7 +416,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml eval.patience=3", 2, "eval: patience needs every_steps: set eval.every_steps=0.1", "train run.yaml eval.patience=3 eval.every_steps=0.1 eval.fraction=0.05"),
     ("train run.yaml model=", 2, "model= is empty; leave it out", "train run.yaml"),
     ("push ruse me/x", 2, "ruse: no such folder, and no run of that name; the run here is run (not finished); finish it first: `flatout train runs/run/config.yaml`"),
-    ("push runs/rune me/x", 2, "runs/rune: no such folder, and no run of that name; did you mean run?"),
+    ("push runs/rune me/x", 2, "runs/rune: no such folder, and no run of that name; did you mean run?", "push run me/x"),
     ("train run.yaml data=null", 2, "data=null is empty; leave it out", "train run.yaml"),
     ("train run.yaml data=", 2, "data= is empty; leave it out", "train run.yaml"),
     ("train run.yaml sharding.offload=true", 2, "sharding.offload needs a strategy that shards, not auto; set strategy=fsdp", "train run.yaml sharding.offload=true strategy=fsdp"),
