@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class _Checked(type(schema.Config)):  # type: ignore[misc]
+    """Makes a `schema.Config`, so that it equals, and is an instance of, what the rest of flatout returns."""
+
     def __call__(cls, **settings: Any) -> schema.Config:
         with spelled_for(Caller("python", ("Config",))):
             make_config(expand(settings))

@@ -39,11 +39,14 @@ class Change:
 
 
 def _telling(value: Any, other: Any) -> Any:
-    """Return a list of sections, such as sources, without the settings that are equal in all of two lists."""
+    """Return a list of sections, such as data.sources, without the settings that are equal in every section of both."""
     if not (isinstance(value, list) and isinstance(other, list) and isinstance(next(iter(value), None), dict)):
         return value
-    both = [one for one in [*value, *other] if isinstance(one, dict)]
-    return [{name: part for name, part in one.items() if any(part != two.get(name) for two in both)} for one in value]
+    sections = [section for section in [*value, *other] if isinstance(section, dict)]
+    return [
+        {name: part for name, part in section.items() if any(part != twin.get(name) for twin in sections)}
+        for section in value
+    ]
 
 
 def _shown(value: Any) -> str:

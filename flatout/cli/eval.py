@@ -180,8 +180,9 @@ def _check(args: argparse.Namespace, tasks: list[str]) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             option = f"--{name.replace('_', '-')}"
-            whole = f"; leave it out for all samples{next_steps((f'instead of {option} {value}', ''))}"
-            raise UsageError(f"{option} is {value}; expected at least 1{whole if name == 'limit' else ''}")
+            step = next_steps((f"instead of {option} {value}", ""))
+            hint = f"; leave it out for all samples{step}" if name == "limit" else ""
+            raise UsageError(f"{option} is {value}; expected at least 1{hint}")
     if not tasks and (args.include_path or args.chat or args.batch_size):
         raise UsageError("--include-path, --chat and --batch-size have no effect without --tasks")
     if args.answers is None and (args.ignore_case or args.max_new_tokens):

@@ -147,7 +147,7 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
             step = next_steps((f"train runs/{known[0]}/config.yaml instead of {shlex.join(argv[:2])}", "for example"))
             raise UsageError(
                 f"there is no run {argv[1]}, and no verb {argv[0]!r}: training a run's config.yaml continues it; the "
-                f"runs here: {', '.join([*known][:8])}{step}"
+                f"runs here: {', '.join(known[:8])}{step}"
             )
         step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What is wrong with a file that is no YAML, in words that say what to write."""
+"""What is wrong with a file that is not valid YAML, in words that say what to write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _YAML_FAULTS = {
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:
-    """Say on which line a file is no YAML, why, and what mends it."""
+    """Say on which line a file is not valid YAML, why, and what mends it."""
     problem, mark = str(getattr(error, "problem", None) or error), getattr(error, "problem_mark", None)
     if "quoted scalar" in str(getattr(error, "context", "")) and "end of stream" in problem:
         mark = getattr(error, "context_mark", mark)  # where the quote begins
@@ -37,7 +37,7 @@ def yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def refuse_line(path: Path, text: str) -> None:
-    """Raise UsageError for a line of a file that is no YAML, if what is wrong with it is known."""
+    """Raise UsageError for a line that makes a file invalid YAML, if what is wrong with it is known."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r" *\t", line):
             raise UsageError(

@@ -48,9 +48,8 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_published: bool = Fals
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
     end = _one_of(known, target, runs)
     if is_published and known:
-        finished = [name for name in known if (runs / name / "final").is_dir()]
         resume = f"finish {'one' if known[1:] else 'it'} first: `flatout train {runs / known[0] / 'config.yaml'}`"
-        end = f"{end.partition(chr(10))[0]}; {'name a finished one' if finished else resume}"
+        end = f"{end.partition(chr(10))[0]}; {'name a finished one' if finished_runs(runs) else resume}"
     raise UsageError(f"{target}: no such folder, and no run of that name{end}")
 
 
@@ -102,9 +101,9 @@ def _a_model(target: str | Path) -> str:
     return _one_of(finished, target) if finished else other_model(str(target))
 
 
-def finished_runs() -> list[str]:
-    """Return the names of the runs here that have final weights."""
-    return [str(folder.relative_to(RUNS)) for folder in run_folders(RUNS) if (folder / "final").is_dir()]
+def finished_runs(runs: Path = RUNS) -> list[str]:
+    """Return the names of the runs in a folder that have final weights."""
+    return [str(folder.relative_to(runs)) for folder in run_folders(runs) if (folder / "final").is_dir()]
 
 
 def _gguf(file: Path) -> str:

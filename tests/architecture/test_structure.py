@@ -55,10 +55,10 @@ MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 MAX_PACKAGE_LINES = {
     "__init__": 60,
     "__main__": 10,
-    "api": 1005,
+    "api": 1007,
     "bench": 105,
-    "checkpoint": 1482,
-    "cli": 3240,
+    "checkpoint": 1485,
+    "cli": 3241,
     "compat": 3076,
     "config": 3113,
     "data": 10919,
@@ -82,7 +82,7 @@ MAX_PACKAGE_LINES = {
     "track": 2672,
     "trainer": 6249,
     "verifier": 1151,
-    "view": 1545,
+    "view": 1544,
 }
 
 
