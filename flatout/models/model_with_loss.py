@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from flatout.config.read import line_of
 from flatout.errors import FlatoutError, UsageError
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
+from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.models.blocks import hidden_states, towers
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.load.auto_class import is_scoring
-from flatout.models.loss_term import LossTerm
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.scoring import ScoreHead
 from flatout.models.token_head import TokenHead, compute_dtype, head_product
@@ -62,7 +62,7 @@ class ModelWithLoss(nn.Module):
         self.objective = objective or CrossEntropy()
         # computes hidden states by recorded graphs; None: the model's own forward pass
         self.decoder: GraphedDecoder | None = None
-        self.term = LossTerm()
+        self.aux_loss = AuxiliaryLoss()
         # modules that own trained weights which read pictures, and the weights' names there; None: not looked up
         self._readers: list[tuple[nn.Module, str]] | None = None
         # reads losses in passes without gradients: of label tokens (L,), or as `Readings.example_losses`
@@ -76,10 +76,10 @@ class ModelWithLoss(nn.Module):
         if predict:
             return next_logits(self.model, batch)
         try:
-            return self._observed(batch) if self.term.observing else self._sums(batch)
+            return self._observed(batch) if self.aux_loss.observing else self._sums(batch)
         finally:
             # a pass that ran out of memory is repeated too
-            self.term.end_pass()
+            self.aux_loss.end_pass()
 
     def label_tokens(self, batch: PackedBatch, states: torch.Tensor) -> LabelTokens:
         """Return what an objective reads of a batch whose last hidden states (T, D) are these."""
@@ -87,7 +87,7 @@ class ModelWithLoss(nn.Module):
 
     def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
         states = hidden_states(self.model, batch)
-        for observe in self.term.observing:
+        for observe in self.aux_loss.observing:
             observe(self.model, batch, states)
         return (states.new_zeros(()),)
 
@@ -102,13 +102,13 @@ class ModelWithLoss(nn.Module):
         else:
             readings = self.label_tokens(batch, states)
             readings.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
-        readings.estimates = self.term.estimates
+        readings.estimates = self.aux_loss.estimates
         loss_sum, *others = sums_of(self.objective, readings)
         losses = readings.kept_losses if self.objective.scope == "token" else readings.example_losses
         if self.on_losses and losses is not None:
             self.on_losses(batch, losses)
         if torch.is_grad_enabled():
-            loss_sum = self.term.add(loss_sum, self.model, batch)
+            loss_sum = self.aux_loss.add(loss_sum, self.model, batch)
         return loss_sum, *others
 
     def _states(self, batch: PackedBatch) -> torch.Tensor:

@@ -125,7 +125,7 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
         fused_lora=fused,
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
-        term=loss.term,
+        aux_loss=loss.aux_loss,
     )
     run.model.train()
     return run, why_no_graphs or (None if compiled.is_complete else NOT_COMPILED)
@@ -205,9 +205,10 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     loss = ModelWithLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
     routers = Routers(loaded.model, config.experts)
     if routers.layers:
-        loss.term = routers
+        loss.aux_loss = routers
         reporter.stage("experts", routers.line)
-    loss.term.estimates = {name: torch.zeros((), device=loaded.model.device) for name in planned.objective.estimates}
+    zero = torch.zeros((), device=loaded.model.device)
+    loss.aux_loss.estimates = dict.fromkeys(planned.objective.estimates, zero)
     return loss
 
 
@@ -236,7 +237,7 @@ def shard_state(
         )
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
-    loss.term.hold_buffers()
+    loss.aux_loss.hold_buffers()
     if config.full.compute == "fp8" and layout.shards_state and not layout.offload:
         compute_scales_after_updates(loaded.model, optimizer)
     line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"

@@ -151,7 +151,7 @@ def record_graphs(run: TrainingRun, why_not: str | None) -> str:
     assert run.loader.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     parameters, gradients = zip(*places, strict=True)
-    decoder = GraphedDecoder(run.model, parameters, gradients, run.term)
+    decoder = GraphedDecoder(run.model, parameters, gradients, run.aux_loss)
     counts = count_sizes(run.plan, run.data_parallel_rank, size_buckets=run.loader.size_buckets)
     sizes = sorted((size for size, _ in counts.most_common(MAX_RECORDINGS)), reverse=True)
     try:

@@ -75,7 +75,7 @@ def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], bytes_before_mod
     run.optimizer.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats(run.device)
     run.loader.size_buckets = size_buckets
-    run.term.forget_step()
+    run.aux_loss.forget_step()
     return peaks
 
 

@@ -111,7 +111,7 @@ class Meter:
             mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
             **_gpu_figures(latest),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
-            **_reported(run, step.index + 1, outcome.term_sums),
+            **_reported(run, step.index + 1, outcome.aux_loss_sums),
         )
 
 
@@ -123,14 +123,14 @@ def _gpu_figures(ranks: Sequence[RankFigures]) -> dict[str, Any]:
 
 
 def _reported(run: TrainingRun, completed: int, values: tuple[float, ...]) -> dict[str, Any]:
-    """Return what the term reports of the record after so many steps; some records have figures that take much room."""
+    """Return what the auxiliary loss reports after so many steps; some records have figures that take much room."""
     if not values:
         return {}
     num_steps = run.plan.num_steps
     record_steps = interval_steps(run.config.log_every_steps, num_steps)
     map_steps = record_steps * math.ceil(num_steps / record_steps / MAX_EXPERT_MAPS)
     whole = completed % map_steps == 0 or completed == num_steps
-    return dict(run.term.report(torch.tensor(values, dtype=torch.float64), whole=whole))
+    return dict(run.aux_loss.report(torch.tensor(values, dtype=torch.float64), whole=whole))
 
 
 class Stragglers:

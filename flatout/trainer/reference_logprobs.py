@@ -175,7 +175,7 @@ def _take(
             tokens = run.loss_module.label_tokens(batch, states)
             of_pass[:] = [tokens.by_sample(tokens.logprobs).detach().double()]
 
-        with run.term.observed_by(read):
+        with run.aux_loss.observed_by(read):
             for planned, batch in zip(passes, batches, strict=True):
                 with autocast(run):
                     run.loss_module(batch)

@@ -111,7 +111,7 @@ def take_snapshot(run: TrainingRun) -> Snapshot:
         else {name: as_global(parameter).detach() for name, parameter in run.named_parameters.items()}
     )
     state = {
-        "model": {**weights, **run.term.buffers},
+        "model": {**weights, **run.aux_loss.buffers},
         "optimizer": optimizer_state(run.optimizer, run.named_parameters, engine=engine, keep=run.rank.is_first),
     }
     run.saver.wait()  # its thread communicates over the same group
@@ -269,7 +269,7 @@ def restore(run: TrainingRun, saved: SavedCheckpoint) -> None:
 
 def restore_weights(run: TrainingRun, saved: SavedCheckpoint) -> None:
     """Load a checkpoint's weights into the model. Raises CheckpointError if names or shapes differ."""
-    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.term.buffers}
+    weights, trained = saved.tensors["model"], {**run.named_parameters, **run.aux_loss.buffers}
     if odd := sorted(set(weights) ^ set(trained)):
         raise CheckpointError(
             f"the checkpoint of step {saved.step} trains different parameters from this run, such as {odd[0]} "

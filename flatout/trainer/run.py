@@ -321,7 +321,7 @@ def export(run: TrainingRun, folder: Path) -> None:
             tokenizer.save_pretrained(half_done)
         else:
             # checkpoints keep fp32 master weights; the exported model has the precision used in training
-            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.term.buffers)
+            save_model(run.model, tokenizer, half_done, dtype=run.dtype, state=state, keep=run.aux_loss.buffers)
 
         if meta.processor:
             copy_processor(meta.tokenizer, half_done)

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
+from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.models.lora.fused import FusedLayers
-from flatout.models.loss_term import LossTerm
 from flatout.models.model_with_loss import ModelWithLoss
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
@@ -141,7 +141,7 @@ class TrainingRun:
     fused_lora: FusedLayers
     watch: PeerWatch
     rank_meter: RankMeter
-    term: LossTerm
+    aux_loss: AuxiliaryLoss
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

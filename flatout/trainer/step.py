@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flatout.errors import NumericError
-from flatout.models.loss_term import StepFacts
+from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.packed import PackedBatch
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
@@ -41,8 +41,8 @@ class StepOutcome:
 
     `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
 
-    `rank_figures` has what each rank measured, in their order, `term_sums` those of `LossTerm.sums` over ranks. `ended`
-    marks the step's end on the device, for a step that the host did not wait for.
+    `rank_figures` has what each rank measured, in their order, `aux_loss_sums` those of `AuxiliaryLoss.sums` over
+    ranks. `ended` marks the step's end on the device, for a step that the host did not wait for.
     """
 
     loss: float
@@ -52,7 +52,7 @@ class StepOutcome:
     skipped: str | None = None
     rank_figures: tuple[RankFigures, ...] = field(default=(), compare=False)
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
-    term_sums: tuple[float, ...] = ()
+    aux_loss_sums: tuple[float, ...] = ()
 
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
@@ -83,7 +83,7 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
         run.strategy.sum_gradients(run.parameters)
-    totals = run.strategy.sum_values(torch.cat([sums, stop_and_figures(run, figures), run.term.sums]))
+    totals = run.strategy.sum_values(torch.cat([sums, stop_and_figures(run, figures), run.aux_loss.sums]))
     return apply_update(run, step, totals, figures)
 
 
@@ -130,7 +130,7 @@ def _backward_micro_batches(
     normalizer = run.planned.normalizers.of_loss(step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     totals = sums.unbind()
-    start_term(run, step, micro_batches)
+    start_aux_loss(run, step, micro_batches)
     for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
@@ -152,11 +152,11 @@ def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatc
     return sums
 
 
-def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
-    """Start a step of the run's term, with passes without gradients if it needs them."""
+def start_aux_loss(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
+    """Start a step of the run's auxiliary loss, with passes without gradients if it needs them."""
     normalizer = run.planned.normalizers.of_loss(step)
     facts = StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values)
-    with run.term.passes_before(facts, len(micro_batches)) as needed:
+    with run.aux_loss.pre_step_passes(facts, len(micro_batches)) as needed:
         batches = run.loader.batches(micro_batches) if needed else iter(())
         for index, batch in enumerate(until_stopped_in_step(run, batches)):
             with torch.no_grad():
@@ -166,14 +166,14 @@ def start_term(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBa
 def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and `LossTerm.sums`;
-    `figures` are this rank's.
+    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and
+    `AuxiliaryLoss.sums`; `figures` are this rank's.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
     """
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters)
-    term_sums = totals[len(totals) - run.term.num_sums :]
+    aux_loss_sums = totals[len(totals) - run.aux_loss.num_sums :]
     totals = torch.cat([totals, norm.to(totals.dtype)[None]])
     lr = next_lr(run)
     if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
@@ -183,7 +183,7 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
         elif outcome is not None:
             _update(run, norm, lr)
             if not outcome.skipped:
-                run.term.after_update(term_sums)
+                run.aux_loss.after_update(aux_loss_sums)
         return lambda: outcome
 
     skip = set_found_inf(
@@ -191,7 +191,7 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
         ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[len(run.planned.objective.sum_names)] > 0),
     )
     _update(run, norm, lr)
-    run.term.after_update(term_sums, skip)
+    run.aux_loss.after_update(aux_loss_sums, skip)
     run.state.num_in_flight += 1
     read, ended = copy_to_host_async(totals)
 
@@ -241,8 +241,8 @@ def outcome_of(
     """
     num_sums = len(run.planned.objective.sum_names)
     sums, (num_stopping, *gathered, grad_norm) = totals[:num_sums], totals[num_sums:]
-    num_figures = len(gathered) - run.term.num_sums
-    gathered, term_sums = gathered[:num_figures], gathered[num_figures:]
+    num_figures = len(gathered) - run.aux_loss.num_sums
+    gathered, aux_loss_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:
         discard_step(run)
         return None
@@ -260,7 +260,7 @@ def outcome_of(
     else:
         skipped = guard_spike(run, step, loss)
     return StepOutcome(
-        loss, metrics, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(term_sums)
+        loss, metrics, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(aux_loss_sums)
     )
 
 
@@ -294,12 +294,12 @@ def _update_in_backward(
     batches: Iterator[PackedBatch],
 ) -> StepOutcome | None:
     (batch,) = batches
-    start_term(run, step, micro_batches)
+    start_aux_loss(run, step, micro_batches)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
         pass_sums = forward_pass(run, step, 0, batch)
     sums = torch.stack([value.detach().double() for value in pass_sums]).tolist()
     if run.stop.requested:
-        # passes of the estimates or the term may have been left out
+        # passes of the estimates or the auxiliary loss may have been left out
         return None
     (loss, metrics), lr = run.planned.normalizers.means(sums, step), next_lr(run)
     require_finite(run, step, loss, None)
@@ -317,7 +317,7 @@ def _update_in_backward(
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
             "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
         )
-    term_sums = run.term.sums
-    run.term.after_update(term_sums)
+    aux_loss_sums = run.aux_loss.sums
+    run.aux_loss.after_update(aux_loss_sums)
     figures = (run.rank_meter.figures(run.loader.wait_s),)
-    return StepOutcome(loss, metrics, grad_norm, lr, rank_figures=figures, term_sums=tuple(term_sums.tolist()))
+    return StepOutcome(loss, metrics, grad_norm, lr, rank_figures=figures, aux_loss_sums=tuple(aux_loss_sums.tolist()))

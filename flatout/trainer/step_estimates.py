@@ -54,7 +54,7 @@ def _sum_estimates(
         wanted = (until_stopped if is_evaluation else until_stopped_in_step)(run, batches)
         num_tokens = sum(micro_batch.num_padded_tokens for micro_batch in passes)
         timed = nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens)
-        with timed, run.term.observed_by(add):
+        with timed, run.aux_loss.observed_by(add):
             for batch in wanted:
                 with autocast(run):
                     run.loss_module(batch)
@@ -62,4 +62,4 @@ def _sum_estimates(
 
     sums = take_passes(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
     means = run.strategy.sum_values(sums) / len(step.sample_ids)
-    run.term.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))
+    run.aux_loss.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))

@@ -17,11 +17,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
+from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.blocks import hidden_states
 from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
 from flatout.models.load.model import load_model
-from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss
 from flatout.models.packed import PackedBatch, flatten_samples
 
@@ -49,19 +49,19 @@ def step_gradients(
     """
     loss: Any = ModelWithLoss(model)
     routers = Routers(model, config)
-    loss.term = routers
+    loss.aux_loss = routers
 
     def replay(batch: PackedBatch) -> Tensor:
-        states, outputs = hidden_states(model, batch), loss.term.graph_outputs()
-        loss.term.end_pass()
-        loss.term.load_graph_outputs([output.clone() for output in outputs])
+        states, outputs = hidden_states(model, batch), loss.aux_loss.graph_outputs()
+        loss.aux_loss.end_pass()
+        loss.aux_loss.load_graph_outputs([output.clone() for output in outputs])
         return states
 
     loss.decoder = replay if replays else None
     model.zero_grad()
     batches = [flatten_samples(part, **padding) for part in parts]
     facts = StepFacts(0, NUM_TOKENS, 19.0, model.device, sum_values)
-    with loss.term.passes_before(facts, len(batches)) as any_needed, torch.no_grad():
+    with loss.aux_loss.pre_step_passes(facts, len(batches)) as any_needed, torch.no_grad():
         for batch in batches if any_needed else ():
             loss(batch)
     for batch in batches:
@@ -202,7 +202,7 @@ def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path:
     model = loaded_model("qwen3_moe", tmp_path)
     loss = ModelWithLoss(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.1))
-    loss.term = routers
+    loss.aux_loss = routers
 
     def start() -> bool:
         routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
@@ -221,7 +221,7 @@ def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     model = loaded_model("qwen3_moe", tmp_path)
     loss = ModelWithLoss(model)
     routers = Routers(model, ExpertsConfig(balance_loss=0.0 if how == "without losses" else 0.1))
-    loss.term = routers
+    loss.aux_loss = routers
     routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
     kept: list[StorageWeakRef] = []
 
@@ -242,7 +242,7 @@ def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     batch = flatten_samples(SAMPLES)
     observers = [read] if how == "observed" else []
     raises = pytest.raises(torch.OutOfMemoryError) if how == "failed" else nullcontext()
-    with loss.term.observed_by(*observers), raises:
+    with loss.aux_loss.observed_by(*observers), raises:
         result = loss(batch)
     if how in ("added", "without losses"):
         assert not kept[0].expired()

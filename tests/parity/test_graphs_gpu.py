@@ -8,6 +8,7 @@ import torch
 from tiny_models import VOCAB_SIZE, save_tiny_model
 
 from flatout.config.schema import ExpertsConfig, LoraConfig, ModelConfig
+from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.compile import layers
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.compile.layers import CompileOptions, compile_layers
@@ -15,7 +16,6 @@ from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
-from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import PackedSize, flatten_samples, packed_size, padded_num_boundaries
 from flatout.track.callback import MemoryCallback
@@ -53,7 +53,7 @@ def make_trained(folder, family, experts=None):
     num_boundaries = padded_num_boundaries(8)
     loss = ModelWithLoss(loaded.model)
     if experts is not None:
-        loss.term = Routers(loaded.model, experts)
+        loss.aux_loss = Routers(loaded.model, experts)
     outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries), loss)
     assert outcome.is_complete, outcome.line
     parameters = list(trainable_parameters(loaded.model).values())
@@ -99,9 +99,9 @@ def test_replays_equal_plain_passes(trained):
 def test_replays_have_the_losses_and_loads_of_routers(tmp_path, losses):
     """Choices are read after each replay, and the losses' gradients of logits go back into it."""
     loss, parameters, num_boundaries = make_trained(tmp_path, "qwen3_moe", ExpertsConfig(**losses))
-    model, routers = loss.model, loss.term
+    model, routers = loss.model, loss.aux_loss
     assert routers.layers
-    decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters], loss.term)
+    decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters], loss.aux_loss)
     sizes = sorted({packed_size(lengths, size_buckets=LADDER) for lengths in LENGTHS}, reverse=True)
     assert decoder.record(sizes, num_boundaries) == len(sizes)
     for index, lengths in enumerate([*LENGTHS, *LENGTHS[::-1]]):

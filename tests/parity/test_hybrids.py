@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
 from flatout.models.arch_quirks import choose_layout, packed_hybrid
+from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.blocks import replace_module
 from flatout.models.compile.regions import Regions
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import LoadedModel, Loading, load_model
-from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.selftest import check_packing
@@ -75,7 +75,7 @@ def test_routers_of_packed_hybrids_count_tokens_without_padding(
             replace_module(loaded.model, path, PassThrough())
     loss = ModelWithLoss(loaded.model)
     routers = Routers(loaded.model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
-    loss.term = routers
+    loss.aux_loss = routers
     chosen: list[torch.Tensor] = []
     for router in routers.layers:
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))

@@ -9,12 +9,12 @@ from tiny_models import save_tiny_model, tiny_samples
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import ExpertsConfig, LoraConfig, ModelConfig
+from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
-from flatout.models.loss_term import StepFacts
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.track.callback import MemoryCallback
@@ -81,7 +81,7 @@ def test_recomputed_experts_compile_beside_losses_on_their_routers(tmp_path):
         loaded = load_model(ModelConfig(name=str(tmp_path)), method="full", device=CUDA, seed=0)
         loss = ModelWithLoss(loaded.model)
         routers = Routers(loaded.model, ExpertsConfig(balance_loss=100.0, z_loss=1.0))
-        loss.term = routers
+        loss.aux_loss = routers
         apply_recompute(loaded.model, level)
         outcome = compile_layers(loaded, "auto", CompileOptions(BORDERS), loss=loss)
         assert outcome.is_complete, outcome.line

@@ -106,20 +106,20 @@ def test_shared_equals_unshared(family: str, form: Any, groups: str, dtype: torc
 def test_each_shared_token_counts_once_for_every_sample() -> None:
     """Losses on routers weigh a token by the samples that have it: the same gradients and the same counts."""
     from flatout.config.model import ExpertsConfig
+    from flatout.models.auxiliary_loss import StepFacts
     from flatout.models.experts.router import Routers
-    from flatout.models.loss_term import StepFacts
 
     model = exact_model("qwen3_moe", torch.float64, "plain").train()
     samples, shared = samples_of(GROUPS["two"])
     outcomes = []
     for batch in (flatten_samples(samples), flatten_samples(samples, shared=shared, fill_tokens=100)):
         loss = ModelWithLoss(model)
-        loss.term = Routers(model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
+        loss.aux_loss = Routers(model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
         num_tokens = sum(len(ids) for ids, _ in samples)
-        with loss.term.passes_before(StepFacts(0, num_tokens, 3.0, model.device, lambda values: values), 1):
+        with loss.aux_loss.pre_step_passes(StepFacts(0, num_tokens, 3.0, model.device, lambda values: values), 1):
             pass
         found = torch.autograd.grad(loss(batch)[0], list(model.parameters()))
-        outcomes.append((found, loss.term.sums))
+        outcomes.append((found, loss.aux_loss.sums))
     (truth, true_sums), (found, sums) = outcomes
     assert relative(sums, true_sums) < 1e-12
     assert torch.equal(sums[2:], true_sums[2:])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.models.blocks import hidden_states
-from flatout.models.loss_term import LossTerm
 from flatout.models.packed import PackedBatch, PackedSize, flatten_samples
 
 
@@ -42,7 +42,7 @@ class GraphedDecoder:
     tensors of `parameters`, zeroed in place between steps. All recordings share one memory pool and the buffers of what
     leaves them, so a batch's backward must run before the next batch's forward. Other sizes run without graphs.
 
-    What `term` read in a pass leaves a recording beside the states: routers' choices, and logits with gradients.
+    What `aux_loss` read in a pass leaves a recording beside the states: routers' choices, and logits with gradients.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class GraphedDecoder:
         model: PreTrainedModel,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        term: LossTerm | None = None,
+        aux_loss: AuxiliaryLoss | None = None,
     ) -> None:
-        self._model, self._term = model, term or LossTerm()
+        self._model, self._aux_loss = model, aux_loss or AuxiliaryLoss()
         self._parameters, self._gradients = list(parameters), list(gradients)
         # flat, as long as the largest pass needs them
         self._output_buffers: list[Tensor] = []
@@ -73,7 +73,7 @@ class GraphedDecoder:
         for name in ("token_ids", "position_ids", "cu_seqlens"):
             getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
         states, *term_outputs = _Replay.apply(self._anchor, recording)
-        self._term.load_graph_outputs(term_outputs)
+        self._aux_loss.load_graph_outputs(term_outputs)
         last: Tensor = states
         return last
 
@@ -135,11 +135,11 @@ class GraphedDecoder:
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
 
     def _outputs(self, batch: PackedBatch) -> list[Tensor]:
-        """Return the last hidden states, and what the term has read in the pass."""
+        """Return the last hidden states, and what the auxiliary loss has read in the pass."""
         try:
-            return [hidden_states(self._model, batch), *self._term.graph_outputs()]
+            return [hidden_states(self._model, batch), *self._aux_loss.graph_outputs()]
         finally:
-            self._term.end_pass()
+            self._aux_loss.end_pass()
 
     def _add_gradients(self, sources: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         summed = torch.autograd.grad(sources, self._parameters, grads, allow_unused=True)

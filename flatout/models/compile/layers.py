@@ -245,11 +245,11 @@ def _compile(
             with autocast_of(loaded, calls[0][-1]):
                 loss_sum, _ = loss(batch)
             gradients(loss_sum, all_trained, None)
-            # passes that a term needs before gradients are another graph
-            if isinstance(loss, ModelWithLoss) and loss.term.needs_passes(2):
+            # passes that an auxiliary loss needs before gradients are another graph
+            if isinstance(loss, ModelWithLoss) and loss.aux_loss.needs_passes(2):
                 with torch.no_grad(), autocast_of(loaded, calls[0][-1]):
                     hidden_states(model, batch)
-                loss.term.end_pass()
+                loss.aux_loss.end_pass()
     except (TorchDynamoException, InductorError) as error:
         regions.run_eagerly(layers, f"the layers do not compile for training ({first_line(error)})")
     eager, split = regions.eager, regions.split

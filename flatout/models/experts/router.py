@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from flatout.config.schema import ExpertsConfig
 from flatout.errors import UsageError
+from flatout.models.auxiliary_loss import AuxiliaryLoss, StepFacts
 from flatout.models.blocks import sample_counts
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import plain_name
-from flatout.models.loss_term import LossTerm, StepFacts
 from flatout.models.packed import PackedBatch
 
 # each router's logits and choices of the last pass
@@ -24,7 +24,7 @@ _ROUTED = "flatout_routed"
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
 
-class Routers(LossTerm):
+class Routers(AuxiliaryLoss):
     """The routers of a model's L layers with E experts each, read in every forward pass.
 
     With N tokens in the step, over all ranks and micro-batches and without padding, p the softmax of a router's logits

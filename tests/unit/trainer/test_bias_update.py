@@ -144,16 +144,16 @@ def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: P
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     run = build_run(Setup(config, plan_run(config, Reporter(), Rank()), checkpoints, Reporter(), Rank()))
     step = next(iter(run.plan.steps()))
-    before = run.term.buffers[BIAS].clone()
+    before = run.aux_loss.buffers[BIAS].clone()
     step_launcher(run)(step)()
-    after = run.term.buffers[BIAS].clone()
+    after = run.aux_loss.buffers[BIAS].clone()
     assert not torch.equal(after, before)
     with torch.no_grad():
         run.model.lm_head.weight[0] = torch.nan
     with pytest.raises(NumericError):
         step_launcher(run)(step)()
-    assert torch.equal(run.term.buffers[BIAS], after)
-    assert run.model.get_buffer(BIAS) is run.term.buffers[BIAS]
+    assert torch.equal(run.aux_loss.buffers[BIAS], after)
+    assert run.model.get_buffer(BIAS) is run.aux_loss.buffers[BIAS]
 
 
 def test_files_keep_the_biases_of_a_16_bit_run_exact(tiny: Any, skewed_dir: Path, tmp_path: Path) -> None:

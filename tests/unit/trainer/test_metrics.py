@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatout.config.read import make_config
-from flatout.models.loss_term import LossTerm
+from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.planner.cost import CostModel
 from flatout.planner.devices import nominal_peak
 from flatout.planner.steps.step_plan import BatchLayout, Samples, assemble
@@ -38,7 +38,7 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     config = SimpleNamespace(log_every_steps=1)
     values = {
         "plan": plan, "reporter": reporter, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
-        "term": LossTerm(), "planned": SimpleNamespace(mismatched=None), "rank": SimpleNamespace(world=2),
+        "aux_loss": AuxiliaryLoss(), "planned": SimpleNamespace(mismatched=None), "rank": SimpleNamespace(world=2),
         "loader": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})

@@ -16,7 +16,7 @@ from flatout.models.packed import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a term may know of a step before its first pass; counts are over all ranks and micro-batches.
+    """What an auxiliary loss may know of a step before its first pass; counts are over all ranks and micro-batches.
 
     `normalizer` is what the objective's loss is divided by, `sum_values` sums a tensor over ranks (collective).
     """
@@ -32,11 +32,11 @@ Observer = Callable[[PreTrainedModel, PackedBatch, Tensor], None]
 """Reads a pass that computes no loss; the tensor (T, D) has its last hidden states."""
 
 
-class LossTerm:
-    """A term of the loss: what is added to the objective's, with its own normalizer and sums; this one is 0.
+class AuxiliaryLoss:
+    """A loss added to the objective's, with its own normalizer and sums; this one is 0.
 
     It may also read passes that compute no loss (`observing`), before a step or over an evaluation set.
-    Every rank has an equal term, and takes its passes together. `buffers` are tensors of the model that updates move,
+    Every rank has an equal one, and takes its passes together. `buffers` are tensors of the model that updates move,
     by full name: checkpoints and exports keep them.
     """
 
@@ -61,7 +61,7 @@ class LossTerm:
         return torch.zeros(0, dtype=torch.float64, device=self._step.device if self._step else None)
 
     @contextmanager
-    def passes_before(self, step: StepFacts, num_micro_batches: int) -> Iterator[bool]:
+    def pre_step_passes(self, step: StepFacts, num_micro_batches: int) -> Iterator[bool]:
         """Start a step; say whether passes without gradients, in this context, have to come first."""
         self.start_step(step)
         needed = self.needs_passes(num_micro_batches)
@@ -98,7 +98,7 @@ class LossTerm:
         """End these passes; may sum over ranks."""
 
     def add(self, loss_sum: Tensor, model: PreTrainedModel, batch: PackedBatch) -> Tensor:
-        """Return a micro-batch's loss with the gradients of the term; its value stays the same."""
+        """Return a micro-batch's loss with the gradients of this one added; its value stays the same."""
         return loss_sum
 
     def graph_outputs(self) -> list[Tensor]:
