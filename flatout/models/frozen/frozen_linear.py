@@ -18,7 +18,7 @@ from flatout.models.frozen.frozen_experts import FrozenExperts, HoldsNf4
 from flatout.models.frozen.matmul import FrozenLinearFunction, FrozenMatmul, Operands
 
 
-def _fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
+def _make_fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
     """Storage: scales fp32 (sum of N_i,), e4m3 (sum of N_i, K) and, if `transposed`, a copy as (K, sum of N_i)."""
 
     def weight(storage: Sequence[Tensor], in_backward: bool) -> Tensor:
@@ -27,10 +27,10 @@ def _fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
         # transposed into a temporary, one layer at a time, if memory does not fit a second copy
         return storage[1].t().contiguous() if in_backward else storage[1]
 
-    return _fp8_products("float8, transposed once" if transposed else "float8", sizes, weight)
+    return _make_scaled_matmul("float8, transposed once" if transposed else "float8", sizes, weight)
 
 
-def _nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> FrozenMatmul:
+def _make_nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> FrozenMatmul:
     """Storage: the tensors of each Nf4Weight; for `fp8` first scales fp32 (sum of N_i,).
 
     Each weight has its own offset, so all of them are dequantized into one tensor for each product.
@@ -45,10 +45,14 @@ def _nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> Fro
         scales = storage[0].split(sizes)
         return dense(storage[1:], torch.float8_e4m3fn, in_backward, scales=scales, transposed=in_backward)
 
-    return _fp8_products("4-bit, float8 matmuls", sizes, in_float8) if fp8 else _dense_products("4-bit", sizes, dense)
+    return (
+        _make_scaled_matmul("4-bit, float8 matmuls", sizes, in_float8)
+        if fp8
+        else _make_dense_matmul("4-bit", sizes, dense)
+    )
 
 
-def _dense_products(
+def _make_dense_matmul(
     describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], torch.dtype, bool], Tensor]
 ) -> FrozenMatmul:
     """Make a FrozenMatmul; `weight` turns the storage into (sum of N_i, K) in a dtype, for the backward pass or not."""
@@ -70,7 +74,9 @@ _DENSE = FrozenMatmul(
 )
 
 
-def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], bool], Tensor]) -> FrozenMatmul:
+def _make_scaled_matmul(
+    describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], bool], Tensor]
+) -> FrozenMatmul:
     """Storage begins with the outputs' scales; `weight` makes e4m3 (sum of N_i, K), in backward (K, sum of N_i)."""
 
     def forward(x: Tensor, *storage: Tensor) -> Operands:
@@ -88,7 +94,7 @@ def _fp8_products(describe: str, sizes: list[int], weight: Callable[[Sequence[Te
     return FrozenMatmul(describe, sizes, forward, backward, fp8_forward=True, fp8_backward=True)
 
 
-def _fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
+def _make_fp8_backward_matmul(sizes: list[int]) -> FrozenMatmul:
     """Storage: dense (sum of N_i, K), a copy e4m3 (K, N_i) of each W_i, its scales fp32 (K,), and perhaps a bias.
 
     Only the input gradient is in float8. A scale is that of a column of W_i, so it multiplies the product, and the
@@ -133,7 +139,7 @@ class Fp8Linear(nn.Module):
         self.bytes = nn.Parameter(quantized, requires_grad=False)
         self.register_buffer("row_scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
-        self.matmul = _fp8_matmul([self.out_features])
+        self.matmul = _make_fp8_matmul([self.out_features])
 
     @property
     def weight(self) -> Tensor:
@@ -161,7 +167,7 @@ class Fp8BackwardLinear(nn.Linear):
         transposed, scale = quantize_rows(linear.weight.detach().t().contiguous())
         self.register_buffer("transposed", transposed, persistent=False)
         self.register_buffer("column_scale", scale[:, 0], persistent=False)
-        self.matmul = _fp8_backward_matmul([self.out_features])
+        self.matmul = _make_fp8_backward_matmul([self.out_features])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out), bitwise as nn.Linear does; differentiable in x only."""
@@ -189,7 +195,7 @@ class Nf4Linear(HoldsNf4):
         self.hold(stored)
         self.register_buffer("row_scale", bounded_scales(row_scale(stored, out_features, in_features)))
         self.register_buffer("bias", bias)
-        self.matmul = _nf4_matmul([out_features], in_features)
+        self.matmul = _make_nf4_matmul([out_features], in_features)
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None) -> Nf4Linear:
@@ -294,18 +300,18 @@ def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> t
     if nf4_layers:
         scales = [torch.cat([base.row_scale for base in nf4_layers])] if fp8 else []
         stored = [tensor.detach() for base in nf4_layers for tensor in base.stored]
-        return _nf4_matmul(sizes, in_features, fp8=fp8), [*scales, *stored]
+        return _make_nf4_matmul(sizes, in_features, fp8=fp8), [*scales, *stored]
     if fp8_layers:
         scale = torch.cat([base.row_scale for base in fp8_layers])
         whole = torch.cat([base.bytes.detach() for base in fp8_layers])
         for base, part, own_scale in zip(fp8_layers, whole.split(sizes), scale.split(sizes), strict=True):
             base.bytes, base.row_scale = nn.Parameter(part, requires_grad=False), own_scale
         transposed_copies = [whole.t().contiguous()] if transposed else []
-        return _fp8_matmul(sizes, transposed=transposed), [scale, whole, *transposed_copies]
+        return _make_fp8_matmul(sizes, transposed=transposed), [scale, whole, *transposed_copies]
     whole = torch.cat([base.weight.detach() for base in dense_layers])
     for linear, part in zip(dense_layers, whole.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     if backward_layers:
         copies = [base.transposed for base in backward_layers] + [base.column_scale for base in backward_layers]
-        return _fp8_backward_matmul(sizes), [whole, *copies]
-    return _dense_products("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [whole]
+        return _make_fp8_backward_matmul(sizes), [whole, *copies]
+    return _make_dense_matmul("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [whole]
