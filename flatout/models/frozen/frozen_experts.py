@@ -42,7 +42,7 @@ def _dense_backward(dy: Tensor, storage: Sequence[Tensor], routing: Routing, **o
 DENSE = ExpertsMatmul(_dense_forward, _dense_backward)
 
 
-def _fp8_matmul(scales_inputs: bool) -> ExpertsMatmul:
+def _make_fp8_experts_matmul(scales_inputs: bool) -> ExpertsMatmul:
     """Storage: e4m3 (E, out, in), scales fp32 (E, in) if `scales_inputs`, otherwise (E, out).
 
     A third tensor is a transposed copy of the bytes, (E, in, out); without it, each backward pass makes one.
@@ -82,7 +82,7 @@ def _cast_backward(
 CAST_TO_FP8 = ExpertsMatmul(_cast_forward, _cast_backward)
 
 
-def _nf4_matmul(shape: tuple[int, int, int]) -> ExpertsMatmul:
+def _make_nf4_experts_matmul(shape: tuple[int, int, int]) -> ExpertsMatmul:
     """Storage: the tensors of an Nf4Weight of (E * out, in); the dense weight is made for each product."""
     num_experts, num_out, num_in = shape
 
@@ -161,7 +161,7 @@ class Fp8Experts(FrozenExperts):
         self.register_buffer("scale", torch.stack(scale)[..., 0])
         self.register_buffer("transposed", None, persistent=False)
         self.scales_inputs = scales_inputs
-        self.matmul = _fp8_matmul(scales_inputs)
+        self.matmul = _make_fp8_experts_matmul(scales_inputs)
 
     @property
     def storage(self) -> list[Tensor]:
@@ -234,7 +234,7 @@ class Nf4Experts(HoldsNf4, FrozenExperts):
     def set_num_experts(self, num_experts: int) -> None:
         """Take note that the tensors hold so many experts now."""
         super().set_num_experts(num_experts)
-        self.matmul = _nf4_matmul((num_experts, self.shape[1], self.shape[2]))
+        self.matmul = _make_nf4_experts_matmul((num_experts, self.shape[1], self.shape[2]))
 
     @property
     def storage(self) -> list[Tensor]:
