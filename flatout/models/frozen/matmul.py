@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     weights_kn: bool = False
     bias: Tensor | None = None
 
-    def total(self, like: Tensor) -> Tensor:
+    def multiply(self, like: Tensor) -> Tensor:
         """Return the sum (..., N) in the dtype of `like` (..., any), one product after the other."""
         total = None
         for i, (part, weight) in enumerate(zip(self.parts, self.weights, strict=True)):
@@ -51,10 +51,10 @@ class Operands(NamedTuple):
         low = low_product(self.parts, self.row_scales, terms, scales, ranks, like.dtype, originals)
         return low.view(*like.shape[:-1], low.shape[-1])
 
-    def total_with(
+    def multiply_with_lora(
         self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = (), *, use_kernel: bool
     ) -> list[Tensor]:
-        """Return `total` plus low (..., R) wide (N, R).T, summed as `segmented_product` says. No bias.
+        """Return `multiply` plus low (..., R) wide (N, R).T, summed as `segmented_product` says. No bias.
 
         All `column_scales` are equal.
         """
@@ -68,8 +68,8 @@ class Operands(NamedTuple):
         # no views, as a model may modify a layer's output in place (OLMo clips queries and keys)
         return [torch.ops.aten._unsafe_view(product, [*low.shape[:-1], product.shape[-1]]) for product in products]
 
-    def added_to(self, start: Tensor) -> Tensor:
-        """Return `total` plus `start` (..., N), rounded once, to its dtype. No bias; all `column_scales` are equal."""
+    def multiply_and_add(self, start: Tensor) -> Tensor:
+        """Return `multiply` plus `start` (..., N), rounded once, to its dtype. No bias; all `column_scales` are equal."""
         assert self.bias is None
         total = sum_onto(
             start.flatten(0, -2), [part.flatten(0, -2) for part in self.parts], self.weights,
@@ -104,7 +104,7 @@ class FrozenMatmul:
         """Return x W_i.T + low_i b_i.T for each i, with `low` (..., R) and b_i the `blocks` of `b`."""
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         first_ranks = [sum(ranks[:i]) for i in range(len(ranks) + 1)]
-        return operands.total_with(low, b, starts, first_ranks, use_kernel=self.one_accumulator)
+        return operands.multiply_with_lora(low, b, starts, first_ranks, use_kernel=self.one_accumulator)
 
 
 def blocks(b: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> list[Tensor]:
@@ -123,9 +123,9 @@ class FrozenLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, matmul: FrozenMatmul, *storage: Tensor) -> Tensor:
         ctx.save_for_backward(*storage)
         ctx.matmul = matmul
-        return matmul.forward(x, *storage).total(x)
+        return matmul.forward(x, *storage).multiply(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         storage = ctx.saved_tensors
-        return ctx.matmul.backward(grads, *storage).total(grads[0]), None, *(None,) * len(storage)
+        return ctx.matmul.backward(grads, *storage).multiply(grads[0]), None, *(None,) * len(storage)

@@ -81,7 +81,7 @@ class _FusedLora(torch.autograd.Function):
         if operands is not None:
             a_t = copies.a.t() if copies.a_t is None and copies.a is not None else copies.a_t
             assert a_t is not None
-            (x_grad,) = operands.total_with(low_grad, a_t, use_kernel=ctx.product.one_accumulator)
+            (x_grad,) = operands.multiply_with_lora(low_grad, a_t, use_kernel=ctx.product.one_accumulator)
         low_grad = low_grad.flatten(0, -2)
         if x_scale is None:
             a_grad = over_tokens(low_grad, x, ctx.dtype)

@@ -32,10 +32,10 @@ class LoraProduct(torch.autograd.Function):
         ctx.matmul, ctx.scaling, ctx.dropout, ctx.dtype = matmul, scaling, dropout, master_dtype
         operands = matmul.forward(x, *storage)
         if exact is None:
-            (output,) = operands.total_with(low, b, use_kernel=False)
+            (output,) = operands.multiply_with_lora(low, b, use_kernel=False)
             return output
-        frozen = operands.added_to(x.new_zeros(*x.shape[:-1], len(b), dtype=exact))
-        of_dropped = [matmul.forward(dropped, *storage).total(dropped)] if dropout else []
+        frozen = operands.multiply_and_add(x.new_zeros(*x.shape[:-1], len(b), dtype=exact))
+        of_dropped = [matmul.forward(dropped, *storage).multiply(dropped)] if dropout else []
         return frozen, *of_dropped, F.linear(low, b)
 
     @staticmethod
@@ -48,12 +48,14 @@ class LoraProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             operands = ctx.matmul.backward([grad], *storage)
             if mask is None:
-                (x_grad,) = operands.total_with(low_grad, a.t(), use_kernel=False)
+                (x_grad,) = operands.multiply_with_lora(low_grad, a.t(), use_kernel=False)
             else:
                 grad_in = low_grad @ a
                 for dropped_grad in grads[1:-1]:
-                    grad_in = ctx.matmul.backward([dropped_grad], *storage).added_to(grad_in)
-                x_grad = operands.added_to(torch.ops.aten.native_dropout_backward(grad_in, mask, 1 / (1 - ctx.dropout)))
+                    grad_in = ctx.matmul.backward([dropped_grad], *storage).multiply_and_add(grad_in)
+                x_grad = operands.multiply_and_add(
+                    torch.ops.aten.native_dropout_backward(grad_in, mask, 1 / (1 - ctx.dropout))
+                )
         a_grad = over_tokens(low_grad, dropped, ctx.dtype)
         return x_grad, a_grad, over_tokens(adapter_grad, low, ctx.dtype), *(None,) * (4 + len(storage))
 
