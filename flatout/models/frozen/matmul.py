@@ -54,7 +54,7 @@ class Operands(NamedTuple):
     def multiply_with_lora(
         self, low: Tensor, wide: Tensor, columns: Sequence[int] = (0,), ranks: Sequence[int] = (), *, use_kernel: bool
     ) -> list[Tensor]:
-        """Return `multiply` plus low (..., R) wide (N, R).T, summed as `segmented_product` says. No bias.
+        """Return the product plus low (..., R) wide (N, R).T, summed as `segmented_product` says. No bias.
 
         All `column_scales` are equal.
         """
@@ -69,7 +69,7 @@ class Operands(NamedTuple):
         return [torch.ops.aten._unsafe_view(product, [*low.shape[:-1], product.shape[-1]]) for product in products]
 
     def multiply_and_add(self, start: Tensor) -> Tensor:
-        """Return `multiply` plus `start` (..., N), rounded once, to its dtype. No bias; all `column_scales` are equal."""
+        """Return the product plus `start` (..., N), rounded once, to its dtype. No bias; `column_scales` are equal."""
         assert self.bias is None
         total = sum_onto(
             start.flatten(0, -2), [part.flatten(0, -2) for part in self.parts], self.weights,

@@ -53,9 +53,8 @@ class LoraProduct(torch.autograd.Function):
                 grad_in = low_grad @ a
                 for dropped_grad in grads[1:-1]:
                     grad_in = ctx.matmul.backward([dropped_grad], *storage).multiply_and_add(grad_in)
-                x_grad = operands.multiply_and_add(
-                    torch.ops.aten.native_dropout_backward(grad_in, mask, 1 / (1 - ctx.dropout))
-                )
+                grad_in = torch.ops.aten.native_dropout_backward(grad_in, mask, 1 / (1 - ctx.dropout))
+                x_grad = operands.multiply_and_add(grad_in)
         a_grad = over_tokens(low_grad, dropped, ctx.dtype)
         return x_grad, a_grad, over_tokens(adapter_grad, low, ctx.dtype), *(None,) * (4 + len(storage))
 
