@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flatout.api.start import train as train
     from flatout.config.schema import Config as Config
     from flatout.errors import FlatoutError as FlatoutError
-    from flatout.objectives.labels import LabelTokens as LabelTokens
+    from flatout.objectives.loss_inputs import LabelTokens as LabelTokens
     from flatout.objectives.preference import Answers as Answers
     from flatout.objectives.preference import Preference as Preference
     from flatout.objectives.protocol import Metric as Metric
@@ -32,7 +32,7 @@ _MODULES = {
     "flatout.api.run": ("Run", "load"),
     "flatout.api.start": ("train",),
     "flatout.errors": ("FlatoutError",),
-    "flatout.objectives.labels": ("LabelTokens",),
+    "flatout.objectives.loss_inputs": ("LabelTokens",),
     "flatout.objectives.preference": ("Answers", "Preference"),
     "flatout.objectives.protocol": ("Metric", "Objective"),
     "flatout.track.callback": ("Callback",),

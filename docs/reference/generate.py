@@ -24,7 +24,7 @@ PYTHON = {
     "flatout.api.run": ["Run", "Page"],
     "flatout.track.callback": ["Callback"],
     "flatout.objectives.protocol": ["Objective", "Metric"],
-    "flatout.objectives.labels": ["LabelTokens"],
+    "flatout.objectives.loss_inputs": ["LabelTokens"],
     "flatout.errors": ["FlatoutError"],
 }
 

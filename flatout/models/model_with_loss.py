@@ -23,7 +23,7 @@ from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.scoring import ScoreHead
 from flatout.models.token_head import TokenHead, compute_dtype, head_product
 from flatout.objectives.cross_entropy import CrossEntropy
-from flatout.objectives.labels import LabelTokens, LossSums, Readings, SampleScores
+from flatout.objectives.loss_inputs import LabelTokens, LossInputs, LossSums, SampleScores
 from flatout.objectives.protocol import Objective
 
 
@@ -65,7 +65,7 @@ class ModelWithLoss(nn.Module):
         self.aux_loss = AuxiliaryLoss()
         # modules that own trained weights which read pictures, and the weights' names there; None: not looked up
         self._readers: list[tuple[nn.Module, str]] | None = None
-        # reads losses in passes without gradients: of label tokens (L,), or as `Readings.example_losses`
+        # reads losses in passes without gradients: of label tokens (L,), or as `LossInputs.example_losses`
         self.on_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
     def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, ...]:
@@ -133,7 +133,7 @@ class ModelWithLoss(nn.Module):
             hook.remove()
 
 
-def sums_of(objective: Objective, readings: Readings, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
+def sums_of(objective: Objective, readings: LossInputs, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
     """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
 
     With `estimates`, they are what `Objective.estimate` returns. A micro-batch without labels adds nothing. Raises

@@ -16,7 +16,7 @@ from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.saved import SavedModule, TrainedRows
-from flatout.objectives.labels import LossSums, TokenLosses
+from flatout.objectives.loss_inputs import LossSums, TokenLosses
 
 
 class TokenHead:

@@ -12,7 +12,7 @@ from flatout.objectives.protocol import Metric, Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatout.objectives.labels import SampleScores
+    from flatout.objectives.loss_inputs import SampleScores
 
 
 class Classify(Objective):

@@ -13,7 +13,7 @@ from flatout.objectives.protocol import Metric, Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatout.objectives.labels import LabelTokens
+    from flatout.objectives.loss_inputs import LabelTokens
 
 # desirable_weight * desirable answers / (undesirable_weight * undesirable answers), by the paper
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3

@@ -13,7 +13,7 @@ from flatout.objectives.protocol import Metric, Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatout.objectives.labels import LabelTokens
+    from flatout.objectives.loss_inputs import LabelTokens
 
 # a log-probability per token is at most this, as the odds of certainty are infinite
 _MOST_MEAN = -1e-7

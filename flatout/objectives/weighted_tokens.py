@@ -10,7 +10,7 @@ from flatout.objectives.protocol import Metric, Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flatout.objectives.labels import LabelTokens
+    from flatout.objectives.loss_inputs import LabelTokens
 
 
 class WeightedTokens(Objective):

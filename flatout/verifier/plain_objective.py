@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
-from flatout.objectives.labels import Batch, LabelTokens, LossSums, Readings, SampleScores, TokenLosses
+from flatout.objectives.loss_inputs import Batch, LabelTokens, LossInputs, LossSums, SampleScores, TokenLosses
 from flatout.objectives.protocol import Objective
 from flatout.verifier.plain_loop import PlainModel, Sample
 
@@ -50,7 +50,7 @@ def _read(plain: PlainModel, objective: Objective, sample: Sample) -> tuple[Tens
 
 def _readings(
     plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]
-) -> tuple[Readings, Tensor, list[int]]:
+) -> tuple[LossInputs, Tensor, list[int]]:
     """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
     with torch.no_grad():
         readings = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]

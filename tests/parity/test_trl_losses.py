@@ -28,7 +28,7 @@ from flatout.models.packed import BatchColumns, PackedBatch, flatten_samples, ro
 from flatout.models.scoring import ONE_SCORE, Scoring
 from flatout.models.token_head import TokenHead
 from flatout.objectives.kto import KTO
-from flatout.objectives.labels import LabelTokens
+from flatout.objectives.loss_inputs import LabelTokens
 from flatout.objectives.preference import Answers
 from flatout.objectives.reward import Reward
 

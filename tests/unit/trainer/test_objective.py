@@ -20,7 +20,7 @@ from flatout.config.read import dump_config, make_config
 from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, ProblemsError, UsageError
-from flatout.objectives.labels import Readings
+from flatout.objectives.loss_inputs import LossInputs
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
@@ -202,7 +202,7 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
 
 
 def test_an_objective_says_what_it_lacks() -> None:
-    readings: Any = Readings(SimpleNamespace(columns={"label": torch.ones(2)}))  # type: ignore[arg-type]
+    readings: Any = LossInputs(SimpleNamespace(columns={"label": torch.ones(2)}))  # type: ignore[arg-type]
     assert readings.column("label").sum() == 2
     with pytest.raises(UsageError, match="reads the column 'weight', which its `columns` do not list"):
         readings.column("weight")

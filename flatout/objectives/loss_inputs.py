@@ -74,7 +74,7 @@ class Head(Protocol):
         """Return the sums of losses of rows, as `cross_entropy` adds them."""
 
 
-class Readings:
+class LossInputs:
     """What every objective can read of a micro-batch with S samples of U units: their columns, and values by unit.
 
     `scope` is that of the objective, which may not sum over more.
@@ -119,7 +119,7 @@ class Readings:
             )
 
 
-class SampleScores(Readings):
+class SampleScores(LossInputs):
     """The scores of a micro-batch's S samples, as an objective reads them that `reads` scores.
 
     `states` (T, D) are hidden states; `head` maps rows of them to K scores, in fp32 (fp64 in fp64).
@@ -135,11 +135,11 @@ class SampleScores(Readings):
         return self.head(self.states.index_select(0, self.batch.last_rows))
 
     def nothing(self) -> Tensor:
-        """See Readings."""
+        """See LossInputs."""
         return self.head(self.states[:0]).sum()
 
 
-class LabelTokens(Readings):
+class LabelTokens(LossInputs):
     """The L label tokens of a micro-batch with S samples of U units, as an objective reads them.
 
     Everything is computed on first use. `states` (T, D), `batch` and `head` are the lower door, for losses that need
@@ -185,7 +185,7 @@ class LabelTokens(Readings):
         return self.head.cross_entropy(self.hidden_states, self.token_ids)
 
     def nothing(self) -> Tensor:
-        """See Readings."""
+        """See LossInputs."""
         return self.cross_entropy().loss_sum
 
     @cached_property
