@@ -96,15 +96,15 @@ class ModelWithLoss(nn.Module):
             # documents that check or warm up layers; they are no samples
             return packed_cross_entropy(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         states = self._states(batch) if self.decoder is None else self.decoder(batch)
-        readings: SampleScores | LabelTokens
+        inputs: SampleScores | LabelTokens
         if self.objective.reads == "scores":
-            readings = SampleScores(states, batch, ScoreHead(self.model))
+            inputs = SampleScores(states, batch, ScoreHead(self.model))
         else:
-            readings = self.label_tokens(batch, states)
-            readings.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
-        readings.estimates = self.aux_loss.estimates
-        loss_sum, *others = sums_of(self.objective, readings)
-        losses = readings.kept_losses if self.objective.scope == "token" else readings.example_losses
+            inputs = self.label_tokens(batch, states)
+            inputs.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
+        inputs.estimates = self.aux_loss.estimates
+        loss_sum, *others = sums_of(self.objective, inputs)
+        losses = inputs.kept_losses if self.objective.scope == "token" else inputs.example_losses
         if self.on_losses and losses is not None:
             self.on_losses(batch, losses)
         if torch.is_grad_enabled():
@@ -133,20 +133,20 @@ class ModelWithLoss(nn.Module):
             hook.remove()
 
 
-def sums_of(objective: Objective, readings: LossInputs, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
+def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
     """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
 
     With `estimates`, they are what `Objective.estimate` returns. A micro-batch without labels adds nothing. Raises
     UsageError for a wrong return, and for errors of a person's file.
     """
     names = objective.estimates if estimates else objective.sum_names
-    if not readings.batch.num_label_tokens:
+    if not inputs.batch.num_label_tokens:
         # every weight that the loss reaches stays in its graph
-        loss_sum = readings.nothing()
+        loss_sum = inputs.nothing()
         return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
-    readings.scope = objective.scope
+    inputs.scope = objective.scope
     try:
-        sums = objective.estimate(readings) if estimates else objective(readings)
+        sums = objective.estimate(inputs) if estimates else objective(inputs)
     except (FlatoutError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -155,8 +155,8 @@ def sums_of(objective: Objective, readings: LossInputs, *, estimates: bool = Fal
             raise
         where = f"{file}{line_of(error, Path(file))}"
         raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
-    if (losses := readings.example_losses) is not None:
-        count = readings.batch.num_units if objective.scope == "unit" else readings.batch.num_samples
+    if (losses := inputs.example_losses) is not None:
+        count = inputs.batch.num_units if objective.scope == "unit" else inputs.batch.num_samples
         if losses.shape != (count,):
             raise UsageError(
                 f"objective {objective.name} set `example_losses` of shape {tuple(losses.shape)}; expected ({count},), "
@@ -167,7 +167,7 @@ def sums_of(objective: Objective, readings: LossInputs, *, estimates: bool = Fal
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
             "dimensions, sums over the micro-batch"
         )
-    if readings.states.requires_grad and not (estimates or sums["loss"].requires_grad):
+    if inputs.states.requires_grad and not (estimates or sums["loss"].requires_grad):
         raise UsageError(
             f"objective {objective.name} returned a loss without a gradient; compute it from log-probabilities or "
             "scores, without detach(), item() or comparisons alone"

@@ -142,9 +142,9 @@ class Objective(Section):
         """
         raise NotImplementedError(f"{type(self).__name__} has no estimate")
 
-    def __call__(self, readings: Any) -> Mapping[str, Tensor]:
+    def __call__(self, inputs: Any) -> Mapping[str, Tensor]:
         """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph.
 
-        `readings` are LabelTokens, or SampleScores for an objective that `reads` scores.
+        `inputs` are LabelTokens, or SampleScores for an objective that `reads` scores.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__")

@@ -33,11 +33,11 @@ def objective_step(
     for an objective that reads hidden states, which plain transformers does not have by label.
     """
     plain.model.zero_grad(set_to_none=True)
-    readings, leaf, counts = _readings(plain, objective, store, sample_ids)
+    inputs, leaf, counts = _loss_inputs(plain, objective, store, sample_ids)
     if mismatched is not None:
-        sums = objective.estimate(_readings(plain, objective, mismatched, sample_ids)[0])
-        readings.estimates = {name: value.detach().double() / len(sample_ids) for name, value in sums.items()}
-    loss = objective(readings)["loss"] / _normalizer(objective, readings.batch)
+        sums = objective.estimate(_loss_inputs(plain, objective, mismatched, sample_ids)[0])
+        inputs.estimates = {name: value.detach().double() / len(sample_ids) for name, value in sums.items()}
+    loss = objective(inputs)["loss"] / _normalizer(objective, inputs.batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
     for sample, grad in zip(plain.read(store, sample_ids), gradient.split(counts), strict=True):
         (_read(plain, objective, sample)[0] * grad).sum().backward()
@@ -48,19 +48,19 @@ def _read(plain: PlainModel, objective: Objective, sample: Sample) -> tuple[Tens
     return _plain_scores(plain, sample) if objective.reads == "scores" else plain_logprobs(plain, sample)
 
 
-def _readings(
+def _loss_inputs(
     plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]
 ) -> tuple[LossInputs, Tensor, list[int]]:
     """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
     with torch.no_grad():
-        readings = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
-    leaf = torch.cat([values for values, *_ in readings]).requires_grad_()
-    counts = [len(values) for values, *_ in readings]
+        values_by_sample = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
+    leaf = torch.cat([values for values, *_ in values_by_sample]).requires_grad_()
+    counts = [len(values) for values, *_ in values_by_sample]
     columns = [name for name in objective.needed_columns if name in store.extra]
     batch: Any = _gathered(columns, store, sample_ids, counts, leaf.device)
     if objective.reads == "scores":
-        return SampleScores(leaf.view(len(readings), -1), batch, lambda rows: rows), leaf, counts
-    return _PlainLabels(leaf, readings, batch), leaf, counts
+        return SampleScores(leaf.view(len(values_by_sample), -1), batch, lambda rows: rows), leaf, counts
+    return _PlainLabels(leaf, values_by_sample, batch), leaf, counts
 
 
 def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +118,8 @@ def _normalizer(objective: Objective, batch: Batch) -> float:
 class _PlainLabels(LabelTokens):
     """Label tokens without hidden states."""
 
-    def __init__(self, leaf: Tensor, readings: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
-        is_correct, ids = (torch.cat([parts[place] for parts in readings]) for place in (1, 2))
+    def __init__(self, leaf: Tensor, values_by_sample: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
+        is_correct, ids = (torch.cat([parts[place] for parts in values_by_sample]) for place in (1, 2))
         batch.label_ids, batch.label_rows = ids, torch.arange(len(ids), device=ids.device)
         losses = TokenLosses(-leaf, is_correct)
         head: Any = SimpleNamespace(

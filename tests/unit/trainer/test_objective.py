@@ -202,10 +202,10 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
 
 
 def test_an_objective_says_what_it_lacks() -> None:
-    readings: Any = LossInputs(SimpleNamespace(columns={"label": torch.ones(2)}))  # type: ignore[arg-type]
-    assert readings.column("label").sum() == 2
+    inputs: Any = LossInputs(SimpleNamespace(columns={"label": torch.ones(2)}))  # type: ignore[arg-type]
+    assert inputs.column("label").sum() == 2
     with pytest.raises(UsageError, match="reads the column 'weight', which its `columns` do not list"):
-        readings.column("weight")
+        inputs.column("weight")
     answers, other = (Answers(torch.tensor([-s]), torch.tensor([2.0]), torch.tensor([-3.0])) for s in (1.0, 4.0))
     assert (answers.ratio.item(), other.ratio.item()) == (2.0, -1.0)
     with pytest.raises(ValueError, match="`ratio` needs the reference; set columns = "):
