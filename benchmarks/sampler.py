@@ -31,7 +31,7 @@ from flatout.models.model_with_loss import next_logits
 from flatout.models.selftest import own_attention
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
-from flatout.rollout.weights import Weights
+from flatout.rollout.sampler_model import Weights
 
 CUDA = torch.device("cuda", 0)
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}

@@ -44,14 +44,14 @@ class PendingCompletion:
 class DecodeState:
     """What the device knows of each place: the newest token, its position, and what its draws depend on.
 
-    `agree` returns the tokens that all ranks use in place of this rank's.
+    `broadcast_tokens` returns the first rank's tokens.
     """
 
     def __init__(
         self, num_places: int, length: int, params: SamplingParams, device: torch.device,
-        agree: Callable[[Tensor], Tensor],
+        broadcast_tokens: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
-        self._params, self._agree, self.last_position = params, agree, length - 1
+        self._params, self._broadcast_tokens, self.last_position = params, broadcast_tokens, length - 1
         integers = [torch.zeros(num_places, dtype=torch.int64, device=device) for _ in range(4)]
         self.tokens, self.positions, self._counts, self._keys = integers
         self.logprobs = torch.zeros(num_places, dtype=torch.float64, device=device)
@@ -78,7 +78,7 @@ class DecodeState:
         """Draw a token at these places; nothing waits for the device."""
         seen = None if self._seen is None else self._seen[places]
         chosen, logprobs = choose(logits, self._params, self._keys[places], self._counts[places], seen)
-        chosen = self._agree(chosen)
+        chosen = self._broadcast_tokens(chosen)
         self.tokens[places] = chosen
         self.logprobs[places] = logprobs.double()
         self._counts[places] += 1

@@ -18,7 +18,7 @@ from flatout.models.slot_cache import SlotCache
 from flatout.planner.steps.padded import row_length
 from flatout.rollout.answers import PendingCompletion
 from flatout.rollout.sampler import NoRoomError, followed, pictures_of
-from flatout.rollout.weights import Weights
+from flatout.rollout.sampler_model import SamplerModel
 
 Group = tuple[Sequence[int], int]
 """A prompt and how many answers to it begin."""
@@ -47,9 +47,9 @@ class Slots:
 
     mixes = True
 
-    def __init__(self, weights: Weights, cache: SlotCache) -> None:
-        self._weights, self._cache, self._device = weights, cache, weights.device
-        self._num_answers, device = 0, weights.device
+    def __init__(self, model: SamplerModel, cache: SlotCache) -> None:
+        self._model, self._cache, self._device = model, cache, model.device
+        self._num_answers, device = 0, model.device
         rows = torch.arange(cache.num_slots + 1, device=device)
         self._rows, self._boundaries, self._starts = rows, rows.int(), rows.int() * cache.length
         self._ones = torch.ones_like(rows)
@@ -59,7 +59,7 @@ class Slots:
         admitted, waiting = [], list(groups)
         while waiting:
             count, num_tokens = 1, len(waiting[0][0])
-            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._weights.max_pass_tokens:
+            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._model.max_pass_tokens:
                 num_tokens += len(waiting[count][0])
                 count += 1
             admitted.append(self._fill(waiting[:count]))
@@ -76,16 +76,16 @@ class Slots:
                 targets.append(self._num_answers * self._cache.length + places)
                 self._num_answers += 1
             start += len(prompt)
-        batch = last_rows_of([prompt for prompt, _ in groups], self._weights)
+        batch = last_rows_of([prompt for prompt, _ in groups], self._model)
         self._shifts[first : self._num_answers] = shifts_of(batch, groups)
         source, target = (torch.from_numpy(np.concatenate(rows)).to(self._device) for rows in (sources, targets))
         self._cache.fill(source, target)
-        return self._weights.logits(replace(batch, cache=self._cache))
+        return self._model.logits(replace(batch, cache=self._cache))
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         count = len(tokens)
         self._cache.append(positions, self._starts[: count + 1], longest)
-        return self._weights.logits(
+        return self._model.logits(
             PackedBatch(
                 token_ids=tokens,
                 position_ids=positions,
@@ -95,7 +95,7 @@ class Slots:
                 label_ids=tokens,
                 sample_counts=self._ones[:count],
                 cache=self._cache,
-                axes=axes_after(self._weights, positions, self._shifts),
+                axes=axes_after(self._model, positions, self._shifts),
             )
         )
 
@@ -111,16 +111,16 @@ class OwnCache:
     """transformers' own attention and cache, over rows of one length at a time: no padding, and any kind of state."""
 
     mixes = False
-    _weights: Weights
+    _model: SamplerModel
     _cache: Cache | None = None
     _shifts: Tensor | None = None
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
-        self._cache = cache = DynamicCache(config=self._weights.model.config.get_text_config())
+        self._cache = cache = DynamicCache(config=self._model.pretrained.config.get_text_config())
         prompts = [prompt for prompt, _ in groups]
-        batch = last_rows_of(prompts, self._weights, row_length=len(prompts[0]))
+        batch = last_rows_of(prompts, self._model, row_length=len(prompts[0]))
         self._shifts = shifts_of(batch, groups)
-        logits = self._weights.logits(replace(batch, cache=cache))
+        logits = self._model.logits(replace(batch, cache=cache))
         states = [getattr(layer, "keys", None) for layer in cache.layers]
         for name in ("conv_states", "recurrent_states"):
             states += [state for layer in cache.layers for state in getattr(layer, name, {}).values()]
@@ -128,13 +128,13 @@ class OwnCache:
             raise ValueError("the model keeps no cache of keys and values")
         if len(prompts) < sum(count for _, count in groups):
             rows = [row for row, (_, count) in enumerate(groups) for _ in range(count)]
-            cache.reorder_cache(torch.tensor(rows, device=self._weights.device))
+            cache.reorder_cache(torch.tensor(rows, device=self._model.device))
         return logits
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         assert self._shifts is not None
-        rows = torch.arange(len(tokens) + 1, device=self._weights.device)
-        return self._weights.logits(
+        rows = torch.arange(len(tokens) + 1, device=self._model.device)
+        return self._model.logits(
             PackedBatch(
                 token_ids=tokens,
                 position_ids=positions,
@@ -145,7 +145,7 @@ class OwnCache:
                 sample_counts=torch.ones_like(tokens),
                 row_length=1,
                 cache=self._cache,
-                axes=axes_after(self._weights, positions, self._shifts),
+                axes=axes_after(self._model, positions, self._shifts),
             )
         )
 
@@ -154,7 +154,7 @@ class OwnCache:
         for old, new in pairs:
             order[new] = old
         if self._cache is not None and self._shifts is not None and order:
-            rows = torch.tensor(order, device=self._weights.device)
+            rows = torch.tensor(order, device=self._model.device)
             self._cache.reorder_cache(rows)
             self._shifts = self._shifts[rows]
 
@@ -164,7 +164,7 @@ class Recomputed:
     """No cache: every token takes a pass over its prompt and the answer so far."""
 
     mixes = True
-    _weights: Weights
+    _model: SamplerModel
     _sequences: list[Sequence[int]] = field(default_factory=list)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
@@ -178,16 +178,16 @@ class Recomputed:
 
     def _pass(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits after each sequence, in as few passes as hold them."""
-        logits, group, is_padded = list[Tensor](), list[Sequence[int]](), self._weights.is_padded
+        logits, group, is_padded = list[Tensor](), list[Sequence[int]](), self._model.is_padded
         for index, sequence in enumerate(sequences):
             group.append(sequence)
             following = [len(candidate) for candidate in (*group, *sequences[index + 1 : index + 2])]
             padded = row_length(max(following))
             num_tokens = len(following) * padded if is_padded else sum(following)
-            if len(following) == len(group) or num_tokens > self._weights.max_pass_tokens:
+            if len(following) == len(group) or num_tokens > self._model.max_pass_tokens:
                 padded = row_length(max(map(len, group)))
-                batch = last_rows_of(group, self._weights, row_length=padded if is_padded else None)
-                logits.append(self._weights.logits(batch))
+                batch = last_rows_of(group, self._model, row_length=padded if is_padded else None)
+                logits.append(self._model.logits(batch))
                 group = []
         return torch.cat(logits)
 
@@ -212,25 +212,25 @@ def shifts_of(batch: PackedBatch, groups: Sequence[Group]) -> Tensor:
     return ends.repeat_interleave(counts)
 
 
-def axes_after(weights: Weights, positions: Tensor, shifts: Tensor) -> Tensor | None:
+def axes_after(model: SamplerModel, positions: Tensor, shifts: Tensor) -> Tensor | None:
     """Return the axes (3, N) of new tokens at `positions`; None if the model has none, or no prompt has pictures."""
-    if weights.pictures is None or not weights.pictures.has_axes:
+    if model.pictures is None or not model.pictures.has_axes:
         return None
     return (positions + shifts[: len(positions)]).expand(3, -1)
 
 
-def last_rows_of(sequences: Sequence[Sequence[int]], weights: Weights, *, row_length: int | None = None) -> PackedBatch:
-    """Return sequences as one batch whose label rows are their last tokens, padded on a GPU as in training."""
-    device = weights.device
-    samples = [(np.asarray(sequence), np.zeros(len(sequence), bool)) for sequence in sequences]
+def last_rows_of(prompts: Sequence[Sequence[int]], model: SamplerModel, row_length: int | None = None) -> PackedBatch:
+    """Return prompts, or prompts with their answers so far, as one batch whose label rows are their last tokens."""
+    device = model.device
+    samples = [(np.asarray(prompt), np.zeros(len(prompt), bool)) for prompt in prompts]
     num_boundaries = padded_num_boundaries(len(samples)) if device.type == "cuda" and row_length is None else None
     batch = flatten_samples(samples, num_boundaries=num_boundaries, row_length=row_length)
-    last_rows = batch.cu_seqlens[: len(sequences)] + torch.tensor([len(sequence) for sequence in sequences]) - 1
-    files = [pictures_of(sequence) for sequence in sequences]
-    if weights.pictures is not None and any(files):
+    last_rows = batch.cu_seqlens[: len(prompts)] + torch.tensor([len(prompt) for prompt in prompts]) - 1
+    files = [pictures_of(prompt) for prompt in prompts]
+    if model.pictures is not None and any(files):
         images = [decoded(file) for pictures in files for file in pictures]
-        ids = [np.asarray(sequence) for sequence in sequences]
-        batch = weights.pictures.with_images(batch, images, [len(pictures) for pictures in files], ids)
+        ids = [np.asarray(prompt) for prompt in prompts]
+        batch = model.pictures.with_images(batch, images, [len(pictures) for pictures in files], ids)
     return replace(batch, label_rows=last_rows, label_ids=torch.zeros_like(last_rows)).to(device)
 
 
@@ -242,19 +242,19 @@ _PLACES_MULTIPLE = 16
 _SLOTS_MULTIPLE = 16
 
 
-def open_slots(weights: Weights, answers: Sequence[PendingCompletion]) -> tuple[Slots, int]:
+def open_slots(model: SamplerModel, answers: Sequence[PendingCompletion]) -> tuple[Slots, int]:
     """Return slots for these answers, and how many: all, or as many as memory has room for, which is told.
 
     Raises NoRoomError if there is no room for one.
     """
     length = max(len(answer.prompt_ids) + answer.limit for answer in answers)
     length += -length % _PLACES_MULTIPLE
-    num_bytes = _bytes_of_a_token(weights, answers[0].prompt_ids[0]) * length
-    budget = int(MAX_SHARE * free_bytes(weights.device))
+    num_bytes = _bytes_of_a_token(model, answers[0].prompt_ids[0]) * length
+    budget = int(MAX_SHARE * free_bytes(model.device))
     wanted = min(len(answers), MAX_SLOTS)
     # float8 products want a multiple of 16 rows
-    unit = _SLOTS_MULTIPLE if weights.device.type == "cuda" else 1
-    num_slots = weights.least(min(wanted + -wanted % unit, budget // num_bytes))
+    unit = _SLOTS_MULTIPLE if model.device.type == "cuda" else 1
+    num_slots = model.all_reduce_min(min(wanted + -wanted % unit, budget // num_bytes))
     if num_slots < 1:
         raise NoRoomError(
             f"an answer of {length:,} tokens with its prompt keeps {num_bytes / 2**30:.2f} GiB of keys and values, but "
@@ -262,20 +262,20 @@ def open_slots(weights: Weights, answers: Sequence[PendingCompletion]) -> tuple[
         )
     num_slots -= num_slots % unit if num_slots > unit else 0
     if num_slots < wanted:
-        weights.tell(
+        model.log(
             f"{num_slots:,} of {len(answers):,} answers are sampled at once: each keeps {num_bytes / 2**20:,.0f} MiB "
             f"of keys and values, and {budget / 2**30:.1f} GiB may be used"
         )
     cache = SlotCache(num_slots, length)
-    return Slots(weights, cache), num_slots
+    return Slots(model, cache), num_slots
 
 
-def _bytes_of_a_token(weights: Weights, token_id: int) -> int:
+def _bytes_of_a_token(model: SamplerModel, token_id: int) -> int:
     """Return what all layers keep of a token, by a pass over one."""
     cache = SlotCache(1, 1)
-    row = torch.zeros(1, dtype=torch.int64, device=weights.device)
+    row = torch.zeros(1, dtype=torch.int64, device=model.device)
     cache.fill(row, row)
-    weights.logits(replace(last_rows_of([[token_id]], weights), cache=cache))
+    model.logits(replace(last_rows_of([[token_id]], model), cache=cache))
     if not cache.num_bytes:
         raise ValueError("no layer keeps keys and values")
     return cache.num_bytes

@@ -20,7 +20,7 @@ from flatout.models.stops import stop_token_ids
 from flatout.rollout.in_process import BackendName, InProcess
 from flatout.rollout.prompts import num_positions, processor_of_model, prompt_ids
 from flatout.rollout.sampler import SamplingParams, pictures_of
-from flatout.rollout.weights import inference_weights
+from flatout.rollout.sampler_model import make_sampler_model
 
 # what transformers takes if nothing names another number
 _TOP_K = 50
@@ -150,10 +150,10 @@ def answer_all(
     printed. The model must come from load_for_inference. Raises UsageError if the model's files have unusable values.
     """
     params = _params(model, tokenizer, sampling, max_new_tokens)
-    weights = inference_weights(model, warnings.warn)
+    sampler_model = make_sampler_model(model, warnings.warn)
     if any(pictures_of(prompt) for prompt in prompts):
-        weights = replace(weights, pictures=PicturePacker(processor_of_model(model, tokenizer), model))
-    sampler = InProcess(weights, known=_KNOWN.setdefault(model, {}))
+        sampler_model = replace(sampler_model, pictures=PicturePacker(processor_of_model(model, tokenizer), model))
+    sampler = InProcess(sampler_model, known=_KNOWN.setdefault(model, {}))
     if stream:
         sampler.prove(prompts)
     printer, counts = _Printer(tokenizer, len(prompts)), [0] * len(prompts)

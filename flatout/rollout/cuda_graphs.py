@@ -19,13 +19,13 @@ class RecordedSteps:
     """Calls `step(num_places)`, which must read and write the same addresses each time and never wait for the device.
 
     The first call for a number of places runs plainly, which also loads kernels; the second records. Without `records`,
-    all run plainly, and so they do if recording fails, which `tell` says once: results are the same.
+    all run plainly, and so they do if recording fails, which `log` says once: results are the same.
     """
 
     def __init__(
-        self, step: Callable[[int], None], device: torch.device, tell: Callable[[str], None], *, records: bool
+        self, step: Callable[[int], None], device: torch.device, log: Callable[[str], None], *, records: bool
     ) -> None:
-        self._step, self._tell = step, tell
+        self._step, self._log = step, log
         self._stream = _stream(device)
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._records = records
@@ -58,7 +58,7 @@ class RecordedSteps:
             raise
         except RuntimeError as error:
             self._records = False
-            self._tell(f"decoding steps cannot be recorded as CUDA graphs: {first_line(error)}")
+            self._log(f"decoding steps cannot be recorded as CUDA graphs: {first_line(error)}")
             return None
         self._graphs[num_places] = graph
         return graph

@@ -15,7 +15,7 @@ from flatout.rollout.answers import DecodeState, PendingCompletion
 from flatout.rollout.backends import DecodeBackend, Slots
 from flatout.rollout.cuda_graphs import RecordedSteps, recorded_size
 from flatout.rollout.sampler import OnToken, SamplingParams
-from flatout.rollout.weights import Weights
+from flatout.rollout.sampler_model import SamplerModel
 
 # shorter answers end before recording pays
 MIN_RECORDED_TOKENS = 32
@@ -32,21 +32,21 @@ class Decoding:
 
     def __init__(
         self, backend: DecodeBackend, num_places: int, answers: Sequence[PendingCompletion], params: SamplingParams,
-        weights: Weights, on_token: OnToken | None, *, records: bool,
+        model: SamplerModel, on_token: OnToken | None, *, records: bool,
     ) -> None:  # fmt: skip
         self._backend, self._num_places, self._params, self._on_token = backend, num_places, params, on_token
         self._longest = max(len(answer.prompt_ids) + answer.limit for answer in answers)
         # answers of one prompt, and prompts of one length, come one after the other
         order = answers if backend.mixes else sorted(answers, key=lambda item: (len(item.prompt_ids), item.prompt))
         self._waiting, self._active = deque(order), list[PendingCompletion]()
-        self._state = DecodeState(num_places, self._longest, params, weights.device, weights.agree)
-        self._lag = int(weights.device.type == "cuda" and not weights.in_lockstep)
+        self._state = DecodeState(num_places, self._longest, params, model.device, model.broadcast_tokens)
+        self._lag = int(model.device.type == "cuda" and not model.in_lockstep)
         self._refill = max(1, num_places // _REFILL_SHARE) if self._lag else 1
         self._unread: deque[tuple[list[PendingCompletion], Callable[[], list[float]]]] = deque()
         self._recorded = None
         if self._lag and isinstance(backend, Slots):
             records = records and max(answer.limit for answer in answers) >= MIN_RECORDED_TOKENS
-            self._recorded = RecordedSteps(self._step, weights.device, weights.tell, records=records)
+            self._recorded = RecordedSteps(self._step, model.device, model.log, records=records)
 
     def finish(self) -> None:
         """Sample all answers to their ends. Raises NumericError for a log-probability that is not finite."""

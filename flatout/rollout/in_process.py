@@ -28,7 +28,7 @@ from flatout.rollout.sampler import (
     followed,
     pictures_of,
 )
-from flatout.rollout.weights import Weights
+from flatout.rollout.sampler_model import SamplerModel
 
 BackendName = Literal["slots", "own cache", "recomputed"]
 # tokens at the end of an answer whose log-probabilities are compared
@@ -62,7 +62,7 @@ class InProcess(Sampler):
     slots on a GPU are recorded as CUDA graphs.
     """
 
-    weights: Weights
+    model: SamplerModel
     records: bool = True
     known: dict[BackendName, bool] = field(default_factory=dict)
 
@@ -77,15 +77,15 @@ class InProcess(Sampler):
         if not prompts or not num_completions:
             return [[] for _ in prompts]
         listener = _TokenListener(on_token)
-        if self.weights.pictures is not None:
+        if self.model.pictures is not None:
             # it stands for a part of a picture, and an answer has none
-            params = replace(params, never_ids=frozenset({self.weights.pictures.token_id}))
+            params = replace(params, never_ids=frozenset({self.model.pictures.token_id}))
         for name in self._usable_backends(len(prompts) * num_completions):
             answers = begin(prompts, num_completions, params)
             flat = [answer for group in answers for answer in group]
             try:
                 with self._opened(name, flat) as (backend, num_places):
-                    Decoding(backend, num_places, flat, params, self.weights, listener, records=self.records).finish()
+                    Decoding(backend, num_places, flat, params, self.model, listener, records=self.records).finish()
                 why = self._difference(name, flat)
             except (torch.OutOfMemoryError, ResourceError, NumericError):
                 raise
@@ -97,7 +97,7 @@ class InProcess(Sampler):
                 return [[answer.completion_value for answer in group] for group in answers]
             self.known[name] = False
             if name == "own cache":
-                self.weights.tell(
+                self.model.log(
                     f"every token computes its prompt again, as this model has no cache that is exact: {why}"
                 )
         raise AssertionError("the last backend is always usable")
@@ -112,26 +112,26 @@ class InProcess(Sampler):
             self.sample(ends or prompts[:1], 1, SamplingParams(PROVED_ANSWER))
 
     def _usable_backends(self, num_answers: int) -> list[BackendName]:
-        weights, backends = self.weights, list[BackendName]()
-        fits = not weights.prefers_own_cache or num_answers > 1
-        config = weights.model.config.get_text_config()
-        both_ways = weights.pictures is not None and picture_kinds(config) is not None
-        if weights.packs is not None and fits and not both_ways and whole_document_problem(config) is None:
+        model, backends = self.model, list[BackendName]()
+        fits = not model.prefers_own_cache or num_answers > 1
+        config = model.pretrained.config.get_text_config()
+        both_ways = model.pictures is not None and picture_kinds(config) is not None
+        if model.packed_context is not None and fits and not both_ways and whole_document_problem(config) is None:
             backends.append("slots")
         return [name for name in (*backends, "own cache", "recomputed") if self.known.get(name, True)]
 
     @contextmanager
     def _opened(self, name: BackendName, answers: Sequence[PendingCompletion]) -> Iterator[tuple[DecodeBackend, int]]:
         """Yield a backend, and for how many answers at once it has places, with the attention that it needs."""
-        weights = self.weights
-        if name == "slots" and weights.packs is not None:
-            with weights.packs():
-                yield open_slots(weights, answers)
+        model = self.model
+        if name == "slots" and model.packed_context is not None:
+            with model.packed_context():
+                yield open_slots(model, answers)
         elif name == "own cache":
-            with own_attention(weights.model):
-                yield OwnCache(weights), len(answers)
+            with own_attention(model.pretrained):
+                yield OwnCache(model), len(answers)
         else:
-            yield Recomputed(weights), len(answers)
+            yield Recomputed(model), len(answers)
 
     def _difference(self, name: BackendName, answers: Sequence[PendingCompletion]) -> str | None:
         """Return how the longest answer differs from a pass without a cache; None if it does not, or was compared."""
@@ -140,22 +140,22 @@ class InProcess(Sampler):
         longest = max(answers, key=lambda answer: len(answer.token_ids))
         logprobs = torch.tensor(longest.logprobs[-NUM_COMPARED:], dtype=torch.float64)
         true = (
-            packed_logprobs(self.weights, followed(longest.prompt_ids, longest.token_ids), len(logprobs)).double().cpu()
+            packed_logprobs(self.model, followed(longest.prompt_ids, longest.token_ids), len(logprobs)).double().cpu()
         )
-        error, limit = float((logprobs - true).abs().mean()), self.weights.tolerance
-        if not self.weights.least(int(error <= limit)):
+        error, limit = float((logprobs - true).abs().mean()), self.model.tolerance
+        if not self.model.all_reduce_min(int(error <= limit)):
             return f"log-probabilities differ by {error:.1e} on average (limit {limit:.0e})"
         self.known[name] = True
         return None
 
 
-def packed_logprobs(weights: Weights, sequence: Sequence[int], count: int) -> Tensor:
+def packed_logprobs(model: SamplerModel, sequence: Sequence[int], count: int) -> Tensor:
     """Return the log-probabilities (count,) of the last tokens of a sequence by a pass without a cache."""
-    padded = row_length(len(sequence)) if weights.is_padded else None
-    batch = last_rows_of([sequence], weights, row_length=padded)
-    rows = torch.arange(len(sequence) - count - 1, len(sequence) - 1, device=weights.device)
+    padded = row_length(len(sequence)) if model.is_padded else None
+    batch = last_rows_of([sequence], model, row_length=padded)
+    rows = torch.arange(len(sequence) - count - 1, len(sequence) - 1, device=model.device)
     ids = batch.token_ids[rows + 1]
-    logits = weights.logits(replace(batch, label_rows=rows, label_ids=ids))
+    logits = model.logits(replace(batch, label_rows=rows, label_ids=ids))
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 

@@ -15,7 +15,7 @@ from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.rollout.in_process import InProcess
 from flatout.rollout.sampler import NoRoomError, SamplingParams, pictures_of
-from flatout.rollout.weights import FLOAT8_TOLERANCE, TOLERANCES, Weights
+from flatout.rollout.sampler_model import FLOAT8_TOLERANCE, TOLERANCES, SamplerModel
 from flatout.track.record import Answer, AnswersRecord
 from flatout.trainer.eval_prompts import EvalPrompts
 from flatout.trainer.passes import autocast, inference, release_memory, sum_unless_stopped
@@ -85,7 +85,7 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
     try:
         with inference(run), autocast(run), shared:
             prompts = [prompt.token_ids for prompt in prompt_set.prompts]
-            for (completion,) in InProcess(training_weights(run)).sample(prompts, 1, params, report_token):
+            for (completion,) in InProcess(sampler_model_of(run)).sample(prompts, 1, params, report_token):
                 answers.append(completion.answer_ids)
     except _StopRequested:
         pass
@@ -94,32 +94,34 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
     return None if sum_unless_stopped(run, has_failed).item() else answers
 
 
-def training_weights(run: TrainingRun) -> Weights:
+def sampler_model_of(run: TrainingRun) -> SamplerModel:
     """Return the run's current weights as a sampler reads them: as a training step computes, adapters unmerged."""
     lockstep, layout = run.plan.batch_layout.lockstep, run.plan.batch_layout
     attention = run.model.config.get_text_config()._attn_implementation
 
-    def agree(tokens: Tensor) -> Tensor:
+    def broadcast_tokens(tokens: Tensor) -> Tensor:
         return sum_unless_stopped(run, tokens if run.rank.is_first else torch.zeros_like(tokens))
 
-    def least(number: int) -> int:
+    def all_reduce_min(number: int) -> int:
         numbers = torch.zeros(run.rank.world, dtype=torch.int64, device=run.device)
         numbers[run.rank.index] = number
         return int(run.strategy.sum_values(numbers).min())
 
-    weights = Weights(
-        model=run.model,
+    model = SamplerModel(
+        pretrained=run.model,
         logits=lambda batch: run.loss_module(batch, True)[0],
         device=run.device,
         tolerance=FLOAT8_TOLERANCE if run.config.computes_in_fp8 else TOLERANCES[run.dtype],
         # every rank computes these passes whole
         max_pass_tokens=layout.micro_batch_tokens // run.planned.parallel_layout.context_ranks,
         is_padded=layout.name == "rows",
-        packs=None if attention in TRANSFORMERS_ATTENTION else nullcontext,
-        tell=lambda line: run.reporter.stage("answers", line),
+        packed_context=None if attention in TRANSFORMERS_ATTENTION else nullcontext,
+        log=lambda line: run.reporter.stage("answers", line),
         pictures=next((pictures for loader in run.loaders if (pictures := loader.pictures)), None),
     )
-    return replace(weights, in_lockstep=True, agree=agree, least=least) if lockstep else weights
+    if not lockstep:
+        return model
+    return replace(model, in_lockstep=True, broadcast_tokens=broadcast_tokens, all_reduce_min=all_reduce_min)
 
 
 def _fits_on_all_ranks(run: TrainingRun, prompt_set: EvalPrompts) -> bool:

@@ -75,7 +75,7 @@ def test_answers_equal_those_of_generate(model_of: Any, family: str) -> None:
     from flatout.rollout.in_process import InProcess
     from flatout.rollout.prompts import processor_of_model, prompt_ids
     from flatout.rollout.sampler import SamplingParams
-    from flatout.rollout.weights import inference_weights
+    from flatout.rollout.sampler_model import make_sampler_model
 
     folder, told = model_of(family), list[str]()
     model, tokenizer = load_trained(resolve_model_paths(str(folder)), device=torch.device("cpu"))
@@ -94,8 +94,8 @@ def test_answers_equal_those_of_generate(model_of: Any, family: str) -> None:
         answer = found.sequences[0, given["input_ids"].shape[1] :]
         logprobs = torch.cat(found.logits).log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         expected.append((tuple(answer.tolist()), logprobs.tolist()))
-    weights = replace(inference_weights(model, told.append), pictures=PicturePacker(reader, model))
-    sampler = InProcess(weights)
+    sampler_model = replace(make_sampler_model(model, told.append), pictures=PicturePacker(reader, model))
+    sampler = InProcess(sampler_model)
     with torch.no_grad():
         together = sampler.sample(prompts, 2, SamplingParams(8))
         alone = [sampler.sample([prompt], 1, SamplingParams(8)) for prompt in prompts]

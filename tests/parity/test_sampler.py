@@ -36,8 +36,8 @@ from flatout.models.token_head import TokenHead
 from flatout.rollout import backends
 from flatout.rollout.in_process import InProcess
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
+from flatout.rollout.sampler_model import TOLERANCES, SamplerModel, make_sampler_model
 from flatout.rollout.sampling import choose, uniform
-from flatout.rollout.weights import TOLERANCES, Weights, inference_weights
 
 CPU = torch.device("cpu")
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in (5, 17, 1, 9, 12)]
@@ -46,10 +46,10 @@ OTHERS = ("qwen3_next", "lfm2", "falcon_h1", "mamba2", "deepseek_v3", "gpt2", "b
 
 
 def sample(
-    weights: Weights, params: SamplingParams, prompts: list[list[int]] = PROMPTS, completions: int = 1
+    sampler_model: SamplerModel, params: SamplingParams, prompts: list[list[int]] = PROMPTS, completions: int = 1
 ) -> list[list[Completion]]:
     with torch.no_grad():
-        return InProcess(weights).sample(prompts, completions, params)
+        return InProcess(sampler_model).sample(prompts, completions, params)
 
 
 def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
 def test_greedy_equals_generate(family: str, dtype: torch.dtype) -> None:
     """Prompts of all lengths at once, over windows of 8 tokens; answers to one prompt are the same."""
     model, told = tiny_model(family, dtype, "eager" if family == "gemma2" else "sdpa"), list[str]()
-    found = sample(inference_weights(model, told.append), SamplingParams(20), completions=2)
+    found = sample(make_sampler_model(model, told.append), SamplingParams(20), completions=2)
     assert not told
     for prompt, (one, other) in zip(PROMPTS, found, strict=True):
         assert one.token_ids == other.token_ids == generated(model, prompt, 20)
@@ -80,7 +80,7 @@ def test_every_family_is_sampled_with_the_cache_that_it_has(family: str) -> None
     config = tiny(family)
     model, told = auto_class(config).from_config(config, dtype=torch.float32).eval(), list[str]()
     prompts = [[token_id % 50 + 3 for token_id in prompt] for prompt in PROMPTS[:3]]
-    found = sample(inference_weights(model, told.append), SamplingParams(10), prompts)
+    found = sample(make_sampler_model(model, told.append), SamplingParams(10), prompts)
     for prompt, (one,) in zip(prompts, found, strict=True):
         ids = torch.tensor([[*prompt, *one.token_ids]])
         with torch.no_grad():
@@ -124,11 +124,12 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(
     """Unmerged adapters, fused layers and quantized weights: all answers in one packed pass, at temperature 1."""
     loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)
     loss, told = ModelWithLoss(loaded.model), list[str]()
-    weights = Weights(
-        model=loaded.model, logits=lambda batch: loss(batch, True)[0], device=CPU, tolerance=TOLERANCES[loaded.dtype],
-        max_pass_tokens=32, is_padded=False, packs=nullcontext, tell=told.append,
+    sampler_model = SamplerModel(
+        pretrained=loaded.model, logits=lambda batch: loss(batch, True)[0], device=CPU,
+        tolerance=TOLERANCES[loaded.dtype], max_pass_tokens=32, is_padded=False, packed_context=nullcontext,
+        log=told.append,
     )  # fmt: skip
-    found = sample(weights, SamplingParams(12, temperature=1.0), completions=3)
+    found = sample(sampler_model, SamplingParams(12, temperature=1.0), completions=3)
     assert not told
     sequences, masks = [], []
     for prompt, group in zip(PROMPTS, found, strict=True):
@@ -153,16 +154,16 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(
 def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many places there are, who ends when, and what else is sampled."""
     model = tiny_model("qwen3", torch.float64, "sdpa")
-    weights, stops = inference_weights(model), frozenset(range(20, 30))
+    sampler_model, stops = make_sampler_model(model), frozenset(range(20, 30))
     params = SamplingParams(30, temperature=1.0, top_k=80, top_p=0.95, seed=7, stop_ids=stops)
-    found = sample(weights, params, completions=4)
+    found = sample(sampler_model, params, completions=4)
     state = torch.get_rng_state()
     for places in (1, 3, 64):
         monkeypatch.setattr(backends, "MAX_SLOTS", places)
-        assert [[one.token_ids for one in group] for group in sample(weights, params, completions=4)] == [
+        assert [[one.token_ids for one in group] for group in sample(sampler_model, params, completions=4)] == [
             [one.token_ids for one in group] for group in found
         ]
-    fewer = sample(weights, params, PROMPTS[:2], completions=2)
+    fewer = sample(sampler_model, params, PROMPTS[:2], completions=2)
     assert [[one.token_ids for one in group] for group in fewer] == [
         [one.token_ids for one in group[:2]] for group in found[:2]
     ]
@@ -173,7 +174,7 @@ def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch: pytest.Mo
     for one in everything:
         assert (one.token_ids[-1] in stops) == (one.ending == "stop")
         assert not stops.intersection(one.answer_ids)
-    other = sample(weights, SamplingParams(30, temperature=1.0, seed=8, stop_ids=stops))
+    other = sample(sampler_model, SamplingParams(30, temperature=1.0, seed=8, stop_ids=stops))
     assert [one.token_ids for (one,) in other] != [group[0].token_ids for group in found]
 
 
@@ -212,35 +213,35 @@ def test_random_numbers_are_uniform_and_their_own() -> None:
 
 
 def test_an_answer_ends_where_positions_do() -> None:
-    weights = inference_weights(tiny_model("qwen3", torch.float32, "sdpa"))
-    found = sample(weights, SamplingParams(20, max_positions=20))
+    sampler_model = make_sampler_model(tiny_model("qwen3", torch.float32, "sdpa"))
+    found = sample(sampler_model, SamplingParams(20, max_positions=20))
     lengths = [min(20, 20 - len(prompt)) for prompt in PROMPTS]
     assert [len(one.token_ids) for (one,) in found] == lengths
     assert [one.ending for (one,) in found] == ["positions"] * 5
-    assert [one.ending for (one,) in sample(weights, SamplingParams(3, max_positions=20))] == ["length"] * 5
+    assert [one.ending for (one,) in sample(sampler_model, SamplingParams(3, max_positions=20))] == ["length"] * 5
     with pytest.raises(UsageError, match="prompt 2 has 17 tokens, and the model 17 positions"):
-        sample(weights, SamplingParams(20, max_positions=17))
+        sample(sampler_model, SamplingParams(20, max_positions=17))
     with pytest.raises(UsageError, match="prompt 1 has no tokens"):
-        sample(weights, SamplingParams(20), [[]])
+        sample(sampler_model, SamplingParams(20), [[]])
 
 
 def test_memory_bounds_the_places_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    weights = inference_weights(tiny_model("qwen3", torch.float32, "sdpa"), told.append)
-    every = [one.token_ids for (one,) in sample(weights, SamplingParams(12))]
+    sampler_model = make_sampler_model(tiny_model("qwen3", torch.float32, "sdpa"), told.append)
+    every = [one.token_ids for (one,) in sample(sampler_model, SamplingParams(12))]
     assert not told
     # 2 layers, keys and values, 2 heads of 8 in fp32: 256 bytes a token, 32 places
     monkeypatch.setattr(backends, "free_bytes", lambda device: int(2.5 * 256 * 32 / backends.MAX_SHARE))
-    assert [one.token_ids for (one,) in sample(weights, SamplingParams(12))] == every
+    assert [one.token_ids for (one,) in sample(sampler_model, SamplingParams(12))] == every
     assert told == ["2 of 5 answers are sampled at once: each keeps 0 MiB of keys and values, and 0.0 GiB may be used"]
     monkeypatch.setattr(backends, "free_bytes", lambda device: 0)
     with pytest.raises(NoRoomError, match="lower the number of new tokens or shorten the prompts"):
-        sample(weights, SamplingParams(12))
+        sample(sampler_model, SamplingParams(12))
 
 
 def test_what_a_caller_does_wrong_gives_up_no_cache() -> None:
-    weights = inference_weights(tiny_model("qwen3", torch.float64, "sdpa"))
-    sampler, params = InProcess(weights), SamplingParams(3)
+    sampler_model = make_sampler_model(tiny_model("qwen3", torch.float64, "sdpa"))
+    sampler, params = InProcess(sampler_model), SamplingParams(3)
 
     def fails(*token: int) -> None:
         raise ValueError("the caller's own")
@@ -258,17 +259,17 @@ def test_damaged_weights_are_no_answer() -> None:
     model = tiny_model("qwen3", torch.float32, "sdpa")
     model.lm_head.weight.data[:] = math.nan
     with pytest.raises(NumericError, match="the answer to prompt 1 has the log-probability nan"):
-        sample(inference_weights(model), SamplingParams(12))
+        sample(make_sampler_model(model), SamplingParams(12))
 
 
 def test_unmerged_answers_equal_merged_ones() -> None:
     model = tiny_model("qwen3", torch.float64, "sdpa")
-    plain = sample(inference_weights(model), SamplingParams(20))
+    plain = sample(make_sampler_model(model), SamplingParams(20))
     add_lora(model, LoraConfig(rank=4), seed=0)
     for layer in lora_layers(model).values():
         layer.lora_b.data.normal_(0, 0.3)
     merged = copy.deepcopy(model)
     assert merge(merged)
-    found = sample(inference_weights(model), SamplingParams(20))
+    found = sample(make_sampler_model(model), SamplingParams(20))
     assert [one.token_ids for (one,) in found] == [generated(merged, prompt, 20) for prompt in PROMPTS]
     assert [one.token_ids for (one,) in found] != [one.token_ids for (one,) in plain]

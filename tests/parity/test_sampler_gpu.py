@@ -21,7 +21,7 @@ from flatout.rollout import backends
 from flatout.rollout.cuda_graphs import RecordedSteps
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
-from flatout.rollout.weights import Weights
+from flatout.rollout.sampler_model import SamplerModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -30,7 +30,7 @@ PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in
 
 
 @pytest.fixture(scope="module", params=["qwen3-model", "mistral-model", "qwen3-nf4", "qwen3-fp8", "qwen3_moe-model"])
-def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Weights, list[str]]:
+def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplerModel, list[str]]:
     family, _, storage = request.param.partition("-")
     if storage == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no float8 products")
@@ -50,21 +50,21 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     fuse_layers(loaded.model, fp8=storage == "fp8")
     loaded.model.eval()
     told: list[str] = []
-    return Weights(
-        model=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=torch.device("cuda"),
-        tolerance=0.3 if storage == "fp8" else 0.1, max_pass_tokens=512, is_padded=False, packs=nullcontext,
-        tell=told.append,
+    return SamplerModel(
+        pretrained=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=torch.device("cuda"),
+        tolerance=0.3 if storage == "fp8" else 0.1, max_pass_tokens=512, is_padded=False, packed_context=nullcontext,
+        log=told.append,
     ), told  # fmt: skip
 
 
-def sample(weights: Weights, params: SamplingParams, *, records: bool) -> list[list[Completion]]:
+def sample(model: SamplerModel, params: SamplingParams, *, records: bool) -> list[list[Completion]]:
     with torch.no_grad():
-        return InProcess(weights, records=records).sample(PROMPTS, 4, params)
+        return InProcess(model, records=records).sample(PROMPTS, 4, params)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}])
 def test_recorded_steps_equal_plain_ones_to_the_bit(
-    weights: tuple[Weights, list[str]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    weights: tuple[SamplerModel, list[str]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With places that are given to others as answers end at tokens of their own."""
     monkeypatch.setattr(backends, "MAX_SLOTS", 16)
@@ -108,7 +108,7 @@ def test_garbage_with_graphs_of_its_own_does_not_stop_a_recording() -> None:
     assert total.item() == 4
 
 
-def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[Weights, list[str]]) -> None:
+def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[SamplerModel, list[str]]) -> None:
     own, told = weights
     found = sample(own, SamplingParams(40, temperature=1.0), records=True)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[Weights, 
 
 
 def test_memory_is_freed_and_bounds_the_slots(
-    weights: tuple[Weights, list[str]], monkeypatch: pytest.MonkeyPatch
+    weights: tuple[SamplerModel, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, told = weights
     # kernels keep workspaces

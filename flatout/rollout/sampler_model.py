@@ -28,50 +28,49 @@ Logits = Callable[[PackedBatch], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class SamplerModel:
     """A model in this process, whose weights may change between calls of a sampler.
 
     `logits` computes a pass, of at most `max_pass_tokens` tokens. A cache is exact if log-probabilities with it are on
-    average within `tolerance` of those without. `packs` makes a context in
-    which the model computes packed documents; None if it cannot. `is_padded`: passes without a cache are padded.
-    `prefers_own_cache`: one answer alone is sampled by transformers' own attention and cache.
-    `in_lockstep`: other ranks take part in every pass. `agree` returns the tokens that all ranks use in place of this
-    rank's, `least` the smallest number of any rank. `tell` gets lines for people. `pictures` adds
-    those of prompts to batches; None if no prompt has any.
+    average within `tolerance` of those without. In a `packed_context` the model computes packed documents; None if it
+    cannot. `is_padded`: passes without a cache are padded. `prefers_own_cache`: a single answer is sampled by
+    transformers' own attention and cache. `in_lockstep`: other ranks take part in every pass. `broadcast_tokens`
+    returns the first rank's tokens, `all_reduce_min` the smallest number of any rank. `log` gets lines for people.
+    `pictures` adds those of prompts to batches; None if no prompt has any.
     """
 
-    model: PreTrainedModel
+    pretrained: PreTrainedModel
     logits: Logits
     device: torch.device
     tolerance: float
     max_pass_tokens: int
     is_padded: bool
-    packs: Callable[[], AbstractContextManager[object]] | None
+    packed_context: Callable[[], AbstractContextManager[object]] | None
     prefers_own_cache: bool = False
     in_lockstep: bool = False
-    agree: Callable[[Tensor], Tensor] = lambda tokens: tokens
-    least: Callable[[int], int] = lambda number: number
-    tell: Callable[[str], None] = lambda line: None
+    broadcast_tokens: Callable[[Tensor], Tensor] = lambda tokens: tokens
+    all_reduce_min: Callable[[int], int] = lambda number: number
+    log: Callable[[str], None] = lambda line: None
     pictures: PicturePacker | None = None
 
 
-def inference_weights(model: PreTrainedModel, tell: Callable[[str], None] = lambda line: None) -> Weights:
+def make_sampler_model(model: PreTrainedModel, log: Callable[[str], None] = lambda line: None) -> SamplerModel:
     """Return a model from `load_for_inference`, on one device or several, as a sampler reads it."""
     device = model.get_input_embeddings().weight.device
     devices = getattr(model, "hf_device_map", None) or {"": device}
     if device.type == "meta":
         # offloaded embeddings are copied to the first GPU of the device map
         device = torch.device(next(used for used in devices.values() if used not in ("cpu", "disk")))
-    return Weights(
-        model=model,
+    return SamplerModel(
+        pretrained=model,
         logits=lambda batch: next_logits(model, batch)[0].to(device),
         device=device,
         tolerance=TOLERANCES[model.dtype],
         max_pass_tokens=_MAX_PASS_TOKENS,
         is_padded=True,
-        packs=partial(_packed_attention, model) if len(set(devices.values())) == 1 else None,
+        packed_context=partial(_packed_attention, model) if len(set(devices.values())) == 1 else None,
         prefers_own_cache=True,
-        tell=tell,
+        log=log,
     )
 
 
