@@ -9,7 +9,7 @@ from pathlib import Path
 _CLASS_NAME = re.compile(r"\b(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): ")
 _TYPE = re.compile(r"<class '([\w.]+)'>")
 _LINK = re.compile(r" For further information visit \S+")
-_PLAIN = (bool, int, float, str, list, dict, type(None))
+PLAIN_TYPES = (bool, int, float, str, list, dict, type(None))
 # begins a line of an error that says how to go on; config/spelling.py spells it for the reader
 STEP = "  > "
 
@@ -141,7 +141,7 @@ def reason_of(error: BaseException) -> str:
         return "a number or string in it is far too large"
     if isinstance(error, KeyError) and error.args:
         return f"{error.args[0]!r:.200} is unknown or missing"
-    if isinstance(error, AttributeError) and error.name and not isinstance(error.obj, _PLAIN):
+    if isinstance(error, AttributeError) and error.name and not isinstance(error.obj, PLAIN_TYPES):
         return f"{error.name!r:.200} is unknown or missing"
     if isinstance(error, AttributeError | IndexError | TypeError):
         return "a value has an unexpected type or number of parts"

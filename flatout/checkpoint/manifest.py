@@ -19,6 +19,7 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from flatout import __version__
+from flatout.checkpoint.final import MANIFEST_NAME
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
 from flatout.errors import CheckpointError
 from flatout.io.durable_io import DurableIO, FileFacts, digest
@@ -26,7 +27,6 @@ from flatout.io.json_file import encode_json, now_utc, read_json, validated
 from flatout.parallel.rank import Rank
 
 FORMAT_VERSION = 3
-MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 
 # plain names only, so that a manifest cannot point outside its folder

@@ -88,7 +88,7 @@ def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
         raise OtherRunError(f"{folder} is a finished run with different settings:{lines}")
 
 
-def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: Sequence[str] = ()) -> None:
+def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: Sequence[str]) -> None:
     """Raise OtherRunError with the files that differ when the base model is another and `allow` lacks "model".
 
     `saved` and `now` map the model's files to their hashes.

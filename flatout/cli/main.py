@@ -71,7 +71,6 @@ WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
 _NEED_A_FILE = ("convert",)
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
-_LEAVE_OUT = "leave it out"
 # in the place of a configuration file: all settings are on the command line
 NO_FILE = "-"
 
@@ -177,6 +176,7 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
     All of them are refused at once.
     """
     from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name, why_of
+    from flatout.config.problems import LEAVE_OUT
     from flatout.config.schema import Config
     from flatout.config.spelling import mentioned
 
@@ -207,7 +207,7 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         if (ours := our_name(name, "true" if value is None else value, is_option=True, settings=settings)) is None:
             continue
         used += [option, option[1:], *([] if value is None else [value])]
-        if ours.setting is None and (value or _LEAVE_OUT not in ours.why) and not mentioned(ours.why):
+        if ours.setting is None and (value or LEAVE_OUT not in ours.why) and not mentioned(ours.why):
             raise UsageError(f"there is no option {option}; {ours.why}")
         if ours.setting is None:
             changes += mentioned(ours.why)

@@ -25,6 +25,7 @@ from flatout.config.names import (
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS
 from flatout.config.spelling import mentioned
+from flatout.errors import PLAIN_TYPES
 
 # the setting that a section's name alone stands for
 _MAIN = {
@@ -32,8 +33,7 @@ _MAIN = {
     "base": "base.storage",
 }  # fmt: skip
 _SHARES = ("eval.fraction", "schedule.warmup_ratio", "lora.dropout", "schedule.decay_ratio", "schedule.min_lr_ratio")
-_LEAVE_OUT = "leave it out"
-_PLAIN = (bool, int, float, str, list, dict, type(None))
+LEAVE_OUT = "leave it out"
 # stands for the model that a person has to choose
 _SOME_MODEL = "Qwen/Qwen3-0.6B"
 
@@ -122,7 +122,7 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
     if kind == "value_error" and name.startswith("objective.") and name != "objective.kind":
         return _of_objective(str(item["msg"]), name, value)
     if kind == "extra_forbidden":
-        return our_name(name, value, settings=settings) or OurName(None, why=_LEAVE_OUT)
+        return our_name(name, value, settings=settings) or OurName(None, why=LEAVE_OUT)
     if isinstance(item["input"], list) and len(item["input"]) == 1 and kind in _EXPECTED:
         return _of_one(item["input"][0], name)  # a dash too many
     if kind == "model_type":
@@ -160,7 +160,7 @@ def _of_objective(message: str, name: str, value: str) -> OurName | None:
         return None
     value = value.removeprefix(f"{{{name.partition('.')[2]}: ").removesuffix("}")  # of a mapping, its field
     other = our_name(name, value)
-    return other if other and other.setting is None else OurName(None, why=_LEAVE_OUT)
+    return other if other and other.setting is None else OurName(None, why=LEAVE_OUT)
 
 
 def _of_section(given: Any, name: str, value: str) -> OurName | None:
@@ -242,7 +242,7 @@ def _name_of(item: Any, given: Mapping[str, str]) -> str:
 def _written(item: Any, given: Mapping[str, str]) -> str:
     """Return a refused value as it is written in YAML."""
     name, value = _name_of(item, given), item["input"]
-    return given.get(name) or (as_yaml(value) if isinstance(value, _PLAIN) else "...")
+    return given.get(name) or (as_yaml(value) if isinstance(value, PLAIN_TYPES) else "...")
 
 
 def steps_of(
@@ -260,7 +260,7 @@ def steps_of(
         said = [] if fix and fix.setting else mentioned(text)
         left = re.findall(r"keep one: leave ([\w.]+) out", text)
         names += [name for name in left if name in (given or {})]
-        if not (said or left) and (fix is None or (fix.setting is None and _LEAVE_OUT not in fix.why)):
+        if not (said or left) and (fix is None or (fix.setting is None and LEAVE_OUT not in fix.why)):
             return None
         names += [name] if item["type"] != "value_error" or name in (given or {}) else []
         changes += said or [f"{fix.setting}={fix.value}" for fix in (fix,) if fix and fix.setting]

@@ -24,7 +24,7 @@ from flatout.models.blocks import layer_configs
 from flatout.models.collectives import RankGroup
 from flatout.models.context.attention import attention_over_ranks
 from flatout.models.packed import KeyPieces
-from flatout.models.slot_cache import SlotReads, attention_dtype
+from flatout.models.slot_cache import SlotReads, autocast_dtype
 
 # from the fastest to the reference
 Implementation = Literal["fa4", "cudnn", "varlen", "sdpa", "plain"]
@@ -239,7 +239,7 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
             raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")
-        dtype = attention_dtype(value)
+        dtype = autocast_dtype(value)
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents: tuple[Any, ...] = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

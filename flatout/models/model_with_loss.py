@@ -21,7 +21,8 @@ from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.scoring import ScoreHead
-from flatout.models.token_head import TokenHead, compute_dtype, head_product
+from flatout.models.slot_cache import autocast_dtype
+from flatout.models.token_head import TokenHead, head_product
 from flatout.objectives.cross_entropy import CrossEntropy
 from flatout.objectives.loss_inputs import LabelTokens, LossInputs, LossSums, SampleScores
 from flatout.objectives.protocol import Objective
@@ -206,7 +207,7 @@ def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:
     weight = product[0]
     # a trained head's rows have the dtype of what it replaced
     dtype = getattr(head, "base", head).weight.dtype
-    if not is_fused(model.device, compute_dtype(weight.new_empty(0, dtype=dtype))):
+    if not is_fused(model.device, autocast_dtype(weight.new_empty(0, dtype=dtype))):
         return
     for num_rows in range(ROWS_MULTIPLE, tile_rows + 1, ROWS_MULTIPLE):
         # a document's first token is never predicted

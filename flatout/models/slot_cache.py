@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Cache
 
 
-def attention_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype in which packed attention computes: autocast's, or that of its values."""
+def autocast_dtype(values: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast computes products of `values`; without autocast, their own."""
     kind = values.device.type
     lower = torch.is_autocast_enabled(kind) and values.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if lower else values.dtype
@@ -60,7 +60,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types for i
         source, target = self._writes
         new_states = key_states, value_states
         if layer_idx not in self._held:
-            dtype = attention_dtype(value_states)
+            dtype = autocast_dtype(value_states)
             self._held[layer_idx] = self._make(key_states, dtype), self._make(value_states, dtype)
         for slots, states in zip(self._held[layer_idx], new_states, strict=True):
             rows = states[0].transpose(0, 1)

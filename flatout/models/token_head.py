@@ -16,6 +16,7 @@ from flatout.kernels.cross_entropy.tiled import token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.saved import SavedModule, TrainedRows
+from flatout.models.slot_cache import autocast_dtype
 from flatout.objectives.loss_inputs import LossSums, TokenLosses
 
 
@@ -75,7 +76,7 @@ class TokenHead:
         with record_function("flatout::head"):
             return token_loss(
                 rows, weight, ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
-                tile_rows=self._tile_rows, compute_dtype=compute_dtype(rows), by_row=by_row,
+                tile_rows=self._tile_rows, compute_dtype=autocast_dtype(rows), by_row=by_row,
             )  # fmt: skip
 
     def _module_losses(self, rows: torch.Tensor, ids: torch.Tensor) -> TokenLosses:
@@ -120,10 +121,3 @@ def is_unhooked_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a head is a matrix product and nothing else, so that a fused kernel can compute it."""
     # the exact type, as a subclass or a hook may compute something else
     return type(head) is nn.Linear and head.bias is None and not head._forward_hooks and not head._forward_pre_hooks
-
-
-def compute_dtype(rows: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which autocast computes products of `rows`."""
-    device_type = rows.device.type
-    lower = torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64
-    return torch.get_autocast_dtype(device_type) if lower else rows.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +41,7 @@ from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck
+from flatout.trainer.passes import free_memory
 from flatout.trainer.picture_inputs import PictureMaker
 from flatout.trainer.planned_run import Planned, PlannedRun
 from flatout.trainer.proofs import Proofs
@@ -321,10 +321,3 @@ def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> Saver:
         num_bytes=num_bytes,
         available_bytes=available_host_bytes(),
     )
-
-
-def free_memory(device: torch.device) -> None:
-    """Free what a model held that no frame holds any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -208,7 +208,12 @@ def lower_cap(
 def release_memory(run: TrainingRun) -> None:
     """Free what a failed pass left, once no frame of it holds tensors any more."""
     run.fused_lora.forget()
+    free_memory(run.device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return to the device the memory of tensors that no frame holds any more."""
     gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -88,7 +88,7 @@ def plan_training(
 
 
 def pads_samples(
-    config: Config, text_config: Any, reporter: Reporter, unpackable: str | None, *, has_pictures: bool = False
+    config: Config, text_config: Any, reporter: Reporter, unpackable: str | None, *, has_pictures: bool
 ) -> bool:
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
     if unpackable:
@@ -154,7 +154,7 @@ def plan_steps(
     rank: Rank,
     device: Device | None,
     *,
-    is_padded: bool = False,
+    is_padded: bool,
     prefixes: Prefixes | None = None,
 ) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""

@@ -25,8 +25,9 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run, free_memory
+from flatout.trainer.build import build_run
 from flatout.trainer.gpu import weakest_gpu
+from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients

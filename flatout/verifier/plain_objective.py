@@ -24,7 +24,7 @@ def objective_step(
     objective: Objective,
     store: TokenStore,
     sample_ids: Sequence[int],
-    mismatched: TokenStore | None = None,
+    mismatched: TokenStore | None,
 ) -> float:
     """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
 

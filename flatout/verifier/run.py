@@ -23,8 +23,8 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.build import free_memory
 from flatout.trainer.model_shape import read_text_config
+from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows

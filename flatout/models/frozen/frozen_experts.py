@@ -31,15 +31,10 @@ class ExpertsMatmul:
     input_scale: Callable[[Sequence[Tensor], bool], Tensor | None] = lambda storage, in_backward: None
 
 
-def _dense_forward(x: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
-    return grouped_linear(x, storage[0], routing, **options)
-
-
-def _dense_backward(dy: Tensor, storage: Sequence[Tensor], routing: Routing, **options: Any) -> Tensor:
-    return grouped_linear_dx(dy, storage[0], routing, **options)
-
-
-DENSE = ExpertsMatmul(_dense_forward, _dense_backward)
+DENSE = ExpertsMatmul(
+    lambda x, storage, routing, **options: grouped_linear(x, storage[0], routing, **options),
+    lambda dy, storage, routing, **options: grouped_linear_dx(dy, storage[0], routing, **options),
+)
 
 
 def _make_fp8_experts_matmul(scales_inputs: bool) -> ExpertsMatmul:

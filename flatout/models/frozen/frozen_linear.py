@@ -45,18 +45,15 @@ def _make_nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -
         scales = storage[0].split(sizes)
         return dense(storage[1:], torch.float8_e4m3fn, in_backward, scales=scales, transposed=in_backward)
 
-    return (
-        _make_scaled_matmul("4-bit, float8 matmuls", sizes, in_float8)
-        if fp8
-        else _make_dense_matmul("4-bit", sizes, dense)
-    )
+    if fp8:
+        return _make_scaled_matmul("4-bit, float8 matmuls", sizes, in_float8)
+    return _make_dense_matmul("4-bit", sizes, dense)
 
 
 def _make_dense_matmul(
     describe: str, sizes: list[int], weight: Callable[[Sequence[Tensor], torch.dtype, bool], Tensor]
 ) -> FrozenMatmul:
     """Make a FrozenMatmul; `weight` turns the storage into (sum of N_i, K) in a dtype, for the backward pass or not."""
-
     return FrozenMatmul(
         describe,
         sizes,

@@ -177,7 +177,7 @@ def load_for_inference(
     instead of `device`. Raises like `load_model` and `read_device_map`.
     """
     check_source(name, revision)
-    config = read_config(name, revision, scoring=scoring)
+    config = read_config(name, revision, "model", scoring)
     with library_errors(CANNOT_BUILD.format(name), CHOOSE_ANOTHER):
         devices = {"": device} if device_map is None else read_device_map(device_map, config)
         model, _ = load_pretrained(name, revision, config, {"dtype": dtype or "auto"}, devices, seed=seed)

@@ -176,7 +176,7 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
     return compute_dtype
 
 
-def read_config(name: str, revision: str | None, storage: str = "model", scoring: Scoring | None = None) -> Any:
+def read_config(name: str, revision: str | None, storage: str, scoring: Scoring | None) -> Any:
     """Return transformers' configuration of a model, for sequence classification with `scoring`.
 
     Its quantization_config is a dict with `dequantize` for weights that transformers dequantizes on load. Raises
@@ -293,7 +293,7 @@ def _make_model(
 
 
 def load_pretrained(
-    name: str, revision: str | None, config: Any, options: dict[str, Any], device_map: Any, *, seed: int = 0
+    name: str, revision: str | None, config: Any, options: dict[str, Any], device_map: Any, *, seed: int
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load weights directly to their devices; return the model and the names of unused weights in the files.
 

@@ -110,7 +110,7 @@ def read_nf4(
     *,
     device: torch.device,
     place: torch.device,
-    seed: int = 0,
+    seed: int,
 ) -> PreTrainedModel:
     """Load a model from bitsandbytes NF4 files (a folder or hub id), without requantizing; `seed` as `load_pretrained`.
 
