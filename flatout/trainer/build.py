@@ -179,12 +179,12 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
 
 def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
     """Return the loaders of `PlannedRun.sets`, in their order."""
-    planned, scoring, mismatched = setup.planned, setup.planned.scoring, setup.planned.mismatched
+    planned, scoring, kl_pairs = setup.planned, setup.planned.scoring, setup.planned.kl_pairs
     shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
     of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
     if mismatched is not None:
         # equal bounds, so that compiled layers take both
-        of_steps["max_documents"] = max(of_steps["max_documents"], mismatched.plan.batch_bounds["max_documents"])
+        of_steps["max_documents"] = max(of_steps["max_documents"], kl_pairs.plan.batch_bounds["max_documents"])
 
     def loader_of(data_set: Planned) -> BatchLoader:
         columns, options = asked, of_steps
@@ -291,8 +291,8 @@ def compile_model(
     if loader.num_boundaries is not None and compiled.num_compiled:
         rank_index = planned.parallel_layout.data_parallel_rank_of(setup.rank.index)
         sizes = count_sizes(planned.plan, rank_index, size_buckets=loader.size_buckets)
-        if planned.mismatched is not None:
-            sizes += count_sizes(planned.mismatched.plan, rank_index, size_buckets=loader.size_buckets)
+        if planned.kl_pairs is not None:
+            sizes += count_sizes(planned.kl_pairs.plan, rank_index, size_buckets=loader.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):

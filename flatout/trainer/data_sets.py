@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatout.data.mismatched import MismatchedStore, mismatched
+from flatout.data.kl_pairs import KLStore, make_kl_store
 from flatout.data.token_store import TokenStore
 from flatout.objectives.protocol import Objective
 from flatout.planner.steps.planned_samples import PlannedSamples
@@ -21,7 +21,7 @@ from flatout.trainer.normalizers import Normalizers
 class EvalSet:
     """One evaluation data set; `step` is one pass over the samples of `plan`.
 
-    `mismatched` has its prompts with answers to other ones.
+    `kl_pairs` has its prompts with answers to other ones.
     """
 
     name: str
@@ -29,7 +29,7 @@ class EvalSet:
     plan: PlannedSamples
     step: StepPlan
     normalizers: Normalizers
-    mismatched: EvalSet | None = None
+    kl_pairs: EvalSet | None = None
 
     @property
     def max_documents(self) -> int:
@@ -42,16 +42,16 @@ def make_eval_set(name: str, store: TokenStore, plan: PlannedSamples, normalizer
     return EvalSet(name, store, plan, assemble_eval(plan.samples, plan.batch_layout), normalizers)
 
 
-class MismatchedSteps(NamedTuple):
+class KLPairs(NamedTuple):
     """The steps of a run, of prompts with answers to other ones."""
 
-    store: MismatchedStore
+    store: KLStore
     plan: RunPlan
 
 
-def plan_mismatched(
+def plan_kl_pairs(
     objective: Objective, store: TokenStore, plan: RunPlan, eval_sets: Sequence[EvalSet]
-) -> tuple[MismatchedSteps | None, tuple[EvalSet, ...]]:
+) -> tuple[KLPairs | None, tuple[EvalSet, ...]]:
     """Plan the same steps and evaluations of prompts with answers to other ones, if the objective estimates anything.
 
     Returns None without, and the evaluation sets with theirs.
@@ -59,13 +59,13 @@ def plan_mismatched(
     if not objective.estimates:
         return None, tuple(eval_sets)
     stores = [store, *(eval_set.store for eval_set in eval_sets)]
-    mismatched_stores = {id(store): mismatched(store) for store in stores}
+    kl_stores = {id(store): make_kl_store(store) for store in stores}
     with_others = []
     for eval_set in eval_sets:
-        other, ids = mismatched_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
+        other, ids = kl_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
         layout = plan.batch_layout.for_others(int(other.lengths.max()))
         others_plan = PlannedSamples(select_samples(other.lengths, other.num_label_tokens, ids, layout), layout)
         others = make_eval_set(eval_set.name, other, others_plan, eval_set.normalizers)
-        with_others.append(replace(eval_set, mismatched=others))
-    other = mismatched_stores[id(store)]
-    return MismatchedSteps(other, plan.of_lengths(other.lengths, other.num_label_tokens)), tuple(with_others)
+        with_others.append(replace(eval_set, kl_pairs=others))
+    other = kl_stores[id(store)]
+    return KLPairs(other, plan.of_lengths(other.lengths, other.num_label_tokens)), tuple(with_others)

@@ -59,7 +59,7 @@ def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], bytes_before_mod
     # the plan counts tokens before they are padded to the sizes of recorded graphs
     size_buckets, run.loader.size_buckets = run.loader.size_buckets, ()
     # a meter of its own: these passes belong to no step, and no step has to be estimated
-    planned = replace(run.planned, mismatched=None)
+    planned = replace(run.planned, kl_pairs=None)
     run, peaks = replace(run, rank_meter=RankMeter(run.device), planned=planned), []
     states = (value for state in run.optimizer.state.values() for value in state.values())
     state_bytes = sum(local_part(value).nbytes for value in states if isinstance(value, Tensor) and value.is_cuda)

@@ -211,8 +211,8 @@ def useful_flops(run: TrainingRun, step: StepPlan) -> float:
     places = samples.indices_of(step.sample_ids)
     num_flops = float(cost.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
     num_flops += samples.tower_flops_of(places)
-    if run.planned.mismatched is not None and cost.forward is not None:
-        samples = run.planned.mismatched.plan.samples
+    if run.planned.kl_pairs is not None and cost.forward is not None:
+        samples = run.planned.kl_pairs.plan.samples
         num_flops += float(cost.forward.flops(samples.lengths[places], samples.num_label_tokens[places]).sum())
     return num_flops - shared_flops(step.micro_batches, cost)
 

@@ -40,7 +40,7 @@ from flatout.planner.steps.run_plan import RunPlan, select_samples, split_held_o
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_and_expert_parallel import check_context
-from flatout.trainer.data_sets import EvalSet, MismatchedSteps, make_eval_set, plan_mismatched
+from flatout.trainer.data_sets import EvalSet, KLPairs, make_eval_set, plan_kl_pairs
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
@@ -64,7 +64,7 @@ NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.to
 class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
-    `mismatched` has the same steps of prompts with answers to other ones, if the objective estimates something of them.
+    `kl_pairs` has the same steps of prompts with answers to other ones, if the objective estimates something of them.
     `sharing` says whether samples share prefixes, and why. `inexact` is as `plan_run` has it.
     """
 
@@ -82,13 +82,13 @@ class PlannedRun:
     device: Device | None = None
     sharing: str = ""
     inexact: Inexact = EXACT
-    mismatched: MismatchedSteps | None = None
+    kl_pairs: KLPairs | None = None
 
     @property
     def sets(self) -> list[Planned]:
         """What has a store and a plan: the run, its prompts with answers to other ones, then evaluation sets alike."""
         data_sets: list[PlannedRun | EvalSet] = [self, *self.eval_sets]
-        return [planned for data_set in data_sets for planned in (data_set, data_set.mismatched) if planned is not None]
+        return [planned for data_set in data_sets for planned in (data_set, data_set.kl_pairs) if planned is not None]
 
     @property
     def pass_settings(self) -> list[Any]:
@@ -105,7 +105,7 @@ class PlannedRun:
         ]
 
 
-Planned = PlannedRun | MismatchedSteps | EvalSet
+Planned = PlannedRun | KLPairs | EvalSet
 
 
 def plan_run(
@@ -133,7 +133,7 @@ def plan_run(
     report_plan(config, plan, parallel_layout, memory, reporter)
     report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
-    others, eval_sets = plan_mismatched(objective, store, plan, eval_sets)
+    others, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
     # a model that scores answers nothing
     evaluated = [] if scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
@@ -141,7 +141,7 @@ def plan_run(
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
         memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
-        scoring=scoring, device=device, sharing=sharing, inexact=inexact, mismatched=others,
+        scoring=scoring, device=device, sharing=sharing, inexact=inexact, kl_pairs=others,
     )  # fmt: skip
 
 

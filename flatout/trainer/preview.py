@@ -124,8 +124,8 @@ def summarize_plan(
         tokens_per_s=tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
-    mismatched = planned.mismatched and planned.mismatched.plan
-    estimates = ((mismatched, step) for step in mismatched.steps()) if mismatched else ()
+    mismatched = planned.kl_pairs and planned.kl_pairs.plan
+    estimates = ((mismatched, step) for step in kl_pairs.steps()) if mismatched else ()
     totals = with_forward_passes(totals, estimates, _reference_passes(planned))
     longest = None
     if device is not None:

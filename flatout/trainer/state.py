@@ -25,7 +25,7 @@ from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.data_sets import EvalSet, MismatchedSteps
+from flatout.trainer.data_sets import EvalSet, KLPairs
 from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.steps_and_memory import Inexact
@@ -157,7 +157,7 @@ class TrainingRun:
         """The loader of the run's steps."""
         return self.loaders[0]
 
-    def loader_of(self, data_set: MismatchedSteps | EvalSet) -> BatchLoader:
+    def loader_of(self, data_set: KLPairs | EvalSet) -> BatchLoader:
         """Return the loader of one of `PlannedRun.sets`."""
         loaders = zip(self.planned.sets, self.loaders, strict=True)
         return next(loader for planned, loader in loaders if planned is data_set)

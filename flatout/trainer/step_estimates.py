@@ -24,19 +24,19 @@ def compute_step_estimates(run: TrainingRun, step: StepPlan) -> None:
 
     The means are over all samples of the step, on all ranks and in all micro-batches.
     """
-    if (mismatched := run.planned.mismatched) is None:
+    if (kl_pairs := run.planned.kl_pairs) is None:
         return
-    plan, loader = mismatched.plan, run.loader_of(mismatched)
+    plan, loader = kl_pairs.plan, run.loader_of(kl_pairs)
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
-    mismatched_step = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
+    kl_step = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
     with as_in_training(run):
-        _sum_estimates(run, plan, mismatched_step, loader, is_evaluation=False)
+        _sum_estimates(run, plan, kl_step, loader, is_evaluation=False)
 
 
 def compute_eval_estimates(run: TrainingRun, eval_set: EvalSet) -> None:
     """Compute what the objective estimates over an evaluation set; collective."""
-    if (mismatched := eval_set.mismatched) is not None:
-        _sum_estimates(run, mismatched.plan, mismatched.step, run.loader_of(mismatched), is_evaluation=True)
+    if (kl_pairs := eval_set.kl_pairs) is not None:
+        _sum_estimates(run, kl_pairs.plan, kl_pairs.step, run.loader_of(kl_pairs), is_evaluation=True)
 
 
 def _sum_estimates(

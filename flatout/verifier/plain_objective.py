@@ -24,11 +24,11 @@ def objective_step(
     objective: Objective,
     store: TokenStore,
     sample_ids: Sequence[int],
-    mismatched: TokenStore | None,
+    kl_pairs: TokenStore | None,
 ) -> float:
     """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
 
-    `mismatched` has the same samples with answers to other prompts, if the objective estimates something. A first pass
+    `kl_pairs` has the same samples with answers to other prompts, if the objective estimates something. A first pass
     gives log-probabilities or scores, the objective their gradients, and a second those of weights. Raises UsageError
     for an objective that reads hidden states, which plain transformers does not have by label.
     """

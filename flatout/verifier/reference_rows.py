@@ -38,7 +38,7 @@ def with_plain_reference(plain: PlainModel, config: Config, planned: PlannedRun,
     model: Any = plain.model
     rows = []
     with torch.no_grad(), model.disable_adapter() if adapter is None and config.method == "lora" else nullcontext():
-        for store in (planned.store, *([] if planned.mismatched is None else [planned.mismatched.store])):
+        for store in (planned.store, *([] if planned.kl_pairs is None else [planned.kl_pairs.store])):
             samples = plain.read(store, step.sample_ids)
             rows.append([plain_logprobs(plain, sample)[0].double().sum().item() for sample in samples])
     DurableIO().write_json(config.folder / LOGPROBS, {"ids": list(step.sample_ids), "logprobs": rows})

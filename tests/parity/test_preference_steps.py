@@ -107,8 +107,8 @@ def test_every_pass_is_within_what_memory_is_planned_for(tiny: Any, tmp_path: Pa
     room = need.state_bytes + need.working_bytes + 0.6 * need.activations_bytes
     config = config.model_copy(update={"memory": room / 0.94 / GIB})
     planned = plan_run(config, Reporter(), Rank(), lambda: Device("a GPU", 60 * GIB))
-    assert (planned.mismatched is not None) == (kind == "kto")
-    for plan in (planned.plan, *([] if planned.mismatched is None else [planned.mismatched.plan])):
+    assert (planned.kl_pairs is not None) == (kind == "kto")
+    for plan in (planned.plan, *([] if planned.kl_pairs is None else [planned.kl_pairs.plan])):
         passes = [batch for step in plan.steps() for batch in step.by_rank[0]]
         assert max(batch.num_padded_tokens for batch in passes) <= planned.memory.micro_batch_tokens
         assert len(passes) > plan.num_steps

@@ -19,7 +19,7 @@ from unit_store import write_units
 
 from flatout.cli.main import main
 from flatout.data import registry
-from flatout.data.mismatched import mismatched
+from flatout.data.kl_pairs import make_kl_store
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.objectives.kto import KTO
@@ -102,7 +102,7 @@ def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(
     plan = json.loads(capsys.readouterr().out)
     store = TokenStore.open(registry.built_dir(tmp_path, "judged"))
     # each answer once, held-out ones too; for KTO also each prompt with the answer to another one
-    once = int(store.lengths.sum()) + (int(mismatched(store).lengths.sum()) if kind == "kto" else 0)
+    once = int(store.lengths.sum()) + (int(make_kl_store(store).lengths.sum()) if kind == "kto" else 0)
     assert plan["num_reference_tokens"] == (0 if kind == "cpo" else once)
     assert (plan["num_estimate_tokens"] > 0) == (kind == "kto")
     assert main(["train", *args[:4]]) == 0
@@ -153,7 +153,7 @@ def test_verify_proves_it(tiny: Any, tmp_path: Path, ranks: int) -> None:
 
 def test_each_prompt_gets_the_answer_to_another(tiny: Any, tmp_path: Path) -> None:
     store = write_units(tmp_path, tiny.model_dir, [1] * 40, name="d", labels=[1, 0] * 20)
-    other = mismatched(store)
+    other = make_kl_store(store)
     answers = other.answer_of
     assert answers is not None
     assert (answers != np.arange(40)).all()
@@ -167,7 +167,7 @@ def test_each_prompt_gets_the_answer_to_another(tiny: Any, tmp_path: Path) -> No
         assert found[first:].tolist() == ids[start:][: len(found) - first].tolist()
         assert found_mask.sum() == other.num_label_tokens[index] == found_mask[first:].sum() > 0
         assert len(found) == other.lengths[index]
-    assert (mismatched(store).answer_of == answers).all()
+    assert (make_kl_store(store).answer_of == answers).all()
 
 
 def test_answers_to_an_equal_prompt_are_not_taken(tiny: Any, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_answers_to_an_equal_prompt_are_not_taken(tiny: Any, tmp_path: Path) -> 
     assert main(["plan", str(file)]) == 0
     store = TokenStore.open(registry.entry_dir(tmp_path, registry.find(tmp_path, "judged")))
     prompts = [ids[: mask.argmax()].tolist() for ids, mask in (store.sample(index).pair for index in range(15))]
-    answers = mismatched(store).answer_of
+    answers = make_kl_store(store).answer_of
     assert answers is not None
     assert all(prompts[index] != prompts[answer] for index, answer in enumerate(answers))
 
@@ -193,7 +193,7 @@ def test_long_rows_take_no_more_memory_than_short_ones(tiny: Any, tmp_path: Path
         num_label_tokens=np.full(count, length - 4096),
     )  # fmt: skip
     tracemalloc.start()
-    other = mismatched(store)
+    other = make_kl_store(store)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 60 << 20, f"{most:,}"
@@ -206,7 +206,7 @@ def test_long_rows_take_no_more_memory_than_short_ones(tiny: Any, tmp_path: Path
 def test_one_row_has_no_other_answer(tiny: Any, tmp_path: Path) -> None:
     store = write_units(tmp_path, tiny.model_dir, [1], name="d", labels=[1])
     with pytest.raises(DataError, match="one row, but this objective compares it with the answer to another"):
-        mismatched(store)
+        make_kl_store(store)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def plain_step(tiny: Any) -> Callable[..., PlainStep]:
     kept: dict[str, PlainStep] = {}
 
     def find(planned: PlannedRun) -> PlainStep:
-        other = planned.mismatched.store if planned.mismatched else None
+        other = planned.kl_pairs.store if planned.kl_pairs else None
         reference = planned.store.extra.get(REFERENCE, np.zeros(planned.store.num_samples))
         more = () if other is None else (other.answer_of, other.extra[REFERENCE])
         name = planned.store.meta.name + ("" if REFERENCE in planned.store.extra else ", no reference")

@@ -38,7 +38,7 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     config = SimpleNamespace(log_every_steps=1)
     values = {
         "plan": plan, "reporter": reporter, "config": config, "device": torch.device("cpu"), "dtype": torch.bfloat16,
-        "aux_loss": AuxiliaryLoss(), "planned": SimpleNamespace(mismatched=None), "rank": SimpleNamespace(world=2),
+        "aux_loss": AuxiliaryLoss(), "planned": SimpleNamespace(kl_pairs=None), "rank": SimpleNamespace(world=2),
         "loader": SimpleNamespace(wait_s=0.0), "progress": SimpleNamespace(elapsed_s=0),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})

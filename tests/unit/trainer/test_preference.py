@@ -70,7 +70,7 @@ def plain_run(tiny: Any, planned: PlannedRun, name: str) -> tuple[list[float], d
     The reference is the model before the first one, of the samples of both.
     """
     store, count = planned.store, planned.store.num_samples
-    others = planned.mismatched.store.answer_of.tolist() if planned.mismatched else []
+    others = planned.kl_pairs.store.answer_of.tolist() if planned.kl_pairs else []
     model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float64)
     before = {name: own.detach().clone() for name, own in model.named_parameters()}
     zeros, losses, metrics = [0.0] * count, [], {}

@@ -22,7 +22,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
-class MismatchedStore(TokenStore):
+class KLStore(TokenStore):
     """The samples of `base`, each with what sample `answer_of[i]` has from its first label token on, int64 (N,).
 
     `prompt_tokens` int64 (N,) counts the tokens before the first label in `base`. Only `sample` reads tokens.
@@ -47,7 +47,7 @@ class MismatchedStore(TokenStore):
         )
 
 
-def mismatched(store: TokenStore) -> MismatchedStore:
+def make_kl_store(store: TokenStore) -> KLStore:
     """Return as many samples, each the prompt of one followed by the answer to another prompt.
 
     Which answer is fixed by the data set alone, so that a reference's log-probabilities serve every run. An answer
@@ -71,7 +71,7 @@ def mismatched(store: TokenStore) -> MismatchedStore:
         name: replace(column, fingerprint=xxh3_128_hexdigest(f"{column.fingerprint} {mark}".encode()))
         for name, column in store.columns.items()
     }
-    return MismatchedStore(
+    return KLStore(
         store.folder, store.token_ids, store.loss_mask, offsets, num_label_tokens,
         store.hashes, store.files, store.rows, replace(store.meta, name=f"{store.meta.name}, answers to other prompts"),
         columns={**columns, REFERENCE: blank.columns[REFERENCE]}, extra={REFERENCE: blank.extra[REFERENCE]},
