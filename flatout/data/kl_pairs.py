@@ -1,4 +1,4 @@
-"""Each prompt of a data set with the answer to another one: what an objective reads before a step's gradients."""
+"""KL pairs: each prompt of a data set with the answer to another one, from which KTO estimates a KL divergence."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class KTO(Objective):
     """Weight of answers whose label is false."""
 
     def estimate(self, tokens: LabelTokens) -> Mapping[str, Tensor]:
-        """Return the sum of d over prompts with the answers to other ones."""
+        """Return the sum of d over KL pairs: prompts with the answers to other ones."""
         return {"kl": (tokens.by_sample(tokens.logprobs) - tokens.column(REFERENCE)).sum()}
 
     def __call__(self, tokens: LabelTokens) -> Mapping[str, Tensor]:

@@ -60,7 +60,7 @@ class Objective(Section):
     usual_lr: ClassVar[Mapping[str, float]] = LR_OF_METHOD
     """The learning rate by method: for the weights what papers and their code take, for adapters ten times as much."""
     estimates: ClassVar[tuple[str, ...]] = ()
-    """Means, by name, over the step's prompts with the answers to other ones, known before the step's gradients."""
+    """Means, by name, over the step's KL pairs (prompts with the answers to other ones), known before its gradients."""
 
     # hash of the file that a person's own class is from
     _source: str = PrivateAttr("")
@@ -136,7 +136,7 @@ class Objective(Section):
         return ()
 
     def estimate(self, tokens: Any) -> Mapping[str, Tensor]:
-        """Return what `estimates` names, as sums over a micro-batch of prompts with answers to other ones.
+        """Return what `estimates` names, as sums over a micro-batch of KL pairs.
 
         Of columns it may read that of the reference. `tokens.estimates` then has the means over the step and all ranks.
         """

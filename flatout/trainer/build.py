@@ -182,7 +182,7 @@ def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[in
     planned, scoring, kl_pairs = setup.planned, setup.planned.scoring, setup.planned.kl_pairs
     shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
     of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
-    if mismatched is not None:
+    if kl_pairs is not None:
         # equal bounds, so that compiled layers take both
         of_steps["max_documents"] = max(of_steps["max_documents"], kl_pairs.plan.batch_bounds["max_documents"])
 

@@ -1,4 +1,4 @@
-"""The data sets of a run besides that of training: those of evaluation, and prompts with answers to other ones."""
+"""The data sets of a run besides that of training: those of evaluation, and KL pairs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from flatout.trainer.normalizers import Normalizers
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One evaluation data set; `step` is one pass over the samples of `plan`.
-
-    `kl_pairs` has its prompts with answers to other ones.
-    """
+    """One evaluation data set; `step` is one pass over the samples of `plan`, `kl_pairs` has its prompts' KL pairs."""
 
     name: str
     store: TokenStore
@@ -43,7 +40,7 @@ def make_eval_set(name: str, store: TokenStore, plan: PlannedSamples, normalizer
 
 
 class KLPairs(NamedTuple):
-    """The steps of a run, of prompts with answers to other ones."""
+    """The steps of a run over KL pairs: its prompts with the answers to other ones."""
 
     store: KLStore
     plan: RunPlan
@@ -52,7 +49,7 @@ class KLPairs(NamedTuple):
 def plan_kl_pairs(
     objective: Objective, store: TokenStore, plan: RunPlan, eval_sets: Sequence[EvalSet]
 ) -> tuple[KLPairs | None, tuple[EvalSet, ...]]:
-    """Plan the same steps and evaluations of prompts with answers to other ones, if the objective estimates anything.
+    """Plan the same steps and evaluations over KL pairs, if the objective estimates anything.
 
     Returns None without, and the evaluation sets with theirs.
     """
@@ -60,12 +57,12 @@ def plan_kl_pairs(
         return None, tuple(eval_sets)
     stores = [store, *(eval_set.store for eval_set in eval_sets)]
     kl_stores = {id(store): make_kl_store(store) for store in stores}
-    with_others = []
+    with_kl_pairs = []
     for eval_set in eval_sets:
-        other, ids = kl_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
-        layout = plan.batch_layout.for_others(int(other.lengths.max()))
-        others_plan = PlannedSamples(select_samples(other.lengths, other.num_label_tokens, ids, layout), layout)
-        others = make_eval_set(eval_set.name, other, others_plan, eval_set.normalizers)
-        with_others.append(replace(eval_set, kl_pairs=others))
-    other = kl_stores[id(store)]
-    return KLPairs(other, plan.of_lengths(other.lengths, other.num_label_tokens)), tuple(with_others)
+        kl_store, ids = kl_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
+        layout = plan.batch_layout.for_others(int(kl_store.lengths.max()))
+        kl_plan = PlannedSamples(select_samples(kl_store.lengths, kl_store.num_label_tokens, ids, layout), layout)
+        own_pairs = make_eval_set(eval_set.name, kl_store, kl_plan, eval_set.normalizers)
+        with_kl_pairs.append(replace(eval_set, kl_pairs=own_pairs))
+    kl_store = kl_stores[id(store)]
+    return KLPairs(kl_store, plan.of_lengths(kl_store.lengths, kl_store.num_label_tokens)), tuple(with_kl_pairs)

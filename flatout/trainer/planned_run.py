@@ -64,7 +64,7 @@ NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.to
 class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
-    `kl_pairs` has the same steps of prompts with answers to other ones, if the objective estimates something of them.
+    `kl_pairs` has the same steps over KL pairs, if the objective estimates something of them.
     `sharing` says whether samples share prefixes, and why. `inexact` is as `plan_run` has it.
     """
 
@@ -86,7 +86,7 @@ class PlannedRun:
 
     @property
     def sets(self) -> list[Planned]:
-        """What has a store and a plan: the run, its prompts with answers to other ones, then evaluation sets alike."""
+        """What has a store and a plan: the run, its KL pairs, then evaluation sets with theirs."""
         data_sets: list[PlannedRun | EvalSet] = [self, *self.eval_sets]
         return [planned for data_set in data_sets for planned in (data_set, data_set.kl_pairs) if planned is not None]
 
@@ -133,7 +133,7 @@ def plan_run(
     report_plan(config, plan, parallel_layout, memory, reporter)
     report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
-    others, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
+    kl_pairs, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
     # a model that scores answers nothing
     evaluated = [] if scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
@@ -141,7 +141,7 @@ def plan_run(
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
         memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
-        scoring=scoring, device=device, sharing=sharing, inexact=inexact, kl_pairs=others,
+        scoring=scoring, device=device, sharing=sharing, inexact=inexact, kl_pairs=kl_pairs,
     )  # fmt: skip
 
 

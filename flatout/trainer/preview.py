@@ -124,8 +124,8 @@ def summarize_plan(
         tokens_per_s=tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
-    mismatched = planned.kl_pairs and planned.kl_pairs.plan
-    estimates = ((mismatched, step) for step in kl_pairs.steps()) if mismatched else ()
+    kl_plan = planned.kl_pairs and planned.kl_pairs.plan
+    estimates = ((kl_plan, step) for step in kl_plan.steps()) if kl_plan else ()
     totals = with_forward_passes(totals, estimates, _reference_passes(planned))
     longest = None
     if device is not None:

@@ -1,4 +1,4 @@
-"""What an objective estimates over a whole step before its gradients: passes of prompts with answers to other ones."""
+"""What an objective estimates over a whole step before its gradients, by passes over KL pairs."""
 
 from __future__ import annotations
 

@@ -24,18 +24,18 @@ def objective_step(
     objective: Objective,
     store: TokenStore,
     sample_ids: Sequence[int],
-    kl_pairs: TokenStore | None,
+    kl_store: TokenStore | None,
 ) -> float:
     """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
 
-    `kl_pairs` has the same samples with answers to other prompts, if the objective estimates something. A first pass
+    `kl_store` has the same samples with answers to other prompts, if the objective estimates something. A first pass
     gives log-probabilities or scores, the objective their gradients, and a second those of weights. Raises UsageError
     for an objective that reads hidden states, which plain transformers does not have by label.
     """
     plain.model.zero_grad(set_to_none=True)
     inputs, leaf, counts = _loss_inputs(plain, objective, store, sample_ids)
-    if mismatched is not None:
-        sums = objective.estimate(_loss_inputs(plain, objective, mismatched, sample_ids)[0])
+    if kl_store is not None:
+        sums = objective.estimate(_loss_inputs(plain, objective, kl_store, sample_ids)[0])
         inputs.estimates = {name: value.detach().double() / len(sample_ids) for name, value in sums.items()}
     loss = objective(inputs)["loss"] / _normalizer(objective, inputs.batch)
     (gradient,) = torch.autograd.grad(loss, leaf)

@@ -187,8 +187,8 @@ def _plain_loss(
     """Return a step's loss by plain transformers and accumulate its gradient; `max_tokens` as in `plain_step`."""
     if config.objective == ObjectiveConfig():
         return plain_step(plain, plain.read(planned.store, step.sample_ids), max_tokens=max_tokens)
-    mismatched = planned.kl_pairs and planned.kl_pairs.store
-    return objective_step(plain, planned.objective, planned.store, step.sample_ids, mismatched)
+    kl_store = planned.kl_pairs and planned.kl_pairs.store
+    return objective_step(plain, planned.objective, planned.store, step.sample_ids, kl_store)
 
 
 def _plain_row(

@@ -219,11 +219,9 @@ def test_kto_trainer(tmp_path: Path, weights: dict[str, float]) -> None:
 
     loaded = load_model(ModelConfig(name=str(folder), precision="fp32"), method="full", device=CPU, seed=0)
     loss = ModelWithLoss(loaded.model, objective=KTO.of({"beta": 1.0, **weights}))
-    mismatched = [(ROWS[own][0], ROWS[own - 1][1]) for own in range(4)]
-    own, other = (
-        [logprobs(reference, answer, prompt).item() for prompt, answer in rows] for rows in (ROWS, mismatched)
-    )
-    others = packed(mismatched, 1, {"reference_logprob": other})
+    kl_pairs = [(ROWS[own][0], ROWS[own - 1][1]) for own in range(4)]
+    own, other = ([logprobs(reference, answer, prompt).item() for prompt, answer in rows] for rows in (ROWS, kl_pairs))
+    others = packed(kl_pairs, 1, {"reference_logprob": other})
     with torch.no_grad():
         states = hidden_states(loaded.model, others)
         estimated = loss.objective.estimate(LabelTokens(states, others, TokenHead(loaded.model, 64)))["kl"] / 4

@@ -236,7 +236,7 @@ BUGS = (
         "X.where(~desirable, 1.0)", f"{LOSSES}[kto, weighted-rows]"),
     Bug("a prompt with its own answer", "_answers_of_others", "return answer_of", "return np.arange(len(marks))",
         f"{KTO}::test_each_prompt_gets_the_answer_to_another"),
-    Bug("the reference of its own answer", "mismatched",
+    Bug("the reference of its own answer", "make_kl_store",
         "replace(column, fingerprint=xxh3_128_hexdigest(X))", "column",
         f"{KTO}::test_a_file_of_labels_trains_alike_on_any_number_of_ranks[all]"),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
