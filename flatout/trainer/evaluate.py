@@ -97,7 +97,7 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
             take = partial(_sum_passes, run, worst, set_index)
             total += take_passes(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
     sums_by_set = sum_unless_stopped(run, totals).tolist()
-    counts_by_set = [eval_set.normalizers.of(eval_set.step) for eval_set in run.eval_sets]
+    counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in run.eval_sets]
     label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]
     by_data = {
         eval_set.name: _figures(run, *figures)

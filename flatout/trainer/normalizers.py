@@ -30,12 +30,12 @@ class Normalizers:
     per: tuple[str, ...]
     values: Mapping[str, NDArray[np.float64]]
 
-    def of(self, step: StepPlan) -> list[float]:
+    def step_normalizers(self, step: StepPlan) -> list[float]:
         """Return what each sum of a step is divided by, the loss first."""
         counts = {name: self._count(name, step) for name in dict.fromkeys(self.per)}
         return [counts[name] for name in self.per]
 
-    def of_loss(self, step: StepPlan) -> float:
+    def loss_normalizer(self, step: StepPlan) -> float:
         """Return what the loss of a step is divided by."""
         return self._count(self.per[0], step)
 
@@ -46,7 +46,7 @@ class Normalizers:
 
     def means(self, sums: Sequence[float], step: StepPlan) -> tuple[float, dict[str, float]]:
         """Return the step's loss, and its metrics by name without those that have nothing to divide by."""
-        metrics = self.objective.means(sums, self.of(step))
+        metrics = self.objective.means(sums, self.step_normalizers(step))
         return metrics.pop("loss"), metrics
 
 

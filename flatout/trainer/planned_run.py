@@ -327,7 +327,7 @@ def plan_evaluation(
         if num_seen := int(np.isin(eval_store.hashes[list(step.sample_ids)], train_hashes).sum()):
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
-    counts_by_set = [eval_set.normalizers.of(eval_set.step) for eval_set in eval_sets]
+    counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in eval_sets]
     totals = [sum(counts) for counts in zip(*counts_by_set, strict=True)]
     if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
         raise DataError(

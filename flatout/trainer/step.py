@@ -74,7 +74,7 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     both cases no launched step has changed any weight.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    if run.planned.normalizers.of_loss(step) == 0:
+    if run.planned.normalizers.loss_normalizer(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
     sums = accumulate_gradients(run, step)
@@ -127,7 +127,7 @@ def _backward_micro_batches(
     run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
 ) -> Tensor:
     run.fused_lora.refresh()
-    normalizer = run.planned.normalizers.of_loss(step)
+    normalizer = run.planned.normalizers.loss_normalizer(step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     totals = sums.unbind()
     start_aux_loss(run, step, micro_batches)
@@ -154,7 +154,7 @@ def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatc
 
 def start_aux_loss(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
     """Start a step of the run's auxiliary loss, with passes without gradients if it needs them."""
-    normalizer = run.planned.normalizers.of_loss(step)
+    normalizer = run.planned.normalizers.loss_normalizer(step)
     facts = StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values)
     with run.aux_loss.pre_step_passes(facts, len(micro_batches)) as needed:
         batches = run.loader.batches(micro_batches) if needed else iter(())
@@ -277,7 +277,7 @@ def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepP
     backward pass, so a loss that is not finite stops the run before any update. A gradient that is not finite is only
     found after the updates: NumericError then says to resume from the newest checkpoint.
     """
-    if run.planned.normalizers.of_loss(step) == 0:
+    if run.planned.normalizers.loss_normalizer(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
     compute_step_estimates(run, step)
@@ -310,7 +310,7 @@ def _update_in_backward(
     with run.rank_meter.phase("checkpoint_wait"):
         run.saver.before_update()
     with run.rank_meter.phase("backward"):
-        (pass_sums[0] / run.planned.normalizers.of_loss(step)).backward()
+        (pass_sums[0] / run.planned.normalizers.loss_normalizer(step)).backward()
     grad_norm = update.finish().item()
     if not math.isfinite(grad_norm):
         raise NumericError(

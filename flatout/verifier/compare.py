@@ -192,7 +192,7 @@ def measure(run: TrainingRun, step: StepPlan, reference: Reference, case: str) -
     grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
     gradients = ((name, grad.full_tensor() if isinstance(grad, DTensor) else grad) for name, grad in grads)
     if run.rank.is_first:
-        row = reference.compare(case, totals[0].item() / run.planned.normalizers.of_loss(step), norm, gradients)
+        row = reference.compare(case, totals[0].item() / run.planned.normalizers.loss_normalizer(step), norm, gradients)
     else:
         # gathering a sharded gradient is collective
         deque(gradients, maxlen=0)
