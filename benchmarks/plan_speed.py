@@ -13,8 +13,8 @@ import numpy as np
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.run_plan import make_plan, select_samples
 from flatout.planner.steps.step_plan import BatchLayout
+from flatout.planner.steps.training_plan import make_plan, select_samples
 
 # Qwen3-8B, LoRA rank 16: per token, per query-key pair, per label token
 COST = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)

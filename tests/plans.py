@@ -7,15 +7,15 @@ from typing import Any
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps import run_plan
-from flatout.planner.steps.run_plan import RunPlan, select_samples
 from flatout.planner.steps.step_plan import BatchLayout, StepPlan, assemble_eval
+from flatout.planner.steps.training_plan import TrainingPlan, select_samples
 
 
 def make_plan(
     lengths: Any, num_label_tokens: Any, batch: BatchConfig, *, micro_batch_tokens: int, seed: int, num_ranks: int,
     cost: CostModel = COST_BY_TOKENS, sample_ids: Any = None, row_keys: Any = None, unit_offsets: Any = None,
     **layout: Any,
-) -> RunPlan:  # fmt: skip
+) -> TrainingPlan:  # fmt: skip
     own = BatchLayout(num_ranks, micro_batch_tokens, cost, **layout)
     samples = select_samples(lengths, num_label_tokens, sample_ids, own, unit_offsets)
     return run_plan.make_plan(samples, own, batch, seed, row_keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.config.schema import Config
 from flatout.planner.devices import nominal_peak
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 
 # host time to launch one compiled layer, forward and backward: 5.5 ms measured on an H200's host
 HOST_S_PER_LAYER = 5e-3
@@ -23,7 +23,7 @@ def reachable_flops_per_s(config: Config, device_name: str) -> float:
     return flops_per_s * (FP8_SPEEDUP if config.computes_in_fp8 else 1.0)
 
 
-def is_host_bound(plan: RunPlan, shape: ModelShape, flops_per_s: float) -> bool:
+def is_host_bound(plan: TrainingPlan, shape: ModelShape, flops_per_s: float) -> bool:
     """Whether the host needs longer to launch a micro-batch's kernels than a GPU of that speed to run them."""
     steps = list(plan.sampled_steps(32))
     num_micro_batches = sum(len(rank) for step in steps for rank in step.by_rank)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 
 # steps, sampled evenly over the run, that estimate the balance at other numbers of ranks
 NUM_BALANCE_STEPS = 500
@@ -63,7 +63,7 @@ class PlanTotals:
 
 
 def add_up(
-    plan: RunPlan,
+    plan: TrainingPlan,
     *,
     rank_counts: Sequence[int] = (1, 2, 4, 8),
     num_held_out: int = 0,

@@ -12,8 +12,8 @@ from flatout.data.kl_pairs import KLStore, make_kl_store
 from flatout.data.token_store import TokenStore
 from flatout.objectives.protocol import Objective
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.run_plan import RunPlan, select_samples
 from flatout.planner.steps.step_plan import StepPlan, assemble_eval
+from flatout.planner.steps.training_plan import TrainingPlan, select_samples
 from flatout.trainer.normalizers import Normalizers
 
 
@@ -43,11 +43,11 @@ class KLPairs(NamedTuple):
     """The steps of a run over KL pairs: its prompts with the answers to other ones."""
 
     store: KLStore
-    plan: RunPlan
+    plan: TrainingPlan
 
 
 def plan_kl_pairs(
-    objective: Objective, store: TokenStore, plan: RunPlan, eval_sets: Sequence[EvalSet]
+    objective: Objective, store: TokenStore, plan: TrainingPlan, eval_sets: Sequence[EvalSet]
 ) -> tuple[KLPairs | None, tuple[EvalSet, ...]]:
     """Plan the same steps and evaluations over KL pairs, if the objective estimates anything.
 

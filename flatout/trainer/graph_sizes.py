@@ -18,7 +18,7 @@ from flatout.models.experts.block import experts_modules
 from flatout.models.packed import PackedSize, packed_size, segment_lengths
 from flatout.models.rope import DocumentRope
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
-from flatout.planner.steps.run_plan import NUM_STEPS_SEEN, RunPlan
+from flatout.planner.steps.training_plan import NUM_STEPS_SEEN, TrainingPlan
 from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 
@@ -77,7 +77,7 @@ def _varies(planned: PlannedRun) -> str | None:
     return None
 
 
-def count_sizes(plan: RunPlan, rank: int, *, size_buckets: Sequence[int] = ()) -> Counter[PackedSize]:
+def count_sizes(plan: TrainingPlan, rank: int, *, size_buckets: Sequence[int] = ()) -> Counter[PackedSize]:
     """Count how often each size occurs in one rank's micro-batches, over steps sampled across the run."""
     counts: Counter[PackedSize] = Counter()
     for step in plan.sampled_steps(NUM_STEPS_SEEN):

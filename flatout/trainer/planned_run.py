@@ -36,7 +36,7 @@ from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.run_plan import RunPlan, select_samples, split_held_out
+from flatout.planner.steps.training_plan import TrainingPlan, select_samples, split_held_out
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_and_expert_parallel import check_context
@@ -70,7 +70,7 @@ class PlannedRun:
 
     shape: ModelShape
     store: TokenStore
-    plan: RunPlan
+    plan: TrainingPlan
     eval_sets: tuple[EvalSet, ...]
     prompts: EvalPrompts | None
     parallel_layout: ParallelLayout
@@ -244,7 +244,7 @@ def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> S
     return SplitStore(store, train_ids, eval_ids)
 
 
-def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
+def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> None:
     """Raise UsageError unless weights can be updated in the backward pass: one process, one micro-batch per step.
 
     Checks every step of the plan, unless the longest samples together fit in one micro-batch.
@@ -272,7 +272,7 @@ def check_backward_update(config: Config, plan: RunPlan, rank: Rank) -> None:
 
 
 def report_plan(
-    config: Config, plan: RunPlan, parallel_layout: ParallelLayout, memory: MemoryDecision, reporter: Reporter
+    config: Config, plan: TrainingPlan, parallel_layout: ParallelLayout, memory: MemoryDecision, reporter: Reporter
 ) -> None:
     """Tell what was decided about the schedule, the strategy, the memory and the steps."""
     if note := warmup_note(config.schedule, plan.num_steps):
@@ -282,7 +282,7 @@ def report_plan(
     reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
 
 
-def report_objective(config: Config, plan: RunPlan, reporter: Reporter, normalizers: Normalizers) -> None:
+def report_objective(config: Config, plan: TrainingPlan, reporter: Reporter, normalizers: Normalizers) -> None:
     """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
     objective, part = normalizers.objective, "third" if config.method == "full" else "half"
     for note in objective.notes({name: float(values.sum()) for name, values in normalizers.values.items()}):
@@ -297,7 +297,12 @@ def report_objective(config: Config, plan: RunPlan, reporter: Reporter, normaliz
 
 
 def plan_evaluation(
-    config: Config, data: SplitStore, plan: RunPlan, memory: MemoryDecision, reporter: Reporter, objective: Objective
+    config: Config,
+    data: SplitStore,
+    plan: TrainingPlan,
+    memory: MemoryDecision,
+    reporter: Reporter,
+    objective: Objective,
 ) -> tuple[EvalSet, ...]:
     """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
     store, train_ids, eval_ids = data
@@ -338,7 +343,7 @@ def plan_evaluation(
 
 
 def fingerprints_of(
-    config: Config, objective: Objective, store: TokenStore, plan: RunPlan, eval_sets: Sequence[EvalSet]
+    config: Config, objective: Objective, store: TokenStore, plan: TrainingPlan, eval_sets: Sequence[EvalSet]
 ) -> dict[str, Any]:
     """Return what identifies the data, the steps and the objective: a checkpoint resumes only with equal ones."""
     columns = objective.needed_columns

@@ -31,8 +31,8 @@ from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.passes import as_in_training, autocast, inference, take_passes
@@ -99,7 +99,7 @@ def _weights_of(run: TrainingRun, adapter: Path) -> Iterator[None]:
                 parameter.copy_(trained_weights[name])
 
 
-def _first_steps(plan: RunPlan, count: int) -> Iterator[StepPlan]:
+def _first_steps(plan: TrainingPlan, count: int) -> Iterator[StepPlan]:
     return islice(plan.steps(), count)
 
 

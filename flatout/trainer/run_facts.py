@@ -18,8 +18,8 @@ from flatout.config.schema import Config
 from flatout.errors import DataError
 from flatout.io.redact import redacted
 from flatout.models.packed import segment_lengths
-from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, padding_share
+from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.record import GpuFacts, PlanFacts, RunStart
 from flatout.track.run_log import read_start
 from flatout.trainer.planned_run import PlannedRun
@@ -120,6 +120,6 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     )
 
 
-def _lengths(plan: RunPlan, batch: MicroBatch) -> tuple[int, ...]:
+def _lengths(plan: TrainingPlan, batch: MicroBatch) -> tuple[int, ...]:
     lengths = plan.samples.lengths[plan.samples.indices_of(batch.sample_ids)].tolist()
     return tuple(segment_lengths(lengths, batch.shared))

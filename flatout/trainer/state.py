@@ -21,8 +21,8 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
 from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
-from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet, KLPairs
@@ -163,7 +163,7 @@ class TrainingRun:
         return next(loader for planned, loader in loaders if planned is data_set)
 
     @property
-    def plan(self) -> RunPlan:
+    def plan(self) -> TrainingPlan:
         return self.planned.plan
 
     @property

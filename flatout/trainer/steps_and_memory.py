@@ -28,8 +28,8 @@ from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
-from flatout.planner.steps.run_plan import RunPlan, make_plan, select_samples
 from flatout.planner.steps.step_plan import BatchLayout
+from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.picture_inputs import require_trainable, tower_flops
@@ -64,7 +64,7 @@ def plan_training(
     device: Device | None,
     reporter: Reporter,
     inexact: Inexact,
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision, str]:
+) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision, str]:
     """Decide how samples share a micro-batch, the steps, the strategy and the memory; also a line on shared prefixes.
 
     Prefixes are shared where that pays.
@@ -156,7 +156,7 @@ def plan_steps(
     *,
     is_padded: bool,
     prefixes: Prefixes | None = None,
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision]:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
     store = data.store
     # an update in the backward pass needs a step in one pass
@@ -187,8 +187,8 @@ def draws_rows_whole(store: TokenStore) -> bool:
 
 
 def fit_plan(
-    config: Config, shape: ModelShape, plan: RunPlan, rank: Rank, device: Device | None
-) -> tuple[RunPlan, ParallelLayout, MemoryDecision]:
+    config: Config, shape: ModelShape, plan: TrainingPlan, rank: Rank, device: Device | None
+) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision]:
     """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
     whole_tokens = row_length(int(plan.samples.lengths.max())) * max(
         plan.batch.samples_per_step, plan.most_samples_per_step
@@ -209,7 +209,7 @@ def fit_plan(
 
 
 def sharing_pays(
-    config: Config, plan: RunPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
+    config: Config, plan: TrainingPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
 ) -> tuple[bool, str]:
     """Decide whether the steps of a plan that shares prefixes pay off, and say why."""
     saved_share, is_auto = plan.shared_share, config.batch.share_prefix == "auto"

@@ -129,7 +129,7 @@ BUGS = (
     Bug("evaluation leaves dropout off", "inference", "module.training = True", "module.training = False",
         f"{EXACT}::test_evaluation_equals"),
     Bug("evaluation with dropout", "inference", "X.model.eval()", "None", f"{EXACT}::test_evaluation_equals"),
-    Bug("rows repeated to fill the last step", "RunPlan._block", "np.arange(X, min(Y, Z))", "np.arange(X, Y) % Z",
+    Bug("rows repeated to fill the last step", "TrainingPlan._block", "np.arange(X, min(Y, Z))", "np.arange(X, Y) % Z",
         "tests/property/test_plan_properties.py"),
     Bug("merge without the scale", "LoraLinear._sum", "self.scaling * X", "X", "tests/parity/test_export_models.py"),
     Bug("head untied", "load_model", "model.train()", UNTIED,

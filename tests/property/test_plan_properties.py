@@ -14,8 +14,8 @@ from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import permute
 from flatout.planner.steps.padded import PASS_OVERHEAD_TOKENS, ROW_MULTIPLE, cut_padded, row_length
 from flatout.planner.steps.partition import bin_pack, partition
-from flatout.planner.steps.run_plan import split_held_out
 from flatout.planner.steps.step_plan import BatchLayout
+from flatout.planner.steps.training_plan import split_held_out
 from flatout.planner.totals import add_up
 
 BUDGET = 64

@@ -16,8 +16,8 @@ from flatout.errors import DataError, UsageError
 from flatout.models.packed import flatten_samples
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, UnitPrefixes, find_prefixes
-from flatout.planner.steps.run_plan import RunPlan, split_held_out
 from flatout.planner.steps.step_plan import BatchLayout, MicroBatch, StepPlan
+from flatout.planner.steps.training_plan import TrainingPlan, split_held_out
 
 COST = CostModel(per_token=50.0, per_pair=1.0, per_label=7.0)
 
@@ -84,7 +84,7 @@ layouts = st.fixed_dictionaries(
 )
 
 
-def plan_of(data: Data, layout: dict[str, Any], ids: Any = None) -> RunPlan:
+def plan_of(data: Data, layout: dict[str, Any], ids: Any = None) -> TrainingPlan:
     kind, num_ranks = layout["kind"], layout["num_ranks"]
     plan = make_plan(
         data.lengths, data.labels, BatchConfig(samples_per_step=layout["per_step"], shuffle=layout["shuffle"]),

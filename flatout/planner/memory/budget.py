@@ -16,7 +16,7 @@ from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.parallel_layout import ALONE, ParallelLayout, resolve_layout
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.run_plan import NUM_STEPS_SEEN, RunPlan
+from flatout.planner.steps.training_plan import NUM_STEPS_SEEN, TrainingPlan
 
 # without a GPU: enough for efficient matrix products, small enough for any computer
 CPU_MICRO_BATCH_TOKENS = 8192
@@ -53,7 +53,7 @@ class TokenStatistics:
         return self.largest_row_pass or self.rank_step_tokens
 
     @classmethod
-    def of(cls, plan: RunPlan) -> TokenStatistics:
+    def of(cls, plan: TrainingPlan) -> TokenStatistics:
         """Take the statistics of a plan with any token budget; looks for the largest step among `NUM_STEPS_SEEN`."""
         num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.unit_tokens.max())
         ranks = [
@@ -192,7 +192,7 @@ def _fp8_setting(config: Config) -> str:
 
 
 def spend_spare_memory(
-    decision: MemoryDecision, config: Config, tokens: TokenStatistics, device: Device | None, plan: RunPlan
+    decision: MemoryDecision, config: Config, tokens: TokenStatistics, device: Device | None, plan: TrainingPlan
 ) -> MemoryDecision:
     """Use spare memory to save time.
 
@@ -215,7 +215,7 @@ def spend_spare_memory(
     else:
         return decision
 
-    def num_micro_batches(plan: RunPlan) -> int:
+    def num_micro_batches(plan: TrainingPlan) -> int:
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.by_rank)
 
     other_layout, fits, enough = _decide(other, decision.recompute, tokens, device)

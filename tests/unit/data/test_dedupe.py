@@ -26,7 +26,7 @@ from flatout.data.row_keys import EXACT_WORDS, are_near, row_key
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.io.json_file import read_json
-from flatout.planner.steps.run_plan import split_held_out
+from flatout.planner.steps.training_plan import split_held_out
 
 Row = dict[str, Any]
 

@@ -19,7 +19,7 @@ from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
 from flatout.errors import DataError
-from flatout.planner.steps.run_plan import split_held_out
+from flatout.planner.steps.training_plan import split_held_out
 
 _TEMPLATE = (
     "{% set ns = namespace(ask=0) %}"

@@ -18,7 +18,7 @@ from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json
-from flatout.planner.steps.run_plan import split_held_out
+from flatout.planner.steps.training_plan import split_held_out
 
 Row = dict[str, Any]
 Build = Callable[..., TokenStore]

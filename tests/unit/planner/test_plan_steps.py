@@ -12,8 +12,8 @@ from plans import make_eval_plan, make_plan
 from flatout.config.schema import BatchConfig
 from flatout.errors import DataError, UsageError
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
-from flatout.planner.steps.run_plan import split_held_out
 from flatout.planner.steps.step_plan import BatchLayout
+from flatout.planner.steps.training_plan import split_held_out
 
 COST = CostModel(per_token=100.0, per_pair=1.0, per_label=10.0)
 
@@ -85,7 +85,7 @@ def test_resuming_anywhere_gives_the_same_tail():
 
 def test_blocks_do_not_show(monkeypatch):
     whole = list(plan_of(epochs=2).steps())
-    monkeypatch.setattr("flatout.planner.steps.run_plan.BLOCK_SAMPLES", 20)
+    monkeypatch.setattr("flatout.planner.steps.training_plan.BLOCK_SAMPLES", 20)
     assert list(plan_of(epochs=2).steps()) == whole
 
 

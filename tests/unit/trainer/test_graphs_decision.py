@@ -18,7 +18,7 @@ from flatout.models.packed import PackedSize, packed_size
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.host_bound import HOST_S_PER_LAYER, is_host_bound
-from flatout.planner.steps.run_plan import RunPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets, plan_graphs
 from flatout.trainer.model_shape import make_shape
@@ -49,7 +49,7 @@ def test_experts_are_recorded_where_their_products_do_not_wait(tiny: Any, tmp_pa
     assert ("read the experts' boundaries" in str(why)) == (dtype != torch.bfloat16)
 
 
-def plan_of(micro_batch_tokens: int) -> RunPlan:
+def plan_of(micro_batch_tokens: int) -> TrainingPlan:
     lengths = np.full(64, 512, np.int32)
     cost = make_cost(make_config({"model": {"name": "m"}}), SHAPE)
     return make_plan(

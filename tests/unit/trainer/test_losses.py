@@ -20,8 +20,8 @@ from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.prefixes import make_bundles
-from flatout.planner.steps.run_plan import RunPlan
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
 from flatout.trainer.planned_run import PlannedRun, plan_run
@@ -91,7 +91,7 @@ def plain_step(tiny: Any) -> Callable[..., PlainStep]:
     return find
 
 
-def cut(plan: RunPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ...]:
+def cut(plan: TrainingPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ...]:
     """The step in as many micro-batches of whole units, of unequal sizes."""
     items = plan.samples.take(plan.samples.indices_of(step.sample_ids)).items(plan.batch_layout.cost)
     units = [[items[index] for index in bundle.members] for bundle in make_bundles(items)]

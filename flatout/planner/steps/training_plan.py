@@ -39,7 +39,7 @@ NUM_STEPS_SEEN = 500
 
 
 @dataclass(frozen=True, eq=False)
-class RunPlan(PlannedSamples):
+class TrainingPlan(PlannedSamples):
     """All steps of a run as a pure function; holds the length arrays and nothing per step.
 
     Step i takes `batch.samples_per_step` units of epoch i // `steps_per_epoch`, and the last step of an epoch takes
@@ -157,13 +157,13 @@ class RunPlan(PlannedSamples):
 
     def with_layout(
         self, micro_batch_tokens: int, cost: CostModel, *, lockstep: bool = False, expert_ranks: int = 1
-    ) -> RunPlan:
+    ) -> TrainingPlan:
         """Return the same steps with another token budget and cost. Raises UsageError for a sample over the budget."""
         layout = replace(self.batch_layout, micro_batch_tokens=micro_batch_tokens, cost=cost, lockstep=lockstep)
         check_fits(self.samples, layout)
         return replace(self, batch_layout=replace(layout, expert_ranks=expert_ranks))
 
-    def of_lengths(self, lengths: Integers, num_label_tokens: Integers) -> RunPlan:
+    def of_lengths(self, lengths: Integers, num_label_tokens: Integers) -> TrainingPlan:
         """Return the same steps for another sample of each id; arrays as for `make_plan`. Nothing is shared."""
         ids = np.arange(len(lengths)) if self.samples.ids is None else self.samples.ids
         samples = replace(self.samples, lengths=lengths[ids], num_label_tokens=num_label_tokens[ids])
@@ -229,7 +229,7 @@ class RunPlan(PlannedSamples):
 
 def make_plan(
     samples: Samples, layout: BatchLayout, batch: BatchConfig, seed: int, row_keys: ArrayLike | None = None
-) -> RunPlan:
+) -> TrainingPlan:
     """Plan a run of samples from `select_samples`, by a layout with any token budget that all of them fit in.
 
     With `row_keys` (n,) of all samples of the data set, neighbours of one row follow each other in every epoch.
@@ -241,7 +241,7 @@ def make_plan(
         keys = np.asarray(row_keys)
         keys = keys if samples.ids is None else keys[samples.ids]
         families = Families.of(keys if samples.units is None else keys[samples.unit_starts])
-    epoch = RunPlan(samples, layout, batch, seed, num_steps=0, families=families)
+    epoch = TrainingPlan(samples, layout, batch, seed, num_steps=0, families=families)
     # exact: in floating point, 1.1 epochs of 10 steps are 11.000000000000002, which would round up to 12
     num_steps = batch.max_steps or -int(-Fraction(str(batch.epochs)) * epoch.steps_per_epoch // 1)
     return replace(epoch, num_steps=num_steps)
