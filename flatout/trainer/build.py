@@ -43,7 +43,7 @@ from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.passes import free_memory
 from flatout.trainer.picture_inputs import PictureMaker
-from flatout.trainer.planned_run import Planned, PlannedRun
+from flatout.trainer.planned_run import PlannedDataSet, PlannedRun
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference_logprobs import compute_reference
@@ -178,7 +178,7 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
 
 
 def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
-    """Return the loaders of `PlannedRun.sets`, in their order."""
+    """Return the loaders of `PlannedRun.data_sets`, in their order."""
     planned, scoring, kl_pairs = setup.planned, setup.planned.scoring, setup.planned.kl_pairs
     shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
     of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
@@ -186,7 +186,7 @@ def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[in
         # equal bounds, so that compiled layers take both
         of_steps["max_documents"] = max(of_steps["max_documents"], kl_pairs.plan.batch_bounds["max_documents"])
 
-    def loader_of(data_set: Planned) -> BatchLoader:
+    def loader_of(data_set: PlannedDataSet) -> BatchLoader:
         columns, options = asked, of_steps
         if isinstance(data_set, EvalSet):
             # it asks which sample each label token is of
@@ -197,7 +197,7 @@ def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[in
         loader.padding_id = scoring.padding_id if scoring else None
         return loader
 
-    return tuple(map(loader_of, planned.sets))
+    return tuple(map(loader_of, planned.data_sets))
 
 
 def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> ModelWithLoss:

@@ -85,7 +85,7 @@ class PlannedRun:
     kl_pairs: KLPairs | None = None
 
     @property
-    def sets(self) -> list[Planned]:
+    def data_sets(self) -> list[PlannedDataSet]:
         """What has a store and a plan: the run, its KL pairs, then evaluation sets with theirs."""
         data_sets: list[PlannedRun | EvalSet] = [self, *self.eval_sets]
         return [planned for data_set in data_sets for planned in (data_set, data_set.kl_pairs) if planned is not None]
@@ -105,7 +105,7 @@ class PlannedRun:
         ]
 
 
-Planned = PlannedRun | KLPairs | EvalSet
+PlannedDataSet = PlannedRun | KLPairs | EvalSet
 
 
 def plan_run(

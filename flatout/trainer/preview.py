@@ -139,6 +139,6 @@ def _reference_passes(planned: PlannedRun) -> Iterator[tuple[PlannedSamples, Ste
     if REFERENCE not in planned.objective.columns:
         return
     num_steps = min(planned.plan.num_steps, planned.plan.steps_per_epoch)
-    for data_set in planned.sets:
+    for data_set in planned.data_sets:
         steps = [data_set.step] if isinstance(data_set, EvalSet) else islice(data_set.plan.steps(), num_steps)
         yield from ((data_set.plan, step) for step in steps)

@@ -56,7 +56,7 @@ def compute_reference(run: TrainingRun) -> None:
     adapter, plan = run.config.objective.reference.adapter, run.plan
     first_epoch = min(plan.num_steps, plan.steps_per_epoch)
     with _weights_of(run, adapter) if adapter else nullcontext():
-        for data_set, loader in zip(run.planned.sets, run.loaders, strict=True):
+        for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 with inference(run):
                     _fill_column(run, loader, data_set.plan, partial(_parts, data_set.step))
@@ -72,7 +72,7 @@ def compute_step(run: TrainingRun, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
     adapter = run.config.objective.reference.adapter
     with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
-        for data_set, loader in zip(run.planned.sets, run.loaders, strict=True):
+        for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 continue
             planned_step = step if data_set is run.planned else data_set.plan.step(step.index)

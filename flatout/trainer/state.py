@@ -125,7 +125,7 @@ class TrainingRun:
     device: torch.device
     reporter: Reporter
     planned: PlannedRun
-    # those of `PlannedRun.sets`, in their order
+    # those of `PlannedRun.data_sets`, in their order
     loaders: tuple[BatchLoader, ...]
     model: PreTrainedModel
     loss_module: ModelWithLoss
@@ -158,8 +158,8 @@ class TrainingRun:
         return self.loaders[0]
 
     def loader_of(self, data_set: KLPairs | EvalSet) -> BatchLoader:
-        """Return the loader of one of `PlannedRun.sets`."""
-        loaders = zip(self.planned.sets, self.loaders, strict=True)
+        """Return the loader of one of `PlannedRun.data_sets`."""
+        loaders = zip(self.planned.data_sets, self.loaders, strict=True)
         return next(loader for planned, loader in loaders if planned is data_set)
 
     @property

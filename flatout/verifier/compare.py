@@ -149,7 +149,7 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """
     planned = plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
     if (file := config.folder / LOGPROBS).exists():
-        stores = [data_set.store for data_set in planned.sets]
+        stores = [data_set.store for data_set in planned.data_sets]
         for store in stores:
             store.extra[REFERENCE][:] = 0.0
         known = read_json(file)

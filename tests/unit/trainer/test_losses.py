@@ -69,7 +69,7 @@ def with_reference(planned: PlannedRun) -> PlannedRun:
     if REFERENCE in planned.objective.columns:
         # log-ratios of about 10 and of both signs; KTO's mean over answers to other prompts is negative in one form
         means = (6.6, 5.8 if planned.objective.model_dump().get("desirable_weight") == 1.5 else 6.6)
-        for store, mean in zip([one.store for one in planned.sets], means, strict=False):
+        for store, mean in zip([one.store for one in planned.data_sets], means, strict=False):
             store.extra[REFERENCE][:] = -mean * store.num_label_tokens + rng.normal(0.0, 8.0, store.num_samples)
     return planned
 
@@ -160,7 +160,7 @@ def test_ranks_take_that_step_too(tiny: Any, root: Path, tmp_path: Path, plain_s
         loss, gradients, _ = plain_step(planned).gradients(name)
         config.folder.mkdir()
         if REFERENCE in planned.objective.columns:
-            values = [store.extra[REFERENCE].tolist() for store in (one.store for one in planned.sets)]
+            values = [store.extra[REFERENCE].tolist() for store in (one.store for one in planned.data_sets)]
             facts = {"ids": list(range(planned.store.num_samples)), "logprobs": values}
             (config.folder / LOGPROBS).write_text(json.dumps(facts))
         reference = Reference.write(config.folder / "reference", loss, gradients)
