@@ -6,7 +6,7 @@ from typing import Any
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import COST_BY_TOKENS, CostModel
-from flatout.planner.steps import run_plan
+from flatout.planner.steps import training_plan
 from flatout.planner.steps.step_plan import BatchLayout, StepPlan, assemble_eval
 from flatout.planner.steps.training_plan import TrainingPlan, select_samples
 
@@ -18,7 +18,7 @@ def make_plan(
 ) -> TrainingPlan:  # fmt: skip
     own = BatchLayout(num_ranks, micro_batch_tokens, cost, **layout)
     samples = select_samples(lengths, num_label_tokens, sample_ids, own, unit_offsets)
-    return run_plan.make_plan(samples, own, batch, seed, row_keys)
+    return training_plan.make_plan(samples, own, batch, seed, row_keys)
 
 
 def make_eval_plan(

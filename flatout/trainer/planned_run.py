@@ -132,7 +132,7 @@ def plan_run(
         check_backward_update(config, plan, rank)
     report_plan(config, plan, parallel_layout, memory, reporter)
     report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
-    eval_sets = plan_evaluation(config, data, plan, memory, reporter, objective)
+    eval_sets = plan_evaluation(config, data, plan, memory.micro_batch_tokens, reporter, objective)
     kl_pairs, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
     # a model that scores answers nothing
     evaluated = [] if scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
@@ -297,12 +297,7 @@ def report_objective(config: Config, plan: TrainingPlan, reporter: Reporter, nor
 
 
 def plan_evaluation(
-    config: Config,
-    data: SplitStore,
-    plan: TrainingPlan,
-    memory: MemoryDecision,
-    reporter: Reporter,
-    objective: Objective,
+    config: Config, data: SplitStore, plan: TrainingPlan, planned_tokens: int, reporter: Reporter, objective: Objective
 ) -> tuple[EvalSet, ...]:
     """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
     store, train_ids, eval_ids = data
@@ -321,7 +316,7 @@ def plan_evaluation(
         sizes = Samples(lengths, lengths, units=units).unit_tokens(
             is_padded=plan.batch_layout.is_padded, with_padding=False
         )
-        budget = config.batch.micro_batch_tokens or max(memory.micro_batch_tokens, int(sizes.max()))
+        budget = config.batch.micro_batch_tokens or max(planned_tokens, int(sizes.max()))
         layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
         samples = select_samples(eval_store.lengths, eval_store.num_label_tokens, eval_ids, layout, unit_offsets)
         normalizers = make_normalizers(objective, eval_store)

@@ -96,7 +96,7 @@ def bin_pack(
     comes first, so that a budget too large for memory fails at once. Makes at least `at_least` micro-batches, if there
     are enough lengths. `size_of` returns the tokens of a micro-batch, at most the sum of its lengths, if that is not
     the sum.
-    Raises ValueError for a length over the budget; `run_plan` checks the whole data set beforehand.
+    Raises ValueError for a length over the budget; `training_plan` checks the whole data set beforehand.
     """
     if not lengths:
         return []
