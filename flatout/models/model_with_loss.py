@@ -93,7 +93,7 @@ class ModelWithLoss(nn.Module):
         return (states.new_zeros(()),)
 
     def _sums(self, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
-        if batch.asked is None and self.objective.asked_columns is not None:
+        if batch.loss_columns is None and self.objective.batch_columns is not None:
             # documents that check or warm up layers; they are no samples
             return packed_cross_entropy(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
         states = self._states(batch) if self.decoder is None else self.decoder(batch)

@@ -116,7 +116,7 @@ class PackedBatch:
     tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
-    the batch is one rank's shard of the tokens, and D counts pieces of documents. `asked` is what the objective asked
+    the batch is one rank's shard of the tokens, and D counts pieces of documents. `loss_columns` is what the objective asked
     for; its own names are read as properties of the batch. With a `cache` of transformers', documents go on after the
     tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
     names of `get_image_features`'s arguments; empty without any, None in a run whose data has none. `axes` int64 (3, T)
@@ -134,7 +134,7 @@ class PackedBatch:
     cu_seqlens_cpu: torch.Tensor | None = None
     shared: SharedPrefixes | None = None
     keys: KeyPieces | None = None
-    asked: BatchColumns | None = None
+    loss_columns: BatchColumns | None = None
     cache: Any = None
     pictures: Mapping[str, torch.Tensor] | None = None
     axes: torch.Tensor | None = None
@@ -142,38 +142,38 @@ class PackedBatch:
     @property
     def label_samples(self) -> torch.Tensor:
         """The sample of each label token, int64 (L,). Raises UsageError if nobody asked for samples."""
-        return self._asked.label_samples
+        return self._loss_columns.label_samples
 
     @property
     def sample_units(self) -> torch.Tensor:
         """The unit of each sample, int64 (S,)."""
-        return self._asked.sample_units
+        return self._loss_columns.sample_units
 
     @property
     def last_rows(self) -> torch.Tensor:
         """The row of the token at which each sample is scored, int64 (S,)."""
-        return self._asked.last_rows
+        return self._loss_columns.last_rows
 
     @property
     def num_samples(self) -> int:
-        return len(self._asked.sample_units)
+        return len(self._loss_columns.sample_units)
 
     @property
     def num_units(self) -> int:
-        return self._asked.num_units
+        return self._loss_columns.num_units
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
         """The columns by name: at label tokens (L,), per sample (S,) or per unit (U,)."""
-        return {**self._asked.per_label, **self._asked.per_sample, **self._asked.per_unit}
+        return {**self._loss_columns.per_label, **self._loss_columns.per_sample, **self._loss_columns.per_unit}
 
     @property
-    def _asked(self) -> BatchColumns:
-        if self.asked is None:
+    def _loss_columns(self) -> BatchColumns:
+        if self.loss_columns is None:
             raise UsageError(
                 "the objective reads samples or columns, but declares neither: set scope = 'sample' or `columns`"
             )
-        return self.asked
+        return self.loss_columns
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -116,7 +116,7 @@ class Objective(Section):
         return self.columns
 
     @property
-    def asked_columns(self) -> tuple[str, ...] | None:
+    def batch_columns(self) -> tuple[str, ...] | None:
         """The columns that batches carry, beside the sample and unit of each label token; None: neither."""
         return self.needed_columns if self.needed_columns or self.scope != "token" else None
 

@@ -160,7 +160,7 @@ class BatchLoader:
             shown = () if micro_batch.is_filler else micro_batch.sample_ids
             batch = self.pictures.add(batch, self.store, shown, [ids for ids, _ in samples[: len(shown)]], made)
         if self._columns is not None:
-            batch = replace(batch, asked=self._gather(micro_batch, read, batch))
+            batch = replace(batch, loss_columns=self._gather(micro_batch, read, batch))
         if self.shard is not None:
             batch = self.shard.of(batch, self.num_boundaries)
         if self._copies is None:

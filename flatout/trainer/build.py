@@ -180,7 +180,7 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
 def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
     """Return the loaders of `PlannedRun.data_sets`, in their order."""
     planned, scoring, kl_pairs = setup.planned, setup.planned.scoring, setup.planned.kl_pairs
-    shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.asked_columns
+    shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.batch_columns
     of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
     if kl_pairs is not None:
         # equal bounds, so that compiled layers take both

@@ -173,7 +173,7 @@ def packed(rows: list[tuple[list[int], list[int]]], unit_size: int, columns: dic
         per_sample={name: torch.tensor(own).double() for name, own in columns.items() if name not in per_unit},
         per_unit=per_unit,
     )
-    return replace(batch, asked=asked)
+    return replace(batch, loss_columns=asked)
 
 
 def compare(told: Tensor, theirs: Any, mine: Tensor, loaded: Any) -> None:

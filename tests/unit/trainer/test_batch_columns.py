@@ -130,7 +130,7 @@ def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
     loader = BatchLoader(store, torch.device("cpu"), max_documents=8)
     (batch,) = loader.batches([micro_batch(store, (0, 1))])
     loader.close()
-    assert batch.asked is None
+    assert batch.loss_columns is None
     with pytest.raises(UsageError, match="declares neither"):
         _ = batch.label_samples
 
