@@ -84,7 +84,7 @@ class KeyPieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchColumns:
-    """What an objective asked for, of a micro-batch with S samples in U units; a filler has none of them, and no label.
+    """What an objective reads of a micro-batch with S samples in U units; a filler has none of them, and no label.
 
     `label_samples` int64 (L,) is the sample of each label token, `sample_units` int64 (S,) the unit of each sample,
     `last_rows` int64 (S,) the row of the token at which each is scored, empty where nobody scores. Columns by name:
@@ -116,8 +116,8 @@ class PackedBatch:
     tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
-    the batch is one rank's shard of the tokens, and D counts pieces of documents. `loss_columns` is what the objective asked
-    for; its own names are read as properties of the batch. With a `cache` of transformers', documents go on after the
+    the batch is one rank's shard of the tokens, and D counts pieces of documents. `loss_columns` are those that
+    the objective reads, None if it reads none; their names are properties of the batch. With a `cache` of transformers', documents go on after the
     tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
     names of `get_image_features`'s arguments; empty without any, None in a run whose data has none. `axes` int64 (3, T)
     are positions in time, height and width, for models that count these.
@@ -141,34 +141,38 @@ class PackedBatch:
 
     @property
     def label_samples(self) -> torch.Tensor:
-        """The sample of each label token, int64 (L,). Raises UsageError if nobody asked for samples."""
-        return self._loss_columns.label_samples
+        """The sample of each label token, int64 (L,). Raises UsageError without `loss_columns`."""
+        return self._required_columns.label_samples
 
     @property
     def sample_units(self) -> torch.Tensor:
         """The unit of each sample, int64 (S,)."""
-        return self._loss_columns.sample_units
+        return self._required_columns.sample_units
 
     @property
     def last_rows(self) -> torch.Tensor:
         """The row of the token at which each sample is scored, int64 (S,)."""
-        return self._loss_columns.last_rows
+        return self._required_columns.last_rows
 
     @property
     def num_samples(self) -> int:
-        return len(self._loss_columns.sample_units)
+        return len(self._required_columns.sample_units)
 
     @property
     def num_units(self) -> int:
-        return self._loss_columns.num_units
+        return self._required_columns.num_units
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
         """The columns by name: at label tokens (L,), per sample (S,) or per unit (U,)."""
-        return {**self._loss_columns.per_label, **self._loss_columns.per_sample, **self._loss_columns.per_unit}
+        return {
+            **self._required_columns.per_label,
+            **self._required_columns.per_sample,
+            **self._required_columns.per_unit,
+        }
 
     @property
-    def _loss_columns(self) -> BatchColumns:
+    def _required_columns(self) -> BatchColumns:
         if self.loss_columns is None:
             raise UsageError(
                 "the objective reads samples or columns, but declares neither: set scope = 'sample' or `columns`"

@@ -180,17 +180,17 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
 def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[int]) -> tuple[BatchLoader, ...]:
     """Return the loaders of `PlannedRun.data_sets`, in their order."""
     planned, scoring, kl_pairs = setup.planned, setup.planned.scoring, setup.planned.kl_pairs
-    shard, asked = context_shard(planned.parallel_layout, setup.rank), planned.objective.batch_columns
+    shard, loss_columns = context_shard(planned.parallel_layout, setup.rank), planned.objective.batch_columns
     of_steps: dict[str, Any] = {"size_buckets": size_buckets, **planned.plan.batch_bounds}
     if kl_pairs is not None:
         # equal bounds, so that compiled layers take both
         of_steps["max_documents"] = max(of_steps["max_documents"], kl_pairs.plan.batch_bounds["max_documents"])
 
     def loader_of(data_set: PlannedDataSet) -> BatchLoader:
-        columns, options = asked, of_steps
+        columns, options = loss_columns, of_steps
         if isinstance(data_set, EvalSet):
             # it asks which sample each label token is of
-            columns, options = asked or (), {"max_documents": data_set.max_documents}
+            columns, options = loss_columns or (), {"max_documents": data_set.max_documents}
         stored = None if columns is None else tuple(name for name in columns if name in data_set.store.extra)
         loader = BatchLoader(data_set.store, setup.device, shard, columns=stored, **options)
         loader.pictures = PictureMaker.of(data_set.store, model)

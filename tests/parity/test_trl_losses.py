@@ -165,7 +165,7 @@ def packed(rows: list[tuple[list[int], list[int]]], unit_size: int, columns: dic
     samples = [(np.array(prompt + answer), np.arange(len(prompt + answer)) >= len(prompt)) for prompt, answer in rows]
     batch = flatten_samples(samples)
     per_unit = {name: torch.tensor(own).double() for name, own in columns.items() if len(own) < len(rows)}
-    asked = BatchColumns(
+    loss_columns = BatchColumns(
         torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(answer) for _, answer in rows])),
         torch.arange(len(rows)) // unit_size,
         len(rows) // unit_size,
@@ -173,7 +173,7 @@ def packed(rows: list[tuple[list[int], list[int]]], unit_size: int, columns: dic
         per_sample={name: torch.tensor(own).double() for name, own in columns.items() if name not in per_unit},
         per_unit=per_unit,
     )
-    return replace(batch, loss_columns=asked)
+    return replace(batch, loss_columns=loss_columns)
 
 
 def compare(told: Tensor, theirs: Any, mine: Tensor, loaded: Any) -> None:
