@@ -15,7 +15,7 @@ from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
-from flatout.trainer.passes import autocast, inference, sum_unless_stopped, take_passes, until_stopped
+from flatout.trainer.passes import autocast, inference, run_with_oom_retry, sum_unless_stopped, until_stopped
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_eval_estimates
 from flatout.trainer.worst_samples import WorstSamples
@@ -95,7 +95,7 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
         for set_index, (total, eval_set) in enumerate(zip(totals, run.eval_sets, strict=True)):
             compute_eval_estimates(run, eval_set)
             take = partial(_sum_passes, run, worst, set_index)
-            total += take_passes(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
+            total += run_with_oom_retry(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
     sums_by_set = sum_unless_stopped(run, totals).tolist()
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in run.eval_sets]
     label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]

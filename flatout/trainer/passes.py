@@ -123,7 +123,7 @@ def sum_unless_stopped(run: TrainingRun, values: Tensor) -> Tensor:
     return sums[:-1].reshape(values.shape)
 
 
-def take_passes(
+def run_with_oom_retry(
     run: TrainingRun,
     plan: PlannedSamples,
     step: StepPlan,

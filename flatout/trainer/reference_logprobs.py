@@ -35,7 +35,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.passes import as_in_training, autocast, inference, take_passes
+from flatout.trainer.passes import as_in_training, autocast, inference, run_with_oom_retry
 from flatout.trainer.planned_run import reference_identity
 from flatout.trainer.state import TrainingRun
 
@@ -183,7 +183,7 @@ def _take(
                     logprobs[[index_of[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
         return logprobs
 
-    return list(run.strategy.sum_values(take_passes(run, plan, chunk, loader, "reference", take)).tolist())
+    return list(run.strategy.sum_values(run_with_oom_retry(run, plan, chunk, loader, "reference", take)).tolist())
 
 
 def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.passes import autocast, take_passes, until_stopped_in_step
+from flatout.trainer.passes import autocast, run_with_oom_retry, until_stopped_in_step
 from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_step_estimates
@@ -118,9 +118,9 @@ def discard_step(run: TrainingRun) -> None:
 
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
-    """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `take_passes`."""
+    """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `run_with_oom_retry`."""
     compute_step_estimates(run, step)
-    return take_passes(run, run.plan, step, run.loader, "training", partial(_backward_micro_batches, run, step))
+    return run_with_oom_retry(run, run.plan, step, run.loader, "training", partial(_backward_micro_batches, run, step))
 
 
 def _backward_micro_batches(
@@ -282,7 +282,7 @@ def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepP
     run.rank_meter.start_step(run.loader.wait_s)
     compute_step_estimates(run, step)
     take = partial(_update_in_backward, update, run, step)
-    outcome = take_passes(run, run.plan, step, run.loader, "training", take)
+    outcome = run_with_oom_retry(run, run.plan, step, run.loader, "training", take)
     return lambda: outcome
 
 

@@ -15,7 +15,7 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.passes import as_in_training, autocast, take_passes, until_stopped, until_stopped_in_step
+from flatout.trainer.passes import as_in_training, autocast, run_with_oom_retry, until_stopped, until_stopped_in_step
 from flatout.trainer.state import TrainingRun
 
 
@@ -60,6 +60,6 @@ def _sum_estimates(
                     run.loss_module(batch)
         return sums
 
-    sums = take_passes(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
+    sums = run_with_oom_retry(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
     means = run.strategy.sum_values(sums) / len(step.sample_ids)
     run.aux_loss.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))
