@@ -17,7 +17,7 @@ from bench.shapes import SHAPES
 from flatout.config.schema import Config
 from flatout.planner.devices import DEVICES
 from flatout.planner.memory.budget import longest_document_tokens
-from flatout.planner.parallel_layout import ALONE, resolve_layout
+from flatout.planner.parallel_layout import SINGLE_RANK, resolve_layout
 from flatout.planner.shape import ModelShape
 from flatout.trainer.model_shape import make_shape
 
@@ -82,7 +82,9 @@ def longest(model: str, method: str, card: Card) -> int:
     """Return the tokens of the longest sample, alone in a micro-batch, all of whose tokens carry loss."""
     values = {"model": {"name": model}, "data": {"sources": [{"path": "chats.jsonl"}]}, "memory": card.memory}
     config = Config.model_validate({**values, **METHODS[method]})
-    layout = ALONE if card.ranks == 1 else resolve_layout(config, "fsdp", num_ranks=card.ranks, num_nodes=1, why="")
+    layout = (
+        SINGLE_RANK if card.ranks == 1 else resolve_layout(config, "fsdp", num_ranks=card.ranks, num_nodes=1, why="")
+    )
     return longest_document_tokens(config, shape_of(model), DEVICES[card.device], 1.0, layout)
 
 

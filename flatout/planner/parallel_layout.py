@@ -54,7 +54,7 @@ class ParallelLayout:
         return STRATEGIES[self.strategy].shards_weights
 
 
-ALONE = ParallelLayout()
+SINGLE_RANK = ParallelLayout()
 
 
 def resolve_layout(

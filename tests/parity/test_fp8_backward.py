@@ -20,7 +20,7 @@ from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.parallel_layout import ALONE
+from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.track.callback import Callback, Reporter
 from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
@@ -159,7 +159,7 @@ def test_the_run_converts_and_says_so(tmp_path):
             said[name] = text
 
     said: dict[str, str] = {}
-    planned = SimpleNamespace(parallel_layout=ALONE, memory=SimpleNamespace(transposed_weights=False))
+    planned = SimpleNamespace(parallel_layout=SINGLE_RANK, memory=SimpleNamespace(transposed_weights=False))
     model = adapted_model(tmp_path)
     replace_layers(SimpleNamespace(model=model, waiting=None), make_config(SETTINGS), planned, Reporter(Lines()))
     assert said["fp8"].startswith("14 linear layers compute input gradients in fp8; their copies take 0.00 GiB")

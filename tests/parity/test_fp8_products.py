@@ -20,7 +20,7 @@ from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.parallel_layout import ALONE
+from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.track.callback import Reporter
 from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
@@ -166,7 +166,7 @@ def test_4_bit_weights_are_never_kept_turned(tmp_path):
 def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
     for transposed in (False, True):
         model = adapted_model(tmp_path, Fp8Linear)
-        planned = SimpleNamespace(parallel_layout=ALONE, memory=SimpleNamespace(transposed_weights=transposed))
+        planned = SimpleNamespace(parallel_layout=SINGLE_RANK, memory=SimpleNamespace(transposed_weights=transposed))
         config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
         report = replace_layers(SimpleNamespace(model=model, waiting=None), config, planned, Reporter()).report
         assert ("transposed once" in report) == transposed

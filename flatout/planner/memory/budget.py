@@ -14,7 +14,7 @@ from flatout.planner.memory.constants import Precision
 from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
-from flatout.planner.parallel_layout import ALONE, ParallelLayout, resolve_layout
+from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout, resolve_layout
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.training_plan import NUM_STEPS_SEEN, TrainingPlan
 
@@ -121,7 +121,7 @@ class MemoryDecision:
 
 
 def memory_model(
-    config: Config, shape: ModelShape, device: Device, parallel_layout: ParallelLayout = ALONE
+    config: Config, shape: ModelShape, device: Device, parallel_layout: ParallelLayout = SINGLE_RANK
 ) -> MemoryModel:
     """Return the memory model of this run on one of its GPUs, with `auto` precision and compilation resolved."""
     chosen = config.model.precision
@@ -142,7 +142,7 @@ def choose_micro_batch(
     shape: ModelShape,
     tokens: TokenStatistics,
     device: Device | None,
-    parallel_layout: ParallelLayout = ALONE,
+    parallel_layout: ParallelLayout = SINGLE_RANK,
 ) -> MemoryDecision:
     """Choose the lightest recompute level that keeps the GPU busy, and the largest useful micro-batch at that level.
 
@@ -283,7 +283,7 @@ def choose_parallel_layout(
         return resolve_layout(config, asked, **ranks, why="as configured")
     if device is None:
         return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
-    model = memory_model(config, shape, device, replace(ALONE, context_ranks=config.context.parallel))
+    model = memory_model(config, shape, device, replace(SINGLE_RANK, context_ranks=config.context.parallel))
     enough = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
@@ -319,7 +319,7 @@ def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistic
 
 
 def longest_document_tokens(
-    config: Config, shape: ModelShape, device: Device, label_share: float, parallel_layout: ParallelLayout = ALONE
+    config: Config, shape: ModelShape, device: Device, label_share: float, parallel_layout: ParallelLayout = SINGLE_RANK
 ) -> int:
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
     model = memory_model(config, shape, device, parallel_layout)

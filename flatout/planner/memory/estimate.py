@@ -24,7 +24,7 @@ from flatout.planner.memory.constants import (
 from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.float8_inputs import Float8Inputs, float8_inputs
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize, Widths
-from flatout.planner.parallel_layout import ALONE, ParallelLayout
+from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 
@@ -69,7 +69,7 @@ class MemoryModel:
     shape: ModelShape
     precision: Precision
     compiled: bool
-    parallel_layout: ParallelLayout = ALONE
+    parallel_layout: ParallelLayout = SINGLE_RANK
     transposed_weights: bool = False
     is_hopper: bool = False
     corrections: Mapping[str, Correction] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class MemoryModel:
         """Return the estimate where several ranks share the experts: their state is not sharded, but the rest is."""
         layout = replace(self.parallel_layout, expert_ranks=1)
         rest = replace(self, shape=self.shape.without_experts, parallel_layout=layout)
-        models = (replace(self, parallel_layout=ALONE), replace(rest, parallel_layout=ALONE), rest)
+        models = (replace(self, parallel_layout=SINGLE_RANK), replace(rest, parallel_layout=SINGLE_RANK), rest)
         whole, bare, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
         return replace(
             whole,

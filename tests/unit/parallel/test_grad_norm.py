@@ -6,7 +6,7 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.single import Single
-from flatout.planner.parallel_layout import ALONE
+from flatout.planner.parallel_layout import SINGLE_RANK
 
 
 def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
@@ -17,7 +17,7 @@ def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
     for parameter, part in zip(small, gradient.split(1000), strict=True):
         parameter.grad = part
     config = make_config({"model": {"name": "x"}})
-    strategy = Single(Rank(), torch.device("cpu"), config, ALONE)
+    strategy = Single(Rank(), torch.device("cpu"), config, SINGLE_RANK)
     truth = gradient.double().norm().item()
     for parameters in ([flat], small):
         assert abs(strategy.grad_norm(parameters).item() - truth) / truth < 1e-6

@@ -15,7 +15,7 @@ from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import strategy_class
 from flatout.parallel.strategies.single import Single
-from flatout.planner.parallel_layout import ALONE
+from flatout.planner.parallel_layout import SINGLE_RANK
 
 
 def test_rank_is_read_from_the_environment() -> None:
@@ -44,7 +44,7 @@ def test_nodes_are_counted_where_they_hold_equally_many_ranks() -> None:
 
 
 def test_single_does_nothing_and_measures_the_norm() -> None:
-    strategy = strategy_class("single")(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), ALONE)
+    strategy = strategy_class("single")(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), SINGLE_RANK)
     assert isinstance(strategy, Single)
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad = torch.tensor([3.0, 4.0], dtype=torch.float64)

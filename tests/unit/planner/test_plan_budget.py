@@ -20,7 +20,7 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.parallel_layout import ALONE, ParallelLayout
+from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)
@@ -166,7 +166,7 @@ RNG = np.random.default_rng(0)
 LENGTHS = np.clip(np.exp(RNG.normal(6.0, 0.8, 32 * 60)), 32, 2048).astype(int)
 
 
-def decided(gib, *, parallel_layout=ALONE, **sections):
+def decided(gib, *, parallel_layout=SINGLE_RANK, **sections):
     """The decision before and after weights may be kept transposed, and the plan laid out by each."""
     config = config_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
     device = Device("a GPU", int(gib * GIB))

@@ -14,7 +14,7 @@ from flatout.planner.devices import GIB
 from flatout.planner.memory.constants import FLOAT8_LAYERS, FLOAT8_RANK, FLOAT8_RANK_MULTIPLE
 from flatout.planner.memory.estimate import MemoryModel, activation_elements
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.parallel_layout import ALONE, resolve_layout
+from flatout.planner.parallel_layout import SINGLE_RANK, resolve_layout
 from flatout.trainer.model_shape import make_shape
 
 SMALL = {
@@ -39,7 +39,7 @@ SIZE = MicroBatchSize(16384, 9000, 32)
 
 
 def estimate(
-    *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=ALONE,
+    *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=SINGLE_RANK,
     accumulates=True, transposed_weights=False, is_hopper=False, **sections,
 ):  # fmt: skip
     config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections)
@@ -185,14 +185,14 @@ def test_totals_of_spread_runs_are_close_to_measured_peaks(model, size, num_rank
 
 def test_a_shared_micro_batch_is_close_to_its_measured_peak():
     # two H200s: 262,144 tokens of one document
-    layout = replace(ALONE, strategy="ddp", context_ranks=2)
+    layout = replace(SINGLE_RANK, strategy="ddp", context_ranks=2)
     size = MicroBatchSize(262144, 157287, 1)
     guess = estimate(shape=shape_of("8b"), size=size, recompute="full", accumulates=False, parallel_layout=layout)
     assert guess.total_bytes / GIB == pytest.approx(75.4, rel=0.02)
 
     # with more ranks, keys and values of all tokens take more than the MLP
     def working(num_ranks):
-        layout = replace(ALONE, strategy="ddp", context_ranks=num_ranks)
+        layout = replace(SINGLE_RANK, strategy="ddp", context_ranks=num_ranks)
         size = MicroBatchSize(32768 * num_ranks, 1, 1)
         return estimate(shape=shape_of("8b"), size=size, recompute="full", parallel_layout=layout).working_bytes
 

@@ -15,7 +15,7 @@ from flatout.optim.build import layer_norm_parameters, make_optimizer, split_by_
 from flatout.optim.update import BackwardUpdate
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.single import Single
-from flatout.planner.parallel_layout import ALONE
+from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.trainer.run import train
 
 TEXT = {
@@ -163,7 +163,7 @@ def test_a_missing_gradient_is_a_gradient_of_zero(name: str) -> None:
         return sum((p.square().sum() for key, p in named.items() if step == 0 or key == "reached"), torch.zeros(()))
 
     (zeros, zeros_optimizer), (single, single_optimizer), (inside, inside_optimizer) = make(), make(), make()
-    single_rank = Single(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), ALONE)
+    single_rank = Single(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), SINGLE_RANK)
     strategy, backward = single_rank, BackwardUpdate(inside_optimizer, list(inside.values()))
     for step in range(3):
         for named, optimizer in ((zeros, zeros_optimizer), (single, single_optimizer)):
