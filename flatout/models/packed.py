@@ -116,8 +116,8 @@ class PackedBatch:
     tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
     batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
     of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
-    the batch is one rank's shard of the tokens, and D counts pieces of documents. `loss_columns` are those that
-    the objective reads, None if it reads none; their names are properties of the batch. With a `cache` of transformers', documents go on after the
+    the batch is one rank's shard of the tokens, and D counts pieces of documents. `loss_columns` is what the objective
+    reads besides; its own names are properties of the batch. With a `cache` of transformers', documents go on after the
     tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
     names of `get_image_features`'s arguments; empty without any, None in a run whose data has none. `axes` int64 (3, T)
     are positions in time, height and width, for models that count these.

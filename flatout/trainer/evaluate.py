@@ -94,8 +94,8 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
     with inference(run):
         for set_index, (total, eval_set) in enumerate(zip(totals, run.eval_sets, strict=True)):
             compute_eval_estimates(run, eval_set)
-            take = partial(_sum_passes, run, worst, set_index)
-            total += run_with_oom_retry(run, eval_set.plan, eval_set.step, run.loader_of(eval_set), "evaluation", take)
+            plan, step, run_passes = eval_set.plan, eval_set.step, partial(_sum_passes, run, worst, set_index)
+            total += run_with_oom_retry(run, plan, step, run.loader_of(eval_set), "evaluation", run_passes)
     sums_by_set = sum_unless_stopped(run, totals).tolist()
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in run.eval_sets]
     label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]

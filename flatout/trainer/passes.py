@@ -129,9 +129,9 @@ def run_with_oom_retry(
     step: StepPlan,
     loader: BatchLoader,
     during: During,
-    take: Callable[[Sequence[MicroBatch], Iterator[PackedBatch]], T],
+    run_passes: Callable[[Sequence[MicroBatch], Iterator[PackedBatch]], T],
 ) -> T:
-    """Call `take` with this rank's passes of a step and their batches, in order; return what it returns.
+    """Call `run_passes` with this rank's passes of a step and their batches, in order; return what it returns.
 
     Out of memory, what it computed is dropped, and it is called again with the same samples: first without recorded
     graphs, if there are any, then in smaller micro-batches. So a normalizer of the whole step stays what it was. Raises
@@ -143,7 +143,7 @@ def run_with_oom_retry(
         remaining = iter(passes)
         try:
             with run.rank_meter.attempt(), oom_as_resource_error(run.rank) if run.shares_passes else nullcontext():
-                return take(passes, (batch for _, batch in zip(remaining, loader.batches(passes), strict=True)))
+                return run_passes(passes, (batch for _, batch in zip(remaining, loader.batches(passes), strict=True)))
         except torch.OutOfMemoryError:
             failed = passes[max(0, len(passes) - length_hint(remaining) - 1)]
         # called here because no frame of the failed pass holds tensors any more

@@ -168,7 +168,7 @@ def _take(
     """Return the log-probabilities of these samples, which are all of a chunk; collective."""
     index_of = {sample_id: index for index, sample_id in enumerate(ids)}
 
-    def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
+    def run_passes(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
         logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
 
         def read(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
@@ -183,7 +183,7 @@ def _take(
                     logprobs[[index_of[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
         return logprobs
 
-    return list(run.strategy.sum_values(run_with_oom_retry(run, plan, chunk, loader, "reference", take)).tolist())
+    return list(run.strategy.sum_values(run_with_oom_retry(run, plan, chunk, loader, "reference", run_passes)).tolist())
 
 
 def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:

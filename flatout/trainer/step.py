@@ -118,7 +118,7 @@ def discard_step(run: TrainingRun) -> None:
 
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
-    """Run this rank's micro-batches; return the objective's sums, fp64, the loss first. Raises as `run_with_oom_retry`."""
+    """Run this rank's micro-batches as `run_with_oom_retry`; return the objective's sums, fp64, the loss first."""
     compute_step_estimates(run, step)
     return run_with_oom_retry(run, run.plan, step, run.loader, "training", partial(_backward_micro_batches, run, step))
 
@@ -281,8 +281,8 @@ def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepP
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
     compute_step_estimates(run, step)
-    take = partial(_update_in_backward, update, run, step)
-    outcome = run_with_oom_retry(run, run.plan, step, run.loader, "training", take)
+    run_passes = partial(_update_in_backward, update, run, step)
+    outcome = run_with_oom_retry(run, run.plan, step, run.loader, "training", run_passes)
     return lambda: outcome
 
 

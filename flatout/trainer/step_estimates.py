@@ -44,7 +44,7 @@ def _sum_estimates(
 ) -> None:
     objective = run.planned.objective
 
-    def take(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
+    def run_passes(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
         sums = torch.zeros(len(objective.estimates), dtype=torch.float64, device=run.device)
 
         def add(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
@@ -60,6 +60,6 @@ def _sum_estimates(
                     run.loss_module(batch)
         return sums
 
-    sums = run_with_oom_retry(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", take)
+    sums = run_with_oom_retry(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", run_passes)
     means = run.strategy.sum_values(sums) / len(step.sample_ids)
     run.aux_loss.estimates = dict(zip(objective.estimates, means.unbind(), strict=True))
