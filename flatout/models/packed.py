@@ -165,11 +165,8 @@ class PackedBatch:
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
         """The columns by name: at label tokens (L,), per sample (S,) or per unit (U,)."""
-        return {
-            **self._required_columns.per_label,
-            **self._required_columns.per_sample,
-            **self._required_columns.per_unit,
-        }
+        read = self._required_columns
+        return {**read.per_label, **read.per_sample, **read.per_unit}
 
     @property
     def _required_columns(self) -> BatchColumns:
