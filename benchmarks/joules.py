@@ -291,14 +291,14 @@ class Float8Product:
 
     def __call__(self) -> Tensor:
         dtype = self.inputs[0].dtype
-        return low_rank.low_product(
+        return low_rank.low_rank_product(
             self.parts, self.row_scales, self.terms, self.scales, self.ranks, dtype, self.inputs
         )
 
     def gradients(self, others: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over tokens of inputs times others (T, r_i), of each pair (K_i, r_i)."""
         pairs = zip(self.parts, self.row_scales, others, strict=True)
-        return [low_rank.narrow_gradient(*own, torch.float32) for own in pairs]
+        return [low_rank.lora_weight_grad(*own, torch.float32) for own in pairs]
 
 
 def both_passes(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:

@@ -9,7 +9,7 @@ from flatout.config.schema import LoraConfig
 from flatout.kernels import low_rank, segmented
 from flatout.kernels.capability import HOPPER
 from flatout.kernels.fp8_matmul import bounded_scales, quantize_rows
-from flatout.kernels.low_rank import MatrixCopies, low_product, narrow_gradient, reference, register_ops
+from flatout.kernels.low_rank import MatrixCopies, lora_weight_grad, low_rank_product, reference, register_ops
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.lora.fused import FusedLayers, FusedLora
@@ -55,7 +55,7 @@ def test_the_reference_multiplies_what_the_bytes_stand_for():
     for index, (matrix, columns) in enumerate(zip(matrices, (slice(0, 48), slice(48, 64)), strict=True)):
         terms[:, : len(matrix), columns], scales[index, : len(matrix)] = reference.two_terms(matrix)
     register_ops()
-    found = low_product(*map(list, zip(*parts, strict=True)), terms, scales, [5, 3], torch.float64)
+    found = low_rank_product(*map(list, zip(*parts, strict=True)), terms, scales, [5, 3], torch.float64)
     rows = [codes.double() * scale.double() for codes, scale in parts]
     truth = torch.cat([row @ joined(matrix).T for row, matrix in zip(rows, matrices, strict=True)], dim=1)
     torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
@@ -170,8 +170,8 @@ def test_the_kernel_equals_the_reference(shape, device):
         first = sum(sizes[:index])
         own = reference.two_terms(draw(rank, size, seed=10 + index).to(device))
         terms[:, :rank, first : first + size], scales[index, :rank] = own
-    found = low_product(codes, row_scales, terms, scales, ranks, torch.bfloat16).double()
-    truth = reference.low_product(codes, row_scales, terms, scales, ranks, torch.float64)
+    found = low_rank_product(codes, row_scales, terms, scales, ranks, torch.bfloat16).double()
+    truth = reference.low_rank_product(codes, row_scales, terms, scales, ranks, torch.float64)
     assert found.shape == truth.shape
     # bf16 output, and the accumulator's 14 bits
     assert float(((found - truth).norm(dim=1) / truth.norm(dim=1)).max()) < 2e-2
@@ -188,9 +188,9 @@ def test_the_reference_of_gradients_sums_what_the_bytes_stand_for():
     (codes, scales), low, columns = float8_rows(9, 32, "cpu"), draw(9, 3, seed=1), draw(32, seed=2)
     register_ops()
     rows = codes.double() * scales.double()
-    found = narrow_gradient(codes, scales, low, torch.float64, column_scale=columns)
+    found = lora_weight_grad(codes, scales, low, torch.float64, column_scale=columns)
     torch.testing.assert_close(found, (rows * columns).T @ low, rtol=1e-12, atol=1e-12)
-    found = narrow_gradient(codes, scales, low, torch.float64, ranks_first=True)
+    found = lora_weight_grad(codes, scales, low, torch.float64, ranks_first=True)
     torch.testing.assert_close(found, low.T @ rows, rtol=1e-12, atol=1e-12)
     assert found.is_contiguous()
 
@@ -211,15 +211,15 @@ def test_the_kernel_of_gradients_equals_the_reference(shape, ranks_first, first_
     low = low[:, first_rank : first_rank + rank]
     columns = None if ranks_first else draw(num_columns, seed=2).float().to(device)
     options = {"column_scale": columns, "ranks_first": ranks_first}
-    found = narrow_gradient(codes, scales, low, torch.float32, **options)
-    truth = reference.narrow_gradient(codes, scales, low, columns, torch.float64)
+    found = lora_weight_grad(codes, scales, low, torch.float32, **options)
+    truth = reference.lora_weight_grad(codes, scales, low, columns, torch.float64)
     assert found.is_contiguous()
     found = (found.t() if ranks_first else found).double()
     assert found.shape == truth.shape
     # of each column, also of those whose values are small; low times its scale is rounded to bf16
     assert float(((found - truth).norm(dim=1) / truth.norm(dim=1)).max()) < 2**-7
     assert relative(found, truth) < 2**-8
-    again = narrow_gradient(codes, scales, low, torch.float32, **options)
+    again = lora_weight_grad(codes, scales, low, torch.float32, **options)
     assert torch.equal(again.t().double() if ranks_first else again.double(), found)
 
 

@@ -24,7 +24,7 @@ from flatout.kernels.operators import define_operator
 
 # two accumulators of a tile must fit in registers
 MAX_RANK = 128
-# of one adapter; with more ranks, bfloat16 matmuls are faster than `narrow_gradient`
+# of one adapter; with more ranks, bfloat16 matmuls are faster than `lora_weight_grad`
 MAX_GRADIENT_RANK = 16
 
 
@@ -40,14 +40,14 @@ def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
 
 @cache
 def load_error(device: torch.device, ranks: tuple[int, ...]) -> Exception | None:
-    """Return why a Hopper GPU cannot load the kernels of `narrow_gradient` for layers with these ranks, else None."""
+    """Return why a Hopper GPU cannot load the kernels of `lora_weight_grad` for layers with these ranks, else None."""
     if capability(device) != HOPPER or max(ranks) > MAX_GRADIENT_RANK:
         return None
     errors = (error_of(gradient.load, device, rank) for rank in {sum(ranks), *ranks})
     return next((error for error in errors if error is not None), None)
 
 
-def low_product(
+def low_rank_product(
     parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
     dtype: torch.dtype, originals: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
@@ -58,13 +58,13 @@ def low_product(
     The result has the dtype `dtype`. `originals`, which were quantized, are not read. As operands they make the
     compiler write them to memory; otherwise it computes them twice, for the scale and for the bytes.
     """
-    result: Tensor = torch.ops.flatout.low_product(
+    result: Tensor = torch.ops.flatout.low_rank_product(
         list(parts), list(row_scales), terms, scales, list(ranks), dtype, list(originals)
     )
     return result
 
 
-def narrow_gradient(
+def lora_weight_grad(
     part: Tensor, row_scale: Tensor, low: Tensor, dtype: torch.dtype, *, column_scale: Tensor | None = None,
     ranks_first: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -73,7 +73,7 @@ def narrow_gradient(
     part e4m3 (T, C) with row_scale fp32 (T, 1) and perhaps column_scale fp32 (C,) is an input or an output's gradient,
     low (T, R) the other factor of the gradient of A or B. The result has the masters' `dtype`.
     """
-    result: Tensor = torch.ops.flatout.narrow_gradient(part, row_scale, low, column_scale, ranks_first, dtype)
+    result: Tensor = torch.ops.flatout.lora_weight_grad(part, row_scale, low, column_scale, ranks_first, dtype)
     return result
 
 
@@ -104,15 +104,15 @@ class MatrixCopies:
 
 @cache
 def register_ops() -> None:
-    """Register torch.ops.flatout.low_product and narrow_gradient; call before their first use."""
+    """Register torch.ops.flatout.low_rank_product and lora_weight_grad; call before their first use."""
     schema = (
         "(Tensor[] parts, Tensor[] row_scales, Tensor terms, Tensor scales, int[] ranks, ScalarType dtype, "
         "Tensor[] originals) -> Tensor"
     )
-    define_operator("flatout::low_product", schema, _product, _empty, _num_flops)
+    define_operator("flatout::low_rank_product", schema, _product, _empty, _num_flops)
     schema = "(Tensor part, Tensor row_scale, Tensor low, Tensor? column_scale, bool ranks_first, ScalarType dtype)"
     schema += " -> Tensor"
-    define_operator("flatout::narrow_gradient", schema, _gradient, _empty_gradient, _gradient_flops)
+    define_operator("flatout::lora_weight_grad", schema, _gradient, _empty_gradient, _gradient_flops)
 
 
 def _num_flops(parts: Any, *shapes: Any, **_: Any) -> Any:
@@ -134,11 +134,11 @@ def _product(
     dtype: torch.dtype, originals: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     if not (parts[0].is_cuda and fits(parts[0].device, dtype, max(ranks))):
-        return reference.low_product(parts, row_scales, terms, scales, ranks, dtype)
+        return reference.low_rank_product(parts, row_scales, terms, scales, ranks, dtype)
     from flatout.kernels.low_rank import triton
 
     out = _empty(parts, ranks, dtype, originals)
-    triton.low_product(parts, row_scales, terms, scales, ranks, out)
+    triton.low_rank_product(parts, row_scales, terms, scales, ranks, out)
     return out
 
 
@@ -157,5 +157,5 @@ def _gradient(
     if part.is_cuda and is_fp32 and is_aligned and fits(part.device, low.dtype, low.shape[1]):
         gradient.launch(part, row_scale, low, column_scale, by_column)
     else:
-        by_column.copy_(reference.narrow_gradient(part, row_scale, low, column_scale, dtype))
+        by_column.copy_(reference.lora_weight_grad(part, row_scale, low, column_scale, dtype))
     return out

@@ -97,7 +97,7 @@ __device__ __forceinline__ float read_peer(u32 address, u32 cta) {
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, VEC * RANKS <= 256 ? 2 : 1)
-    narrow_gradient(const __grid_constant__ Params p) {
+    lora_weight_grad(const __grid_constant__ Params p) {
   extern __shared__ float4 shared[];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
   int team = warp / TEAM, member = warp % TEAM;

@@ -43,7 +43,7 @@ def load(device: torch.device, num_ranks: int) -> None:
 
 
 def launch(part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | None, by_column: Tensor) -> None:
-    """Compute `flatout.kernels.low_rank.reference.narrow_gradient` into `by_column` fp32 (C, R) of any strides.
+    """Compute `flatout.kernels.low_rank.reference.lora_weight_grad` into `by_column` fp32 (C, R) of any strides.
 
     part e4m3 (T, C) with C a multiple of 16, row_scale fp32 (T, 1), low bfloat16 (T, R), column_scale contiguous
     fp32 (C,) or None. Raises RuntimeError if the driver refuses.
@@ -78,4 +78,4 @@ def _kernel(device_index: int, num_ranks: int) -> tuple[int, int]:
     shared_bytes = num_teams * max(num_stages * stage_bytes, _TILE * padded * 4)
     macros = {"VEC": vector, "RANKS": padded, "STAGES": num_stages}
     source = Path(__file__).with_name("gradient.cu")
-    return cuda_source.load(source, "narrow_gradient", macros, shared_bytes), shared_bytes
+    return cuda_source.load(source, "lora_weight_grad", macros, shared_bytes), shared_bytes

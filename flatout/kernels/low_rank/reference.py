@@ -25,11 +25,11 @@ def two_terms(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([first, (rest / SECOND_TERM).to(first.dtype)]), scale[:, 0]
 
 
-def low_product(
+def low_rank_product(
     parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute `flatout.kernels.low_rank.low_product`, in fp32 (fp64 for fp64) until it is rounded."""
+    """Compute `flatout.kernels.low_rank.low_rank_product`, in fp32 (fp64 for fp64) until it is rounded."""
     exact, products = torch.promote_types(dtype, torch.float32), []
     own_terms = terms.split([part.shape[1] for part in parts], dim=2)
     for part, row_scale, own, scale, rank in zip(parts, row_scales, own_terms, scales, ranks, strict=True):
@@ -38,10 +38,10 @@ def low_product(
     return torch.cat(products, dim=1)
 
 
-def narrow_gradient(
+def lora_weight_grad(
     part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Compute `flatout.kernels.low_rank.narrow_gradient` as (C, R) in `dtype`, in fp32 or fp64 until it is rounded."""
+    """Compute `flatout.kernels.low_rank.lora_weight_grad` as (C, R) in `dtype`, in fp32 or fp64 until it is rounded."""
     exact = torch.promote_types(dtype, torch.float32)
     total = (part.to(exact) * row_scale.to(exact)).T @ low.to(exact)
     return (total if column_scale is None else total * column_scale[:, None].to(exact)).to(dtype)

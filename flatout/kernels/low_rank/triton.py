@@ -19,7 +19,7 @@ _FIELDS = tl.constexpr(17)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _low_product(  # type: ignore[no-untyped-def]
+def _low_rank_product(  # type: ignore[no-untyped-def]
     part, row_scale, terms, scales, out, num_rows, num_columns, pitch, term_pitch, second, out_pitch, rank,
     ROWS: tl.constexpr, STEP: tl.constexpr, RANK: tl.constexpr, SECOND_TERM: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -43,17 +43,17 @@ def _low_product(  # type: ignore[no-untyped-def]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_rank)
 
 
-def low_product(
+def low_rank_product(
     parts: Sequence[Tensor], row_scales: Sequence[Tensor], terms: Tensor, scales: Tensor, ranks: Sequence[int],
     out: Tensor,
 ) -> None:  # fmt: skip
-    """Compute `flatout.kernels.low_rank.low_product` into `out`."""
+    """Compute `flatout.kernels.low_rank.low_rank_product` into `out`."""
     num_rows, column, first_rank = out.shape[0], 0, 0
     with torch.cuda.device(out.device):
         for part, row_scale, scale, rank in zip(parts, row_scales, scales, ranks, strict=True):
             padded, num_columns = max(16, triton.next_power_of_2(rank)), part.shape[1]
             part = part if part.stride(1) == 1 else part.contiguous()
-            _low_product[(triton.cdiv(num_rows, _ROWS),)](
+            _low_rank_product[(triton.cdiv(num_rows, _ROWS),)](
                 part, row_scale, terms[:, :, column:], scale, out[:, first_rank:], num_rows, num_columns,
                 part.stride(0), terms.stride(1), terms.stride(0), out.stride(0), rank,
                 ROWS=_ROWS, STEP=_STEP, RANK=padded, SECOND_TERM=SECOND_TERM,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.kernels.fp8_matmul import scaled_product
-from flatout.kernels.low_rank import low_product
+from flatout.kernels.low_rank import low_rank_product
 from flatout.kernels.segmented import segmented_product, sum_onto
 
 
@@ -43,12 +43,12 @@ class Operands(NamedTuple):
         return total
 
     def low_rank(self, terms: Tensor, scales: Tensor, ranks: Sequence[int], originals: Sequence[Tensor]) -> Tensor:
-        """Return the products of float8 parts with an adapter's matrices (..., sum of `ranks`); see `low_product`.
+        """Return the products of float8 parts with an adapter's matrices (..., sum of `ranks`); see `low_rank_product`.
 
         `originals` (..., K_i) were quantized to the parts.
         """
         like = originals[0]
-        low = low_product(self.parts, self.row_scales, terms, scales, ranks, like.dtype, originals)
+        low = low_rank_product(self.parts, self.row_scales, terms, scales, ranks, like.dtype, originals)
         return low.view(*like.shape[:-1], low.shape[-1])
 
     def multiply_with_lora(

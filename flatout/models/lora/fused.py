@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from flatout.errors import UsageError, first_line
 from flatout.kernels import low_rank
-from flatout.kernels.low_rank import narrow_gradient
+from flatout.kernels.low_rank import lora_weight_grad
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.blocks import hidden_states
 from flatout.models.frozen.frozen_linear import fuse_frozen
@@ -29,7 +29,7 @@ class _Copies(NamedTuple):
 
     a (R, K) is all A concatenated, a_t its copy (K, R); b has the scaled B (see `blocks`). a_terms e4m3 (2, R, K) with
     a_scales fp32 (1, R), and b_terms (2, largest r_i, sum of N_i) with b_scales (number of members, largest r_i), are A
-    and the transposed scaled B for `low_product`. grad_scales fp32 (sum of N_i,) turn float8 gradients of outputs into
+    and the transposed scaled B for `low_rank_product`. grad_scales fp32 (sum of N_i,) turn float8 gradients of outputs into
     those that B's gradient needs, LoRA's scaling included. It is None if gradients of A and B do not read float8.
     """
 
@@ -86,7 +86,7 @@ class _FusedLora(torch.autograd.Function):
         if x_scale is None:
             a_grad = over_tokens(low_grad, x, ctx.dtype)
         else:
-            a_grad = narrow_gradient(x, x_scale, low_grad, ctx.dtype, ranks_first=True)
+            a_grad = lora_weight_grad(x, x_scale, low_grad, ctx.dtype, ranks_first=True)
         b_grads = _b_grads(ctx, operands, grads, low.flatten(0, -2), copies.grad_scales)
         return x_grad, *(None,) * (3 + len(rest)), *a_grad.split(ctx.ranks), *b_grads
 
@@ -101,7 +101,7 @@ def _b_grads(
         return b_grads if ctx.scaling == 1 else [grad * ctx.scaling for grad in b_grads]
     columns = grad_scales.split(ctx.product.sizes)
     return [
-        narrow_gradient(part, row_scale, low_part, ctx.dtype, column_scale=scale)
+        lora_weight_grad(part, row_scale, low_part, ctx.dtype, column_scale=scale)
         for part, row_scale, low_part, scale in zip(operands.parts, operands.row_scales, lows, columns, strict=True)
     ]
 
