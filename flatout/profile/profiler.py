@@ -40,10 +40,7 @@ _CATEGORIES = (
     ("attention", r"flash|fmha|attention|mha_|dot_do_o|convert_dq"),
     ("optimizer", r"adam|multi_tensor_apply|_foreach|lpnorm|sgd"),
     # LoRA's matrices are as narrow as its rank, so cuBLAS picks narrow tiles for them
-    (
-        "LoRA",
-        r"lora|low_rank|^_low_rank_product$|^lora_weight_grad$|nvjet_\w*?_(?:\d+x(?:8|16|24|32)|(?:8|16|24|32)x\d+)_",
-    ),
+    ("LoRA", r"lora|low_rank|nvjet_\w*?_(?:\d+x(?:8|16|24|32)|(?:8|16|24|32)x\d+)_"),
     ("quantize", r"quanti[sz]e|(?<!_)quant_|nf4|amax"),
     (
         "GEMM",

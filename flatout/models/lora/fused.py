@@ -29,7 +29,7 @@ class _Copies(NamedTuple):
 
     a (R, K) is all A concatenated, a_t its copy (K, R); b has the scaled B (see `blocks`). a_terms e4m3 (2, R, K) with
     a_scales fp32 (1, R), and b_terms (2, largest r_i, sum of N_i) with b_scales (number of members, largest r_i), are A
-    and the transposed scaled B for `low_rank_product`. grad_scales fp32 (sum of N_i,) turn float8 gradients of outputs into
+    and the transposed scaled B for `low_rank_product`. grad_scales fp32 (sum of N_i,) turn float8 output gradients into
     those that B's gradient needs, LoRA's scaling included. It is None if gradients of A and B do not read float8.
     """
 
