@@ -100,7 +100,7 @@ def until_stopped(run: TrainingRun, batches: Iterable[PackedBatch]) -> Iterator[
             if read is not None and any(read()):
                 return
             requested = torch.tensor([float(run.stop.requested)], device=run.device)
-            read, _ = copy_to_host_async(run.strategy.sum_over_sharers(requested))
+            read, _ = copy_to_host_async(run.strategy.sum_over_pass_ranks(requested))
         elif run.stop.requested:
             return
         yield batch

@@ -138,7 +138,7 @@ class Strategy:
             dist.all_reduce(values)
         return values
 
-    def sum_over_sharers(self, values: Tensor) -> Tensor:
+    def sum_over_pass_ranks(self, values: Tensor) -> Tensor:
         """Sum a small tensor in place over the ranks that take part in this one's passes."""
         if self.context_mesh is None or self._layout.shards_state:
             return self.sum_values(values)
