@@ -41,7 +41,7 @@ def inference(run: TrainingRun) -> Iterator[None]:
             module.training = True
 
 
-def other_kernels(run: TrainingRun) -> str | None:
+def why_kernels_differ(run: TrainingRun) -> str | None:
     """Return why passes without dropout take other kernels than training; None if they take the same."""
     text = run.model.config.get_text_config().to_dict()
     if run.config.lora.dropout or any("drop" in name and value for name, value in text.items()):
@@ -54,7 +54,7 @@ def other_kernels(run: TrainingRun) -> str | None:
 @contextmanager
 def as_in_training(run: TrainingRun) -> Iterator[None]:
     """Run passes with the kernels of training, whose compiled layers differ without gradients, but without dropout."""
-    if other_kernels(run) is not None:
+    if why_kernels_differ(run) is not None:
         with inference(run):
             yield
     else:

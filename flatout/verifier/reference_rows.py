@@ -14,7 +14,7 @@ from flatout.config.schema import Config
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.passes import other_kernels
+from flatout.trainer.passes import why_kernels_differ
 from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.reference_logprobs import compute_step
 from flatout.trainer.step import accumulate_gradients
@@ -60,7 +60,7 @@ def reference_rows(config: Config, step_index: int) -> Iterator[Comparison]:
         return
     with set_up_quietly(config, planned, Rank(), config.folder) as run:
         case = "rewards before the first update"
-        if (why := other_kernels(run)) is not None:
+        if (why := why_kernels_differ(run)) is not None:
             yield Comparison(
                 case, verdict="left out", note=f"not 0 to the bit: {why}, so the reference takes other kernels"
             )
