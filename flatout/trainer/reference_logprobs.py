@@ -59,7 +59,7 @@ def compute_reference(run: TrainingRun) -> None:
         for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 with inference(run):
-                    _fill_column(run, loader, data_set.plan, partial(_parts, data_set.step))
+                    _fill_column(run, loader, data_set.plan, partial(_eval_chunks, data_set.step))
             else:
                 with as_in_training(run):
                     _fill_column(run, loader, data_set.plan, partial(_first_steps, data_set.plan, first_epoch))
@@ -103,7 +103,7 @@ def _first_steps(plan: TrainingPlan, count: int) -> Iterator[StepPlan]:
     return islice(plan.steps(), count)
 
 
-def _parts(evaluation: StepPlan) -> Iterator[StepPlan]:
+def _eval_chunks(evaluation: StepPlan) -> Iterator[StepPlan]:
     for first in range(0, max(map(len, evaluation.by_rank)), EVAL_CHUNK):
         part = replace(evaluation, by_rank=tuple(rank[first : first + EVAL_CHUNK] for rank in evaluation.by_rank))
         yield replace(part, sample_ids=tuple(sorted(_ids(part))))
