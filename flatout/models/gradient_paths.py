@@ -32,7 +32,7 @@ def unreached_parameters(loaded: LoadedModel, *, longest: int, seen: PackedBatch
         if unreached and seen is not None:
             unreached &= _unreached(loaded, seen)
         reached = {_kind(name) for name in trainable_parameters(loaded.model).keys() - unreached}
-    kinds = {_kind(name) for name in unreached} - reached if loaded.waiting is not None else set()
+    kinds = {_kind(name) for name in unreached} - reached if loaded.deferred_weights is not None else set()
     return [name for name in trainable_parameters(loaded.model) if name in unreached or _kind(name) in kinds]
 
 

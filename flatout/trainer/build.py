@@ -164,7 +164,7 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
         return FusedLayers([])
     if config.base.backward == "fp8":
         reporter.stage("fp8", convert_backward_to_float8(loaded.model))
-    if planned.parallel_layout.shards_state or loaded.waiting is not None:
+    if planned.parallel_layout.shards_state or loaded.deferred_weights is not None:
         why = f"{planned.parallel_layout.strategy} shards each layer's weights separately"
         why = why if planned.parallel_layout.shards_state else "weights are still in their files"
         reporter.stage("fused", f"off: {why}")
@@ -226,8 +226,8 @@ def shard_state(
     mark_slices = shard_experts(loaded, strategy, reporter)
 
     def optimizer_of_shards() -> torch.optim.Optimizer:
-        if loaded.waiting is not None:
-            loaded.waiting.load(local_shard_of, offload=layout.offload)
+        if loaded.deferred_weights is not None:
+            loaded.deferred_weights.load(local_shard_of, offload=layout.offload)
             mark_slices()
             reporter.stage("model", "each rank read its shard of the weights")
         flat = config.method == "lora" and not layout.lockstep

@@ -83,8 +83,8 @@ def shard_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -
         return lambda: None
     group = RankGroup(mesh.get_group("expert").group_name, mesh.size(1), mesh.get_local_rank("expert"))
     slices = slice_experts(loaded.model, group)
-    if loaded.waiting is not None:
-        loaded.waiting.narrow(slices, group.size, group.rank)
+    if loaded.deferred_weights is not None:
+        loaded.deferred_weights.narrow(slices, group.size, group.rank)
     modules: Any = experts_modules(loaded.model).values()
     numbers = sorted({module.num_experts for module in modules})
     counts = " or ".join(f"{number}, {number // group.size} of them" for number in numbers)

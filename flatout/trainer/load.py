@@ -72,7 +72,9 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
     make_trainable(loaded, setup, token_ids, proofs)
     dither = _dither_masters(loaded, config, reporter, waits)
     if waits:
-        loaded = replace(loaded, waiting=DeferredWeights(loaded.model, device=device, dtype=dtype, dither=dither))
+        loaded = replace(
+            loaded, deferred_weights=DeferredWeights(loaded.model, device=device, dtype=dtype, dither=dither)
+        )
         with loaded.present():
             num_layers = len(decoder_layers(loaded.model))
             loaded, line = proofs.prove_layout(loaded)

@@ -161,7 +161,9 @@ def test_the_run_converts_and_says_so(tmp_path):
     said: dict[str, str] = {}
     planned = SimpleNamespace(parallel_layout=SINGLE_RANK, memory=SimpleNamespace(transposed_weights=False))
     model = adapted_model(tmp_path)
-    replace_layers(SimpleNamespace(model=model, waiting=None), make_config(SETTINGS), planned, Reporter(Lines()))
+    replace_layers(
+        SimpleNamespace(model=model, deferred_weights=None), make_config(SETTINGS), planned, Reporter(Lines())
+    )
     assert said["fp8"].startswith("14 linear layers compute input gradients in fp8; their copies take 0.00 GiB")
     assert said["fused"].endswith("(dense, float8 input gradients)")
 

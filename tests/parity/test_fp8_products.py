@@ -168,7 +168,7 @@ def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
         model = adapted_model(tmp_path, Fp8Linear)
         planned = SimpleNamespace(parallel_layout=SINGLE_RANK, memory=SimpleNamespace(transposed_weights=transposed))
         config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
-        report = replace_layers(SimpleNamespace(model=model, waiting=None), config, planned, Reporter()).report
+        report = replace_layers(SimpleNamespace(model=model, deferred_weights=None), config, planned, Reporter()).report
         assert ("transposed once" in report) == transposed
 
 

@@ -54,12 +54,12 @@ class LoadedModel:
     autocast: bool
     attention: Implementation | Literal["transformers"]
     report: tuple[str, ...]
-    waiting: DeferredWeights | None = None
+    deferred_weights: DeferredWeights | None = None
     is_padded: bool = False
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
-        return nullcontext() if self.waiting is None else self.waiting.first_layers()
+        return nullcontext() if self.deferred_weights is None else self.deferred_weights.first_layers()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,14 +40,14 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
     Dither(expected.model, compute=compute, seed=5).apply_to(expected.model)
     dither = Dither(loaded.model, compute=compute, seed=5)
     assert bool(dither.dtypes) == (precision == "bf16")
-    waiting = DeferredWeights(loaded.model, device=CPU, dtype=expected.model.dtype, dither=dither)
+    deferred_weights = DeferredWeights(loaded.model, device=CPU, dtype=expected.model.dtype, dither=dither)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
-    with waiting.first_layers():
+    with deferred_weights.first_layers():
         # gemma's kinds of layers alternate over more layers
         assert len(decoder_layers(loaded.model)) == 2 or "gemma" in family
         check_packing(loaded)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
-    waiting.load(whole)
+    deferred_weights.load(whole)
     got, want = loaded.model.state_dict(keep_vars=True), expected.model.state_dict(keep_vars=True)
     assert list(got) == list(want)
     for name, tensor in want.items():
@@ -72,11 +72,11 @@ def test_quantized_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any)
     config, base = ModelConfig(name=str(tmp_path), init=init, precision="fp32"), BaseConfig(storage=storage)
     expected = load_model(config, method="lora", device=CPU, seed=0, base=base).model.state_dict()
     loaded = load_model(config, method="lora", device=CPU, seed=0, base=base, how=Loading(on_host=True))
-    waiting = DeferredWeights(loaded.model, device=CPU, dtype=torch.float32)
+    deferred_weights = DeferredWeights(loaded.model, device=CPU, dtype=torch.float32)
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
-    with waiting.first_layers():
+    with deferred_weights.first_layers():
         check_packing(loaded)
-    waiting.load(whole)
+    deferred_weights.load(whole)
     got = loaded.model.state_dict()
     assert list(got) == list(expected)
     assert torch.float8_e4m3fn in {tensor.dtype for tensor in got.values()}
@@ -117,14 +117,14 @@ def test_a_shard_of_masters_starts_where_the_whole_does(tmp_path: Path) -> None:
     experts = [name for name, held in loaded.named_parameters() if held.dim() == 3]
     assert experts
     assert set(experts) <= set(dither.dtypes)
-    waiting = DeferredWeights(loaded, device=CPU, dtype=torch.float32, dither=dither)
-    waiting.narrow(dict.fromkeys(experts, 0), 2, 1)
+    deferred_weights = DeferredWeights(loaded, device=CPU, dtype=torch.float32, dither=dither)
+    deferred_weights.narrow(dict.fromkeys(experts, 0), 2, 1)
     for name in experts:
         path, _, leaf = name.rpartition(".")
         module = loaded.get_submodule(path)
         held = getattr(module, leaf)
         setattr(module, leaf, torch.nn.Parameter(held[len(held) // 2 :].clone()))
-    waiting.load(halves)
+    deferred_weights.load(halves)
     want = dict(expected.named_parameters())
     for name, held in loaded.named_parameters():
         own = want[name][len(want[name]) // 2 :] if name in experts else want[name]
