@@ -60,7 +60,7 @@ def origins_of(run: TrainingRun, step: StepPlan) -> dict[int, str]:
     return {sample_id: str(run.loader.store.origin(sample_id)) for sample_id in step.sample_ids}
 
 
-def judge(history: LossHistory, loss: float, sigmas: float) -> tuple[LossHistory, float | None]:
+def update_loss_history(history: LossHistory, loss: float, sigmas: float) -> tuple[LossHistory, float | None]:
     """Return the history with a step's loss added, and the limit that the loss exceeds; None if it is a usual one.
 
     Mean and variance are exponential over `WINDOW` steps. A loss above the limit counts as the limit: one outlier does
@@ -85,7 +85,7 @@ def guard_spike(run: TrainingRun, step: StepPlan, loss: float) -> str | None:
     if faults.spike == "off":
         return None
     usual = run.state.loss_history
-    run.state.loss_history, limit = judge(usual, loss, faults.spike_sigmas)
+    run.state.loss_history, limit = update_loss_history(usual, loss, faults.spike_sigmas)
     if limit is None:
         return None
     number = step.index + 1
