@@ -142,34 +142,33 @@ class PackedBatch:
     @property
     def label_samples(self) -> torch.Tensor:
         """The sample of each label token, int64 (L,). Raises UsageError without `loss_columns`."""
-        return self._required_columns.label_samples
+        return self._columns.label_samples
 
     @property
     def sample_units(self) -> torch.Tensor:
         """The unit of each sample, int64 (S,)."""
-        return self._required_columns.sample_units
+        return self._columns.sample_units
 
     @property
     def last_rows(self) -> torch.Tensor:
         """The row of the token at which each sample is scored, int64 (S,)."""
-        return self._required_columns.last_rows
+        return self._columns.last_rows
 
     @property
     def num_samples(self) -> int:
-        return len(self._required_columns.sample_units)
+        return len(self._columns.sample_units)
 
     @property
     def num_units(self) -> int:
-        return self._required_columns.num_units
+        return self._columns.num_units
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
         """The columns by name: at label tokens (L,), per sample (S,) or per unit (U,)."""
-        read = self._required_columns
-        return {**read.per_label, **read.per_sample, **read.per_unit}
+        return {**self._columns.per_label, **self._columns.per_sample, **self._columns.per_unit}
 
     @property
-    def _required_columns(self) -> BatchColumns:
+    def _columns(self) -> BatchColumns:
         if self.loss_columns is None:
             raise UsageError(
                 "the objective reads samples or columns, but declares neither: set scope = 'sample' or `columns`"

@@ -80,7 +80,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 1379,
     "studio": 1405,
     "track": 2672,
-    "trainer": 6250,
+    "trainer": 6249,
     "verifier": 1152,
     "view": 1544,
 }
