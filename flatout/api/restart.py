@@ -29,13 +29,11 @@ _RESULTS = ("checkpoints", "final")
 _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def move_aside(
-    config: Config, env: Mapping[str, str], start: RunHere | SpawnRanks, settings: Sequence[Path] = ()
-) -> None:
+def move_aside(config: Config, env: Mapping[str, str], launch_mode: LaunchMode, settings: Sequence[Path] = ()) -> None:
     """Move the run's folder to NAME.old-1, or the next number that is free, and print where it is now.
 
     What the new run reads stays: the files of `settings`, and a model that was written there from memory. Nothing is
-    moved unless `start` would pass every check that needs no GPU. Raises ResourceError while a process holds the
+    moved unless `launch_mode` would pass every check that needs no GPU. Raises ResourceError while a process holds the
     folder, UsageError where a launcher may start the command again, and for a model, adapter or source in that
     folder.
     """
@@ -57,7 +55,7 @@ def move_aside(
     aside = free_folder(folder, ".old-", 1)
     with RunLock(folder, "restart"):
         # the folder of the run to come is empty
-        _check(config.model_copy(update={"run_dir": aside}), start)
+        _check(config.model_copy(update={"run_dir": aside}), launch_mode)
         durable_io.rename(folder, aside)
     durable_io.make_dir(folder)
     if is_own:
@@ -81,9 +79,9 @@ def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator
             yield path
 
 
-def _check(config: Config, start: RunHere | SpawnRanks) -> None:
+def _check(config: Config, launch_mode: LaunchMode) -> None:
     """Raise what a start raises before it needs a GPU: for packages, the model's files, data, settings and the plan."""
-    require_installed(config.track.to, strategy=config.strategy if isinstance(start, SpawnRanks) else "auto")
+    require_installed(config.track.to, strategy=config.strategy if isinstance(launch_mode, SpawnRanks) else "auto")
     if config.wanted_device == "cuda":
         require_gpu_driver("gpus" if config.gpus else "device: cuda")
     with ConsoleCallback() as console:
@@ -96,8 +94,10 @@ def _check(config: Config, start: RunHere | SpawnRanks) -> None:
         from flatout.trainer.planned_run import plan_run
 
         num_gpus, num_ranks = torch.cuda.device_count(), 1
-        if isinstance(start, SpawnRanks):
-            num_ranks = start.nodes.num_max * (max(num_gpus, 1) if start.num_procs == "gpu" else start.num_procs)
+        if isinstance(launch_mode, SpawnRanks):
+            num_ranks = launch_mode.nodes.num_max * (
+                max(num_gpus, 1) if launch_mode.num_procs == "gpu" else launch_mode.num_procs
+            )
         check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
         fingerprint_model(config.model)
         check_trained(config)

@@ -118,12 +118,12 @@ def train(
         how = "write class My(flatout.Callback): ... and pass callbacks=[My()]"
         raise UsageError(f"callbacks must be flatout.Callback objects, got {shown:.60}; {how}")
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
-    place = _launch_mode(resolved)
-    if not isinstance(place, SpawnRanks):
-        prepare_torch(place.environment)  # the checks of a restart import torch
+    launch_mode = _launch_mode(resolved)
+    if not isinstance(launch_mode, SpawnRanks):
+        prepare_torch(launch_mode.environment)  # the checks of a restart import torch
     if restart:
-        move_aside(resolved, environment(), place)
-    if not isinstance(place, SpawnRanks):
+        move_aside(resolved, environment(), launch_mode)
+    if not isinstance(launch_mode, SpawnRanks):
         from flatout.trainer.run import train as train_here
 
         with _without_bars():
@@ -134,7 +134,7 @@ def train(
         raise UsageError("config: an address contains a password, which would be written to disk; remove it")
     DurableIO().write_bytes(file, text.encode())
     with _Following(resolved.folder, callbacks) as following:
-        exit_code = start_ranks(resolved, place, ["train", str(file)])
+        exit_code = start_ranks(resolved, launch_mode, ["train", str(file)])
     if following.error is not None:
         raise following.error
     if exit_code != 0:
@@ -158,13 +158,18 @@ def _without_bars() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _launch_mode(config: Config) -> RunHere | SpawnRanks:
+def _launch_mode(config: Config) -> LaunchMode:
     """Decide where to train. A process that has used CUDA already cannot choose its GPUs any more."""
     on_cpu, env = config.device == "cpu", environment()
-    place = choose_launch_mode(env, gpus=config.gpus, on_cpu=on_cpu, nodes=None)
+    launch_mode = choose_launch_mode(env, gpus=config.gpus, on_cpu=on_cpu, nodes=None)
     torch = sys.modules.get("torch")
-    if isinstance(place, SpawnRanks) or not place.environment or torch is None or not torch.cuda.is_initialized():
-        return place
+    if (
+        isinstance(launch_mode, SpawnRanks)
+        or not launch_mode.environment
+        or torch is None
+        or not torch.cuda.is_initialized()
+    ):
+        return launch_mode
     return SpawnRanks(1, Nodes(), visible_devices(env, gpus=config.gpus, on_cpu=on_cpu))
 
 
@@ -177,13 +182,18 @@ def _error_of(exit_code: int, why: str) -> FlatoutError:
 
 
 def start_ranks(
-    config: Config, start: SpawnRanks, words: list[str], *, launched_at: float | None = None, shows_all: bool = True
+    config: Config,
+    launch_mode: SpawnRanks,
+    argv: list[str],
+    *,
+    launched_at: float | None = None,
+    shows_all: bool = True,
 ) -> int:
-    """Start the ranks of this node and supervise them until the run ends; `words` follow `flatout`.
+    """Start the ranks of this node and supervise them until the run ends; `argv` follow `flatout`.
 
     The run's start counts from the Unix time `launched_at`; by default, from this call. `shows_all` is the console's.
     """
-    nodes, faults = start.nodes, config.faults
+    nodes, faults = launch_mode.nodes, config.faults
     # one error, instead of one for each rank
     require_installed(config.track.to, strategy=config.strategy)
     if config.wanted_device == "cuda":
@@ -209,7 +219,7 @@ def start_ranks(
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         try:
-            return Supervisor(logs, words, faults, rendezvous, env | {SECRET: secret}, to_stderr, out).run(start)
+            return Supervisor(logs, argv, faults, rendezvous, env | {SECRET: secret}, to_stderr, out).run(start)
         finally:
             if nodes.index == 0:
                 remove_unfinished(config.folder)

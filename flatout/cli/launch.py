@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     for option, number in (("--nodes", args.nodes), ("--gpus-per-node", gpus)):
         if number < 1:
             raise UsageError(f"{option} is {number}; expected at least 1")
-    words = ["train", str(args.config), *args.overrides]
+    argv = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
         raise UsageError(f"--out {args.out} already exists; remove it, or choose a different name")
     if args.runtime is not None and not args.train_job:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.slurm:
         folder, submit = Path.cwd(), "sbatch"
         text = sbatch_script(
-            ClusterJob(args.name or config.name, args.nodes, gpus, words, python=sys.executable), folder=folder,
+            ClusterJob(args.name or config.name, args.nodes, gpus, argv, python=sys.executable), folder=folder,
             log_dir=folder / config.folder, partition=args.partition, account=args.account, time=args.time,
             max_restarts=config.faults.max_restarts, on_cpu=config.device == "cpu",
         )  # fmt: skip
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
         secret = f"{name}-secret" if args.nodes > 1 else None
         runtime = args.runtime or "torch-distributed"
-        job = ClusterJob(name, args.nodes, gpus, words)
+        job = ClusterJob(name, args.nodes, gpus, argv)
         text = manifest(job, args.image, args.claim, args.mount, kind=kind, secret=secret, runtime=runtime)
         if secret is not None:
             literal = '--from-literal=secret="$(openssl rand -hex 32)"'

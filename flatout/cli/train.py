@@ -85,22 +85,22 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.tmux is None:
         step = next_steps(("plan instead of train --dry-run", ""))
         raise UsageError(f"--dry-run needs --tmux; use `flatout plan` to see what a run will do{step}")
-    place = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
+    launch_mode = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
     profile = [] if args.profile is None else [f"--profile={args.profile}"]
-    words = ["train", str(args.config), *args.overrides, *profile, *(["--yes"] if args.yes else [])]
+    argv = ["train", str(args.config), *args.overrides, *profile, *(["--yes"] if args.yes else [])]
     if args.tmux is not None:
         if nodes is not None:
-            words += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
-        words += [*(["--restart"] if args.restart else []), *(["-v"] if args.verbose else [])]
-        _start_in_tmux(config, place, args.tmux, words, dry_run=args.dry_run)
+            argv += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
+        argv += [*(["--restart"] if args.restart else []), *(["-v"] if args.verbose else [])]
+        _start_in_tmux(config, launch_mode, args.tmux, argv, dry_run=args.dry_run)
         return 0
     if args.restart and (nodes is None or nodes.index == 0):
-        config = _moved_aside(config, place, files, words, takes=args.yes)
+        config = _moved_aside(config, launch_mode, files, argv, takes=args.yes)
     started_at = time.time()
     try:
-        if isinstance(place, SpawnRanks):
-            return start_ranks(config, place, words, launched_at=own_launch, shows_all=args.verbose)
-        prepare_torch(place.environment)
+        if isinstance(launch_mode, SpawnRanks):
+            return start_ranks(config, launch_mode, argv, launched_at=own_launch, shows_all=args.verbose)
+        prepare_torch(launch_mode.environment)
         # a .py configuration may change anything in this process
         with_columns(
             lambda data: _train_here(
@@ -120,23 +120,21 @@ def run(args: argparse.Namespace) -> int:
             _print_summary(config.folder, started_at)
 
 
-def _moved_aside(
-    config: Config, place: RunHere | SpawnRanks, files: list[Path], words: list[str], *, takes: bool
-) -> Config:
+def _moved_aside(config: Config, launch_mode: LaunchMode, files: list[Path], argv: list[str], *, takes: bool) -> Config:
     """Move the earlier run aside, but the `files` of the settings, which ranks read again.
 
-    Return the settings with columns that were agreed to, which `words` tell ranks.
+    Return the settings with columns that were agreed to, which `argv` tell ranks.
     """
-    if isinstance(place, RunHere):
-        prepare_torch(place.environment)  # the checks import torch
+    if isinstance(launch_mode, RunHere):
+        prepare_torch(launch_mode.environment)  # the checks import torch
 
     def move(data: DataConfig) -> Config:
         with_data = config.model_copy(update={"data": data})
-        move_aside(with_data, environment(), place, files)
+        move_aside(with_data, environment(), launch_mode, files)
         return with_data
 
     moved = with_columns(move, config.data, takes=takes)
-    words += ["--yes"] if moved.data is not config.data and not takes else []
+    argv += ["--yes"] if moved.data is not config.data and not takes else []
     return moved
 
 
@@ -157,15 +155,17 @@ def _print_summary(folder: Path, started_at: float) -> None:
             print("\n".join(summary_lines(summarize(log), next_commands(log), is_short=is_short)))
 
 
-def _start_in_tmux(config: Config, place: RunHere | SpawnRanks, name: str, words: list[str], *, dry_run: bool) -> None:
+def _start_in_tmux(config: Config, launch_mode: LaunchMode, name: str, argv: list[str], *, dry_run: bool) -> None:
     """Run the same command in a tmux session; with `dry_run`, only print the tmux commands."""
     folder = config.folder.absolute()
     logs = [folder / "train.log"]
-    if isinstance(place, SpawnRanks):
-        latest = folder / "logs" / (f"node-{place.nodes.index}/latest" if place.nodes.num_max > 1 else "latest")
-        num_windows = 1 if place.num_procs == "gpu" else place.num_procs
+    if isinstance(launch_mode, SpawnRanks):
+        latest = (
+            folder / "logs" / (f"node-{launch_mode.nodes.index}/latest" if launch_mode.nodes.num_max > 1 else "latest")
+        )
+        num_windows = 1 if launch_mode.num_procs == "gpu" else launch_mode.num_procs
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
-    made = tmux.commands(name, [sys.executable, *MODULE, *words], logs, environment())
+    made = tmux.commands(name, [sys.executable, *MODULE, *argv], logs, environment())
     if dry_run:
         # tmux starts the run where it is called
         print("\n".join(map(shlex.join, [["cd", str(Path.cwd())], *made])))

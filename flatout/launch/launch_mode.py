@@ -46,7 +46,7 @@ class SpawnRanks:
 
 def choose_launch_mode(
     env: Mapping[str, str], *, gpus: Sequence[int] | None, on_cpu: bool, nodes: Nodes | None
-) -> RunHere | SpawnRanks:
+) -> LaunchMode:
     """Decide where to train, from the environment and the command line.
 
     With `on_cpu`, the length of `gpus` is the number of CPU processes. `nodes` comes from the command line (None: not

@@ -29,7 +29,7 @@ OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.
 
 
 def start_ranks(
-    words: Sequence[str],
+    argv: Sequence[str],
     info: RendezvousInfo,
     num_ranks: int,
     env: Mapping[str, str],
@@ -51,7 +51,7 @@ def start_ranks(
             own[STATUS_BOARD] = str(board.fd)
         # Ctrl-C reaches the ranks only once, through the supervisor
         log = folder / f"rank-{rank}.log"
-        started[rank] = start_python([*MODULE, *words], log, env=own, pass_fds=fds)
+        started[rank] = start_python([*MODULE, *argv], log, env=own, pass_fds=fds)
     if board is not None:
         os.close(board.fd)
     return started
@@ -123,8 +123,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
             groups[2 if number == "0" else 1] = path.rstrip("/")
     for count in OOM_COUNTS:
         # inside a container the group's folder is the root of the mount
-        for place in (count.format("", groups[1], groups[2]), count.format("", "", "")):
-            for line in _lines_of(root / place):
+        for launch_mode in (count.format("", groups[1], groups[2]), count.format("", "", "")):
+            for line in _lines_of(root / launch_mode):
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
                     return int(value)

@@ -37,7 +37,7 @@ class _Stopped(Exception):  # noqa: N818  (a signal, not an error)
 class Supervisor:
     """Restarts the ranks until an attempt completes, is asked to stop, or fails for good or too often (max_restarts).
 
-    `words` follow `python -m flatout`. `env` has the secret with which ranks authenticate. `log` gets one line per
+    `argv` follow `python -m flatout`. `env` has the secret with which ranks authenticate. `log` gets one line per
     restart; the first rank's log is copied to `out` as it grows. The first signal to this process asks the ranks to
     save and stop; a second one kills them.
     """
@@ -45,20 +45,20 @@ class Supervisor:
     def __init__(
         self,
         logs: Path,
-        words: Sequence[str],
+        argv: Sequence[str],
         faults: FaultsConfig,
         rendezvous: Rendezvous,
         env: Mapping[str, str],
         log: Callable[[str], None],
         out: TextIO,
     ) -> None:
-        self._logs, self._words, self._faults, self._rendezvous = logs, words, faults, rendezvous
+        self._logs, self._argv, self._faults, self._rendezvous = logs, argv, faults, rendezvous
         self._env, self._log, self._out = env, log, out
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._signals = StopSignals(self._kill, on_first=self._stop_unless_started)
         self._is_killed = False
 
-    def run(self, start: SpawnRanks) -> int:
+    def run(self, launch_mode: SpawnRanks) -> int:
         """Run and return the exit code: 0, the failing rank's, or 128 + N if signal N ended it before it saved."""
         with self._signals:
             try:
@@ -70,9 +70,9 @@ class Supervisor:
             finally:
                 self._rendezvous.close()
 
-    def _run(self, start: SpawnRanks) -> int:
-        if start.num_procs == "gpu":
-            start = replace(start, num_procs=count_gpus(self._faults.join_s, "faults.join_s"))
+    def _run(self, launch_mode: SpawnRanks) -> int:
+        if launch_mode.num_procs == "gpu":
+            launch_mode = replace(launch_mode, num_procs=count_gpus(self._faults.join_s, "faults.join_s"))
         lost_before: int | None = None
         crashed_before: str | None = None
         num_restarts = 0
@@ -100,22 +100,22 @@ class Supervisor:
                 self._log(f"{where}{outcome.why} (exit code {outcome.exit_code}; logs in {folder})")
                 return outcome.exit_code
             if outcome.rank is not None and outcome.rank == lost_before:
-                start = with_fewer(start, outcome.rank, self._faults.min_ranks)
+                launch_mode = with_fewer(launch_mode, outcome.rank, self._faults.min_ranks)
             lost_before, crashed_before = outcome.rank, outcome.crashed_at
             num_restarts += 1
             left = f"restart {num_restarts} of {self._faults.max_restarts}"
-            self._log(f"{outcome.why}; {left} with {start.num_procs} rank(s) here, logs in {folder}")
+            self._log(f"{outcome.why}; {left} with {launch_mode.num_procs} rank(s) here, logs in {folder}")
             time.sleep(PAUSE_S)
 
-    def _attempt(self, start: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
+    def _attempt(self, launch_mode: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
         """Start this node's ranks once; return the log folder, the outcome, and whether all nodes must restart."""
-        num_ranks = int(start.num_procs)
+        num_ranks = int(launch_mode.num_procs)
         info = self._rendezvous.next_rendezvous(num_ranks)
         folder = new_attempt(self._logs)
-        env = shared_environment(self._env, info, num_ranks, visible=start.visible, logs=folder)
+        env = shared_environment(self._env, info, num_ranks, visible=launch_mode.visible, logs=folder)
         num_oom_kills = count_oom_kills()
         board = StatusBoard.new(num_ranks)
-        self._ranks = start_ranks(self._words, info, num_ranks, env, folder, board)
+        self._ranks = start_ranks(self._argv, info, num_ranks, env, folder, board)
         if info.listener is not None:
             info.listener.close()
         try:
@@ -138,7 +138,7 @@ class Supervisor:
         outcome = classify_attempt(ended, out_of_memory=count_oom_kills() > num_oom_kills)
         until_s = time.monotonic() + LAST_WORD_S
         is_saved = outcome.exit_code == PreemptedError.exit_code and self._signals.number is None
-        while is_saved and not membership_changed and start.nodes.num_max > 1 and time.monotonic() < until_s:
+        while is_saved and not membership_changed and launch_mode.nodes.num_max > 1 and time.monotonic() < until_s:
             membership_changed = self._rendezvous.membership_changed()
             time.sleep(POLL_S)
         return folder, outcome, membership_changed
@@ -187,14 +187,14 @@ class Supervisor:
             kill(process)
 
 
-def with_fewer(start: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:
+def with_fewer(launch_mode: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:
     """Drop the rank, if `min_ranks` allows it and this is the only node."""
-    if min_ranks is None or start.nodes.num_max > 1 or start.num_procs == "gpu":
-        return start
-    if rank >= start.num_procs or start.num_procs - 1 < max(1, min_ranks):
-        return start
-    visible = start.visible and start.visible[:rank] + start.visible[rank + 1 :]
-    return replace(start, num_procs=start.num_procs - 1, visible=visible)
+    if min_ranks is None or launch_mode.nodes.num_max > 1 or launch_mode.num_procs == "gpu":
+        return launch_mode
+    if rank >= launch_mode.num_procs or launch_mode.num_procs - 1 < max(1, min_ranks):
+        return launch_mode
+    visible = launch_mode.visible and launch_mode.visible[:rank] + launch_mode.visible[rank + 1 :]
+    return replace(launch_mode, num_procs=launch_mode.num_procs - 1, visible=visible)
 
 
 def copy_lines(path: Path, out: TextIO, begin: int) -> int:
