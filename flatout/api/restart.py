@@ -15,7 +15,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
 from flatout.io.near_path import expand_home
 from flatout.io.no_gpu import require_gpu_driver
-from flatout.launch.launch_mode import RunHere, SpawnRanks
+from flatout.launch.launch_mode import LaunchMode, SpawnRanks
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
 from flatout.track.callback import Reporter
@@ -29,11 +29,11 @@ _RESULTS = ("checkpoints", "final")
 _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
-def move_aside(config: Config, env: Mapping[str, str], launch_mode: LaunchMode, settings: Sequence[Path] = ()) -> None:
+def move_aside(config: Config, env: Mapping[str, str], mode: LaunchMode, settings: Sequence[Path] = ()) -> None:
     """Move the run's folder to NAME.old-1, or the next number that is free, and print where it is now.
 
     What the new run reads stays: the files of `settings`, and a model that was written there from memory. Nothing is
-    moved unless `launch_mode` would pass every check that needs no GPU. Raises ResourceError while a process holds the
+    moved unless `mode` would pass every check that needs no GPU. Raises ResourceError while a process holds the
     folder, UsageError where a launcher may start the command again, and for a model, adapter or source in that
     folder.
     """
@@ -55,7 +55,7 @@ def move_aside(config: Config, env: Mapping[str, str], launch_mode: LaunchMode, 
     aside = free_folder(folder, ".old-", 1)
     with RunLock(folder, "restart"):
         # the folder of the run to come is empty
-        _check(config.model_copy(update={"run_dir": aside}), launch_mode)
+        _check(config.model_copy(update={"run_dir": aside}), mode)
         durable_io.rename(folder, aside)
     durable_io.make_dir(folder)
     if is_own:
@@ -79,9 +79,9 @@ def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator
             yield path
 
 
-def _check(config: Config, launch_mode: LaunchMode) -> None:
+def _check(config: Config, mode: LaunchMode) -> None:
     """Raise what a start raises before it needs a GPU: for packages, the model's files, data, settings and the plan."""
-    require_installed(config.track.to, strategy=config.strategy if isinstance(launch_mode, SpawnRanks) else "auto")
+    require_installed(config.track.to, strategy=config.strategy if isinstance(mode, SpawnRanks) else "auto")
     if config.wanted_device == "cuda":
         require_gpu_driver("gpus" if config.gpus else "device: cuda")
     with ConsoleCallback() as console:
@@ -94,10 +94,8 @@ def _check(config: Config, launch_mode: LaunchMode) -> None:
         from flatout.trainer.planned_run import plan_run
 
         num_gpus, num_ranks = torch.cuda.device_count(), 1
-        if isinstance(launch_mode, SpawnRanks):
-            num_ranks = launch_mode.nodes.num_max * (
-                max(num_gpus, 1) if launch_mode.num_procs == "gpu" else launch_mode.num_procs
-            )
+        if isinstance(mode, SpawnRanks):
+            num_ranks = mode.nodes.num_max * (max(num_gpus, 1) if mode.num_procs == "gpu" else mode.num_procs)
         check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
         fingerprint_model(config.model)
         check_trained(config)

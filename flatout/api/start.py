@@ -29,7 +29,7 @@ from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
 from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.redact import redacted
-from flatout.launch.launch_mode import Nodes, RunHere, SpawnRanks, choose_launch_mode, visible_devices
+from flatout.launch.launch_mode import LaunchMode, Nodes, SpawnRanks, choose_launch_mode, visible_devices
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
 from flatout.launch.supervise import Supervisor
 from flatout.track.callback import Callback, deliver
@@ -118,12 +118,12 @@ def train(
         how = "write class My(flatout.Callback): ... and pass callbacks=[My()]"
         raise UsageError(f"callbacks must be flatout.Callback objects, got {shown:.60}; {how}")
     resolved = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data)
-    launch_mode = _launch_mode(resolved)
-    if not isinstance(launch_mode, SpawnRanks):
-        prepare_torch(launch_mode.environment)  # the checks of a restart import torch
+    mode = _launch_mode(resolved)
+    if not isinstance(mode, SpawnRanks):
+        prepare_torch(mode.environment)  # the checks of a restart import torch
     if restart:
-        move_aside(resolved, environment(), launch_mode)
-    if not isinstance(launch_mode, SpawnRanks):
+        move_aside(resolved, environment(), mode)
+    if not isinstance(mode, SpawnRanks):
         from flatout.trainer.run import train as train_here
 
         with _without_bars():
@@ -134,7 +134,7 @@ def train(
         raise UsageError("config: an address contains a password, which would be written to disk; remove it")
     DurableIO().write_bytes(file, text.encode())
     with _Following(resolved.folder, callbacks) as following:
-        exit_code = start_ranks(resolved, launch_mode, ["train", str(file)])
+        exit_code = start_ranks(resolved, mode, ["train", str(file)])
     if following.error is not None:
         raise following.error
     if exit_code != 0:
@@ -161,15 +161,10 @@ def _without_bars() -> Iterator[None]:
 def _launch_mode(config: Config) -> LaunchMode:
     """Decide where to train. A process that has used CUDA already cannot choose its GPUs any more."""
     on_cpu, env = config.device == "cpu", environment()
-    launch_mode = choose_launch_mode(env, gpus=config.gpus, on_cpu=on_cpu, nodes=None)
+    mode = choose_launch_mode(env, gpus=config.gpus, on_cpu=on_cpu, nodes=None)
     torch = sys.modules.get("torch")
-    if (
-        isinstance(launch_mode, SpawnRanks)
-        or not launch_mode.environment
-        or torch is None
-        or not torch.cuda.is_initialized()
-    ):
-        return launch_mode
+    if isinstance(mode, SpawnRanks) or not mode.environment or torch is None or not torch.cuda.is_initialized():
+        return mode
     return SpawnRanks(1, Nodes(), visible_devices(env, gpus=config.gpus, on_cpu=on_cpu))
 
 
@@ -182,18 +177,13 @@ def _error_of(exit_code: int, why: str) -> FlatoutError:
 
 
 def start_ranks(
-    config: Config,
-    launch_mode: SpawnRanks,
-    argv: list[str],
-    *,
-    launched_at: float | None = None,
-    shows_all: bool = True,
+    config: Config, mode: SpawnRanks, argv: list[str], *, launched_at: float | None = None, shows_all: bool = True
 ) -> int:
-    """Start the ranks of this node and supervise them until the run ends; `argv` follow `flatout`.
+    """Start the ranks of this node and supervise them until the run ends; `argv` follows `flatout`.
 
     The run's start counts from the Unix time `launched_at`; by default, from this call. `shows_all` is the console's.
     """
-    nodes, faults = launch_mode.nodes, config.faults
+    nodes, faults = mode.nodes, config.faults
     # one error, instead of one for each rank
     require_installed(config.track.to, strategy=config.strategy)
     if config.wanted_device == "cuda":
@@ -219,7 +209,7 @@ def start_ranks(
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         try:
-            return Supervisor(logs, argv, faults, rendezvous, env | {SECRET: secret}, to_stderr, out).run(start)
+            return Supervisor(logs, argv, faults, rendezvous, env | {SECRET: secret}, to_stderr, out).run(mode)
         finally:
             if nodes.index == 0:
                 remove_unfinished(config.folder)

@@ -32,7 +32,7 @@ from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch import tmux
 from flatout.launch.attempt import UNCAUGHT_EXIT_CODE, RankReport
 from flatout.launch.gpu_driver import open_gpu
-from flatout.launch.launch_mode import RunHere, SpawnRanks, choose_launch_mode, parse_nodes
+from flatout.launch.launch_mode import LaunchMode, RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import MODULE, end_with_parent
 from flatout.parallel.rank import Rank
 from flatout.track.console import ConsoleCallback
@@ -85,22 +85,22 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.tmux is None:
         step = next_steps(("plan instead of train --dry-run", ""))
         raise UsageError(f"--dry-run needs --tmux; use `flatout plan` to see what a run will do{step}")
-    launch_mode = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
+    mode = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
     profile = [] if args.profile is None else [f"--profile={args.profile}"]
     argv = ["train", str(args.config), *args.overrides, *profile, *(["--yes"] if args.yes else [])]
     if args.tmux is not None:
         if nodes is not None:
             argv += [f"--nnodes={args.nnodes}", f"--node-rank={args.node_rank}", f"--rdzv={args.rdzv}"]
         argv += [*(["--restart"] if args.restart else []), *(["-v"] if args.verbose else [])]
-        _start_in_tmux(config, launch_mode, args.tmux, argv, dry_run=args.dry_run)
+        _start_in_tmux(config, mode, args.tmux, argv, dry_run=args.dry_run)
         return 0
     if args.restart and (nodes is None or nodes.index == 0):
-        config = _moved_aside(config, launch_mode, files, argv, takes=args.yes)
+        config = _moved_aside(config, mode, files, argv, takes=args.yes)
     started_at = time.time()
     try:
-        if isinstance(launch_mode, SpawnRanks):
-            return start_ranks(config, launch_mode, argv, launched_at=own_launch, shows_all=args.verbose)
-        prepare_torch(launch_mode.environment)
+        if isinstance(mode, SpawnRanks):
+            return start_ranks(config, mode, argv, launched_at=own_launch, shows_all=args.verbose)
+        prepare_torch(mode.environment)
         # a .py configuration may change anything in this process
         with_columns(
             lambda data: _train_here(
@@ -120,17 +120,17 @@ def run(args: argparse.Namespace) -> int:
             _print_summary(config.folder, started_at)
 
 
-def _moved_aside(config: Config, launch_mode: LaunchMode, files: list[Path], argv: list[str], *, takes: bool) -> Config:
+def _moved_aside(config: Config, mode: LaunchMode, files: list[Path], argv: list[str], *, takes: bool) -> Config:
     """Move the earlier run aside, but the `files` of the settings, which ranks read again.
 
-    Return the settings with columns that were agreed to, which `argv` tell ranks.
+    Return the settings with columns that were agreed to, which `argv` tells ranks.
     """
-    if isinstance(launch_mode, RunHere):
-        prepare_torch(launch_mode.environment)  # the checks import torch
+    if isinstance(mode, RunHere):
+        prepare_torch(mode.environment)  # the checks import torch
 
     def move(data: DataConfig) -> Config:
         with_data = config.model_copy(update={"data": data})
-        move_aside(with_data, environment(), launch_mode, files)
+        move_aside(with_data, environment(), mode, files)
         return with_data
 
     moved = with_columns(move, config.data, takes=takes)
@@ -155,15 +155,13 @@ def _print_summary(folder: Path, started_at: float) -> None:
             print("\n".join(summary_lines(summarize(log), next_commands(log), is_short=is_short)))
 
 
-def _start_in_tmux(config: Config, launch_mode: LaunchMode, name: str, argv: list[str], *, dry_run: bool) -> None:
+def _start_in_tmux(config: Config, mode: LaunchMode, name: str, argv: list[str], *, dry_run: bool) -> None:
     """Run the same command in a tmux session; with `dry_run`, only print the tmux commands."""
     folder = config.folder.absolute()
     logs = [folder / "train.log"]
-    if isinstance(launch_mode, SpawnRanks):
-        latest = (
-            folder / "logs" / (f"node-{launch_mode.nodes.index}/latest" if launch_mode.nodes.num_max > 1 else "latest")
-        )
-        num_windows = 1 if launch_mode.num_procs == "gpu" else launch_mode.num_procs
+    if isinstance(mode, SpawnRanks):
+        latest = folder / "logs" / (f"node-{mode.nodes.index}/latest" if mode.nodes.num_max > 1 else "latest")
+        num_windows = 1 if mode.num_procs == "gpu" else mode.num_procs
         logs = [latest / f"rank-{rank}.log" for rank in range(num_windows)]
     made = tmux.commands(name, [sys.executable, *MODULE, *argv], logs, environment())
     if dry_run:

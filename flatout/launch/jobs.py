@@ -35,18 +35,18 @@ IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A run on a cluster; `words` follow `python -m flatout`, where `python` is the interpreter there."""
+    """A run on a cluster; `argv` follows `python -m flatout`, where `python` is the interpreter there."""
 
     name: str
     nodes: int
     gpus_per_node: int
-    words: Sequence[str]
+    argv: Sequence[str]
     python: str = "python"
 
     @property
     def command(self) -> list[str]:
-        """The command as a list, so that no shell interprets the words."""
-        return [self.python, "-m", "flatout", *self.words]
+        """The command as a list, so that no shell interprets the arguments."""
+        return [self.python, "-m", "flatout", *self.argv]
 
 
 def sbatch_script(

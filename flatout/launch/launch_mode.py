@@ -44,6 +44,9 @@ class SpawnRanks:
     visible: tuple[str, ...] | None = None
 
 
+LaunchMode = RunHere | SpawnRanks
+
+
 def choose_launch_mode(
     env: Mapping[str, str], *, gpus: Sequence[int] | None, on_cpu: bool, nodes: Nodes | None
 ) -> LaunchMode:

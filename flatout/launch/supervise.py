@@ -37,7 +37,7 @@ class _Stopped(Exception):  # noqa: N818  (a signal, not an error)
 class Supervisor:
     """Restarts the ranks until an attempt completes, is asked to stop, or fails for good or too often (max_restarts).
 
-    `argv` follow `python -m flatout`. `env` has the secret with which ranks authenticate. `log` gets one line per
+    `argv` follows `python -m flatout`. `env` has the secret with which ranks authenticate. `log` gets one line per
     restart; the first rank's log is copied to `out` as it grows. The first signal to this process asks the ranks to
     save and stop; a second one kills them.
     """
@@ -58,11 +58,11 @@ class Supervisor:
         self._signals = StopSignals(self._kill, on_first=self._stop_unless_started)
         self._is_killed = False
 
-    def run(self, launch_mode: SpawnRanks) -> int:
+    def run(self, mode: SpawnRanks) -> int:
         """Run and return the exit code: 0, the failing rank's, or 128 + N if signal N ended it before it saved."""
         with self._signals:
             try:
-                return self._run(start)
+                return self._run(mode)
             except _Stopped:
                 assert self._signals.number is not None
                 self._log("killed; steps since the last checkpoint are lost" if self._is_killed else "stopped")
@@ -70,14 +70,14 @@ class Supervisor:
             finally:
                 self._rendezvous.close()
 
-    def _run(self, launch_mode: SpawnRanks) -> int:
-        if launch_mode.num_procs == "gpu":
-            launch_mode = replace(launch_mode, num_procs=count_gpus(self._faults.join_s, "faults.join_s"))
+    def _run(self, mode: SpawnRanks) -> int:
+        if mode.num_procs == "gpu":
+            mode = replace(mode, num_procs=count_gpus(self._faults.join_s, "faults.join_s"))
         lost_before: int | None = None
         crashed_before: str | None = None
         num_restarts = 0
         while True:
-            folder, outcome, membership_changed = self._attempt(start)
+            folder, outcome, membership_changed = self._attempt(mode)
             if outcome.exit_code == 0 or (self._signals.number and outcome.exit_code == PreemptedError.exit_code):
                 return outcome.exit_code
             if self._signals.number is not None:
@@ -100,19 +100,19 @@ class Supervisor:
                 self._log(f"{where}{outcome.why} (exit code {outcome.exit_code}; logs in {folder})")
                 return outcome.exit_code
             if outcome.rank is not None and outcome.rank == lost_before:
-                launch_mode = with_fewer(launch_mode, outcome.rank, self._faults.min_ranks)
+                mode = with_fewer(mode, outcome.rank, self._faults.min_ranks)
             lost_before, crashed_before = outcome.rank, outcome.crashed_at
             num_restarts += 1
             left = f"restart {num_restarts} of {self._faults.max_restarts}"
-            self._log(f"{outcome.why}; {left} with {launch_mode.num_procs} rank(s) here, logs in {folder}")
+            self._log(f"{outcome.why}; {left} with {mode.num_procs} rank(s) here, logs in {folder}")
             time.sleep(PAUSE_S)
 
-    def _attempt(self, launch_mode: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
+    def _attempt(self, mode: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
         """Start this node's ranks once; return the log folder, the outcome, and whether all nodes must restart."""
-        num_ranks = int(launch_mode.num_procs)
+        num_ranks = int(mode.num_procs)
         info = self._rendezvous.next_rendezvous(num_ranks)
         folder = new_attempt(self._logs)
-        env = shared_environment(self._env, info, num_ranks, visible=launch_mode.visible, logs=folder)
+        env = shared_environment(self._env, info, num_ranks, visible=mode.visible, logs=folder)
         num_oom_kills = count_oom_kills()
         board = StatusBoard.new(num_ranks)
         self._ranks = start_ranks(self._argv, info, num_ranks, env, folder, board)
@@ -138,7 +138,7 @@ class Supervisor:
         outcome = classify_attempt(ended, out_of_memory=count_oom_kills() > num_oom_kills)
         until_s = time.monotonic() + LAST_WORD_S
         is_saved = outcome.exit_code == PreemptedError.exit_code and self._signals.number is None
-        while is_saved and not membership_changed and launch_mode.nodes.num_max > 1 and time.monotonic() < until_s:
+        while is_saved and not membership_changed and mode.nodes.num_max > 1 and time.monotonic() < until_s:
             membership_changed = self._rendezvous.membership_changed()
             time.sleep(POLL_S)
         return folder, outcome, membership_changed
@@ -187,14 +187,14 @@ class Supervisor:
             kill(process)
 
 
-def with_fewer(launch_mode: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:
+def with_fewer(mode: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:
     """Drop the rank, if `min_ranks` allows it and this is the only node."""
-    if min_ranks is None or launch_mode.nodes.num_max > 1 or launch_mode.num_procs == "gpu":
-        return launch_mode
-    if rank >= launch_mode.num_procs or launch_mode.num_procs - 1 < max(1, min_ranks):
-        return launch_mode
-    visible = launch_mode.visible and launch_mode.visible[:rank] + launch_mode.visible[rank + 1 :]
-    return replace(launch_mode, num_procs=launch_mode.num_procs - 1, visible=visible)
+    if min_ranks is None or mode.nodes.num_max > 1 or mode.num_procs == "gpu":
+        return mode
+    if rank >= mode.num_procs or mode.num_procs - 1 < max(1, min_ranks):
+        return mode
+    visible = mode.visible and mode.visible[:rank] + mode.visible[rank + 1 :]
+    return replace(mode, num_procs=mode.num_procs - 1, visible=visible)
 
 
 def copy_lines(path: Path, out: TextIO, begin: int) -> int:
