@@ -80,5 +80,5 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
         )
 
     head = 6 if shape.trains_head(config.lora) else trained
-    whole = cost(trained + 2 * again, 6 + 2 * again, 2.0 * (1.0 + ATTENTION_BACKWARD + again), head)
-    return replace(whole, useful=make_cost(config, shape) if again else None, forward=cost(2, 2, 2.0, 2))
+    step_cost = cost(trained + 2 * again, 6 + 2 * again, 2.0 * (1.0 + ATTENTION_BACKWARD + again), head)
+    return replace(step_cost, useful=make_cost(config, shape) if again else None, forward=cost(2, 2, 2.0, 2))

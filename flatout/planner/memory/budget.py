@@ -163,12 +163,12 @@ def choose_micro_batch(
         )
     model = memory_model(config, shape, device, parallel_layout)
     for level in _levels(config, compiled=model.compiled):
-        decision, fits, enough = _decide(model, level, tokens, device)
-        if fits >= enough:
+        decision, fit_tokens, enough_tokens = _decide(model, level, tokens, device)
+        if fit_tokens >= enough_tokens:
             break
     whole_step = config.full.update == "backward"
     num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
-    if fits < num_tokens and not configured:
+    if fit_tokens < num_tokens and not configured:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
@@ -204,13 +204,13 @@ def spend_spare_memory(
     model = decision.model
     if model is None or device is None:
         return decision
-    parallel_layout = model.parallel_layout
-    frees = config.method == "full" and parallel_layout.shards_weights and parallel_layout.reshard_after_forward
+    layout = model.parallel_layout
+    can_keep_gathered = config.method == "full" and layout.shards_weights and layout.reshard_after_forward
     if model.transposable_bytes:
         other = replace(model, transposed_weights=True)
         gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
-    elif frees and config.sharding.reshard_after_forward == "auto":
-        other = replace(model, parallel_layout=replace(parallel_layout, reshard_after_forward=False))
+    elif can_keep_gathered and config.sharding.reshard_after_forward == "auto":
+        other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
         gain = "gathered weights are kept within a step"
     else:
         return decision
@@ -218,14 +218,14 @@ def spend_spare_memory(
     def num_micro_batches(plan: TrainingPlan) -> int:
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.by_rank)
 
-    other_layout, fits, enough = _decide(other, decision.recompute, tokens, device)
+    other_layout, fit_tokens, enough_tokens = _decide(other, decision.recompute, tokens, device)
     cut = plan.with_layout(
         other_layout.micro_batch_tokens,
         plan.batch_layout.cost,
         lockstep=plan.batch_layout.lockstep,
         expert_ranks=plan.batch_layout.expert_ranks,
     )
-    if fits >= enough and num_micro_batches(cut) <= MORE_PASSES * num_micro_batches(plan):
+    if fit_tokens >= enough_tokens and num_micro_batches(cut) <= MORE_PASSES * num_micro_batches(plan):
         return replace(other_layout, reason=f"{other_layout.reason}; {gain}")
     if model.transposable_bytes:
         return replace(decision, reason=f"{decision.reason}; fp8 weights are transposed in every pass")
@@ -237,26 +237,26 @@ def _decide(
 ) -> tuple[MemoryDecision, int, int]:
     """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
     config, configured = model.config, model.config.batch.micro_batch_tokens
-    enough = most = min(configured or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
+    enough_tokens = most_tokens = min(configured or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
     if not configured and config.full.update == "step":
-        enough = min(most, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
-    holds = fits = largest_fit(model, level, tokens, device, most)
-    if enough < most:
-        fits = min(fits, max(enough, _indexed_tokens(model)))
-    num_tokens = configured or max(fits, tokens.longest_sample)
+        enough_tokens = min(most_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
+    fit_tokens = usable_tokens = largest_fit(model, level, tokens, device, most_tokens)
+    if enough_tokens < most_tokens:
+        usable_tokens = min(usable_tokens, max(enough_tokens, _indexed_tokens(model)))
+    num_tokens = configured or max(usable_tokens, tokens.longest_sample)
     budget = budget_bytes(config, device)
     reason = (
         f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
-        f"{holds:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
+        f"{fit_tokens:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
     )
-    if fits < holds:
+    if usable_tokens < fit_tokens:
         reason += "; tensors of more tokens would need 64-bit indices"
     if (measured := model.corrections.get(model.kind_of_pass(level), Correction())) != Correction():
         reason += f"; measured passes take {measured}"
     if level == "offload":
         reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB of layer inputs are kept in host memory"
     accumulates = num_tokens < tokens.rank_step_tokens
-    return MemoryDecision(num_tokens, level, reason, model, budget, accumulates), fits, enough
+    return MemoryDecision(num_tokens, level, reason, model, budget, accumulates), usable_tokens, enough_tokens
 
 
 def _indexed_tokens(model: MemoryModel) -> int:
@@ -284,17 +284,17 @@ def choose_parallel_layout(
     if device is None:
         return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
     model = memory_model(config, shape, device, replace(SINGLE_RANK, context_ranks=config.context.parallel))
-    enough = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
+    busy_tokens = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
-    beside = f"{enough:,} tokens on {device.name}"
-    if largest_fit(model, "full", tokens, device, enough) >= enough:
-        return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {beside}")
+    work = f"{busy_tokens:,} tokens on {device.name}"
+    if largest_fit(model, "full", tokens, device, busy_tokens) >= busy_tokens:
+        return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {work}")
     if why := config.reason_against_sharding:
-        cannot = f"{facts}, which does not fit with {beside}, but sharding does not work with {why}"
+        cannot = f"{facts}, which does not fit with {work}, but sharding does not work with {why}"
         return resolve_layout(config, "ddp", **ranks, why=cannot)
     even = num_nodes > 1 and num_ranks > num_nodes and config.experts.parallel == 1
-    return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {beside}")
+    return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {work}")
 
 
 def budget_bytes(config: Config, device: Device) -> int:
@@ -303,8 +303,8 @@ def budget_bytes(config: Config, device: Device) -> int:
     return int(limit * (1 - MARGIN))
 
 
-def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, device: Device, most: int) -> int:
-    """Return the most tokens of a micro-batch, up to `most`, whose estimate is within the budget; 0 if none is."""
+def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, device: Device, limit: int) -> int:
+    """Return the most tokens of a micro-batch, up to `limit`, whose estimate is within the budget; 0 if none is."""
     budget = budget_bytes(model.config, device)
 
     def fits(count: int) -> bool:
@@ -312,9 +312,9 @@ def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistic
         return model.estimate(tokens.micro_batch(count), recompute, accumulates=accumulates).total_bytes <= budget
 
     # a whole step at once may need less than several micro-batches, which accumulate gradients
-    if fits(most):
-        return most
-    size = bisect_left(range(1, most), True, key=lambda count: not fits(count))
+    if fits(limit):
+        return limit
+    size = bisect_left(range(1, limit), True, key=lambda count: not fits(count))
     return max(size // TOKENS_MULTIPLE * TOKENS_MULTIPLE, min(size, tokens.longest_sample))
 
 

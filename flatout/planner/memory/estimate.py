@@ -175,7 +175,7 @@ class MemoryModel:
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
         saved, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
-        whole = MemoryEstimate(
+        estimate = MemoryEstimate(
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
             gradients_bytes=num_gradients * width.trained,
@@ -184,7 +184,7 @@ class MemoryModel:
             working_bytes=working + held,
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),
         )
-        return self._cut(whole, num_adapter) if self.parallel_layout.shards_state else whole
+        return self._sharded(estimate, num_adapter) if self.parallel_layout.shards_state else estimate
 
     def _of_a_share(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return the estimate where several ranks share the micro-batch."""
@@ -192,21 +192,21 @@ class MemoryModel:
         own_tokens, own_documents = -(-size.num_tokens // num_ranks), -(-size.num_documents // num_ranks)
         # one rank may have most labels, as those of an answer at a document's end
         share = MicroBatchSize(own_tokens, min(size.num_label_tokens, own_tokens), own_documents)
-        alone = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
-        estimate = alone.fitted_estimate(share, recompute, accumulates)
+        one_rank = replace(self, parallel_layout=replace(self.parallel_layout, context_ranks=1))
+        estimate = one_rank.fitted_estimate(share, recompute, accumulates)
         # of a document's keys, the pieces of a share have 1 + 1 / 2N
         picked = 1 + 1 / (2 * num_ranks)
         keys = max(layer.key_width * (2 + 2 * picked) + layer.pair_width * picked for layer in self.shape.layers)
         elements, layers = size.num_tokens * self.widths.compute, self.shape.layers
         # keys and values of all are gathered once the MLP's activations are freed
-        beside = alone._backward_bytes(own_tokens, recompute, with_mlp=False) + CONSTANT_BYTES
+        backward_bytes = one_rank._backward_bytes(own_tokens, recompute, with_mlp=False) + CONSTANT_BYTES
         # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
-        whole = 0 if self.precision in ("bf16", "fp16") else sum(layer.pair_width + layer.key_width for layer in layers)
-        whole = whole // len(layers) if recompute in ("full", "offload") else whole
+        saved = 0 if self.precision in ("bf16", "fp16") else sum(layer.pair_width + layer.key_width for layer in layers)
+        saved = saved // len(layers) if recompute in ("full", "offload") else saved
         return replace(
             estimate,
-            activations_bytes=estimate.activations_bytes + elements * whole,
-            working_bytes=max(estimate.working_bytes, int(beside + elements * keys)),
+            activations_bytes=estimate.activations_bytes + elements * saved,
+            working_bytes=max(estimate.working_bytes, int(backward_bytes + elements * keys)),
         )
 
     def _beside_experts(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
@@ -214,16 +214,16 @@ class MemoryModel:
         layout = replace(self.parallel_layout, expert_ranks=1)
         rest = replace(self, shape=self.shape.without_experts, parallel_layout=layout)
         models = (replace(self, parallel_layout=SINGLE_RANK), replace(rest, parallel_layout=SINGLE_RANK), rest)
-        whole, bare, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
+        replicated, replicated_rest, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
         return replace(
-            whole,
-            weights_bytes=sharded.weights_bytes + whole.weights_bytes - bare.weights_bytes,
-            adapter_bytes=sharded.adapter_bytes + whole.adapter_bytes - bare.adapter_bytes,
-            gradients_bytes=sharded.gradients_bytes + whole.gradients_bytes - bare.gradients_bytes,
-            optimizer_bytes=sharded.optimizer_bytes + whole.optimizer_bytes - bare.optimizer_bytes,
+            replicated,
+            weights_bytes=sharded.weights_bytes + replicated.weights_bytes - replicated_rest.weights_bytes,
+            adapter_bytes=sharded.adapter_bytes + replicated.adapter_bytes - replicated_rest.adapter_bytes,
+            gradients_bytes=sharded.gradients_bytes + replicated.gradients_bytes - replicated_rest.gradients_bytes,
+            optimizer_bytes=sharded.optimizer_bytes + replicated.optimizer_bytes - replicated_rest.optimizer_bytes,
         )
 
-    def _cut(self, whole: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
+    def _sharded(self, replicated: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
         """Return the estimate with sharded state, plus the weights and gradients that are temporarily unsharded."""
         shape, layout, width = self.shape, self.parallel_layout, self.widths
         is_full = self.config.method == "full"
@@ -240,24 +240,24 @@ class MemoryModel:
         else:
             # frozen weights that are never freed stay unsharded
             blocks = self._frozen_bytes() - num_root * width.compute
-            weights = whole.weights_bytes - (blocks * (1 - part - gathered) if layout.reshard_after_forward else 0)
+            weights = replicated.weights_bytes - (blocks * (1 - part - gathered) if layout.reshard_after_forward else 0)
         # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
         num_lora = shape.num_lora_params(self.config.lora)
         two_layers = (num_blocks if is_full else num_lora) * 2 / shape.num_layers
         # what is trained in full is mostly embedding and head, which are not freed
-        beside = 0 if is_full else (num_adapter - num_lora) * width.trained
+        unsharded_adapter = 0 if is_full else (num_adapter - num_lora) * width.trained
         unsharded_lora = (num_adapter and num_lora) * width.trained * gathered
-        unsummed = two_layers * (width.compute + width.trained) + (root if is_full else beside)
+        unsummed = two_layers * (width.compute + width.trained) + (root if is_full else unsharded_adapter)
         late = layout.sums_late
         # DeepSpeed sums late gradients in place
         summed = late + (0 if late and layout.keeps_gradients else part)
         return replace(
-            whole,
+            replicated,
             weights_bytes=int(weights),
-            adapter_bytes=int(num_adapter * width.trained * part + unsharded_lora) + beside,
-            gradients_bytes=int(whole.gradients_bytes * summed + (0 if late else unsummed)),
-            optimizer_bytes=int(whole.optimizer_bytes * part),
-            working_bytes=whole.working_bytes + layout.buffers_bytes,
+            adapter_bytes=int(num_adapter * width.trained * part + unsharded_lora) + unsharded_adapter,
+            gradients_bytes=int(replicated.gradients_bytes * summed + (0 if late else unsummed)),
+            optimizer_bytes=int(replicated.optimizer_bytes * part),
+            working_bytes=replicated.working_bytes + layout.buffers_bytes,
         )
 
     @property
@@ -315,7 +315,7 @@ class MemoryModel:
         num_bytes: float = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
         if in_float8:
             saved = self._float8_inputs
-            num_bytes -= num_tokens * (saved.norms + (saved.products if with_mlp else 0) - saved.beside)
+            num_bytes -= num_tokens * (saved.norms + (saved.products if with_mlp else 0) - saved.copies)
         return num_bytes if self.compiled else num_bytes * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:

@@ -11,11 +11,11 @@ from flatout.planner.shape import Linear, ModelShape
 
 
 class Float8Inputs(NamedTuple):
-    """Bytes per token and layer: `norms` and `products` fewer of norms' outputs and MLPs' products, `beside` more."""
+    """Bytes per token and layer: `norms` and `products` fewer of norms' outputs and MLPs' products, `copies` more."""
 
     norms: float = 0.0
     products: float = 0.0
-    beside: float = 0.0
+    copies: float = 0.0
 
 
 def float8_inputs(shape: ModelShape, lora: LoraConfig, element_bytes: int) -> Float8Inputs:
@@ -24,7 +24,7 @@ def float8_inputs(shape: ModelShape, lora: LoraConfig, element_bytes: int) -> Fl
     Within a module, the last linear layer is taken to read what the module computed, all others what the module got.
     Attention saves its output anyway, and a float8 copy of it comes beside that.
     """
-    targets, norms, products, beside = shape.targeted(lora), 0, 0, 0
+    targets, norms, products, copies = shape.targeted(lora), 0, 0, 0
     for index, layer in enumerate(shape.layers):
         modules: dict[str, list[Linear]] = {}
         for linear in layer.linears:
@@ -37,8 +37,8 @@ def float8_inputs(shape: ModelShape, lora: LoraConfig, element_bytes: int) -> Fl
             if 3 * last.num_in == layer.mlp_elements:
                 products += last.num_in * _fewer_bytes(adapters, [last], element_bytes)
             else:
-                beside += last.num_in * _copies(adapters, [last])[0]
-    return Float8Inputs(norms / shape.num_layers, products / shape.num_layers, beside / shape.num_layers)
+                copies += last.num_in * _copies(adapters, [last])[0]
+    return Float8Inputs(norms / shape.num_layers, products / shape.num_layers, copies / shape.num_layers)
 
 
 def _fewer_bytes(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear], element_bytes: int) -> int:

@@ -70,12 +70,12 @@ def _best_exchange(
     best_distance = half * (1 - 1e-9)
     best: tuple[int | None, int | None] = (None, None)
     for item in sorted(high):
-        wanted = weights[item] - half
-        if abs(wanted) < best_distance:
-            best_distance, best = abs(wanted), (item, None)
-        nearest = bisect_left(candidate_weights, wanted)
+        target = weights[item] - half
+        if abs(target) < best_distance:
+            best_distance, best = abs(target), (item, None)
+        nearest = bisect_left(candidate_weights, target)
         for index in range(max(0, nearest - 1), min(nearest + 1, len(candidates))):
-            distance = abs(wanted - candidate_weights[index])
+            distance = abs(target - candidate_weights[index])
             if distance < best_distance:
                 best_distance, best = distance, (item, candidates[index])
     return best

@@ -139,7 +139,7 @@ def _join(first: _Cluster, second: _Cluster, num_tokens: int) -> _Cluster:
 
 @dataclass(frozen=True, eq=False)
 class UnitPrefixes:
-    """Units of several samples share the prefix of their own; samples alone share what `alone` finds.
+    """Units of several samples share the prefix of their own; single samples share what `index` has.
 
     `numbers` int64 (N,) is the unit of each sample; `tokens` int (U,) what the samples of a unit begin with in common,
     0 for less than MIN_PREFIX_TOKENS and for units of one.
@@ -147,7 +147,7 @@ class UnitPrefixes:
 
     numbers: NDArray[np.int64]
     tokens: NDArray[np.integer]
-    alone: PrefixIndex | None = None
+    index: PrefixIndex | None = None
 
     @classmethod
     def of(
@@ -168,13 +168,13 @@ class UnitPrefixes:
         return cls(np.repeat(np.arange(len(sizes)), sizes), lengths, index)
 
     def groups(self, sample_ids: Sequence[int]) -> list[PrefixGroup]:
-        """Group whole units that have a prefix, and samples alone as `PrefixIndex` does."""
+        """Group whole units that have a prefix, and single samples as `PrefixIndex` does."""
         ids, members = np.asarray(sample_ids, dtype=np.int64), dict[int, list[int]]()
         for index, unit in enumerate(self.numbers[ids].tolist()):
             members.setdefault(unit, []).append(index)
         groups = [PrefixGroup(int(self.tokens[unit]), group) for unit, group in members.items() if self.tokens[unit]]
         single = [group[0] for group in members.values() if len(group) == 1]
-        shared = [] if self.alone is None else self.alone.groups(ids[single].tolist())
+        shared = [] if self.index is None else self.index.groups(ids[single].tolist())
         return groups + [PrefixGroup(tokens, [single[index] for index in group]) for tokens, group in shared]
 
 

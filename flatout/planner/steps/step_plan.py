@@ -187,8 +187,8 @@ class BatchLayout:
             return [list(items)]
         groups = self._groups(items)
         if not groups and items[0].unit is None:  # most runs: none to bundle
-            alone = partition([item.cost for item in items], self.num_ranks)
-            return [[items[index] for index in of_rank] for of_rank in alone]
+            parts = partition([item.cost for item in items], self.num_ranks)
+            return [[items[index] for index in of_rank] for of_rank in parts]
         total = sum([item.length for item in items]) - sum(tokens * (len(members) - 1) for tokens, members in groups)
         bundles = make_bundles(items, groups, total // self.num_ranks)
         costs = [sum([items[index].cost for index in bundle.members]) for bundle in bundles]
@@ -206,10 +206,10 @@ class BatchLayout:
         members: dict[int, list[int]] = {}
         for bundle in bundles:
             members.setdefault(bundle.group, []).extend(bundle.members)
-        alone = members.pop(-1, [])
-        alone += [group[0] for group in members.values() if len(group) == 1]
+        ungrouped = members.pop(-1, [])
+        ungrouped += [group[0] for group in members.values() if len(group) == 1]
         shared = [(groups[number].num_tokens, sorted(group)) for number, group in members.items() if len(group) > 1]
-        order = [index for _, group in shared for index in group] + sorted(alone)
+        order = [index for _, group in shared for index in group] + sorted(ungrouped)
         batch = self.micro_batch([items[index] for index in order])
         return replace(batch, shared=tuple((tokens, len(group)) for tokens, group in shared)) if shared else batch
 
@@ -261,8 +261,8 @@ def _assign_rows(
         return layout.cost_of(batch) + (sum(tower[sample_id] for sample_id in batch.sample_ids) if tower else 0.0)
 
     if layout.num_ranks == 1:
-        whole = layout.micro_batches(group)
-        return [whole], [sum(map(cost_of, whole))]
+        micro_batches = layout.micro_batches(group)
+        return [micro_batches], [sum(map(cost_of, micro_batches))]
     units = [[group[index].length for index in bundle.members] for bundle in make_bundles(group)]
     longest = max([len(lengths) * row_length(max(lengths)) for lengths in units])
     total = sum(item.length for item in group)
@@ -378,8 +378,8 @@ def _step(
         by_rank = [
             batches for start in groups for batches in _equal_sizes(by_rank[start : start + layout.expert_ranks])
         ]
-    whole = layout.micro_batch(items)
+    merged = layout.micro_batch(items)
     balance = sum(loads) / (len(loads) * max(loads))
     return StepPlan(
-        index, epoch, whole.sample_ids, whole.num_tokens, whole.num_label_tokens, tuple(map(tuple, by_rank)), balance
+        index, epoch, merged.sample_ids, merged.num_tokens, merged.num_label_tokens, tuple(map(tuple, by_rank)), balance
     )

@@ -179,10 +179,10 @@ class TrainingPlan(PlannedSamples):
         padding = padding_share(steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
         ranks = "rank(s)" if ranks_per_group == 1 else f"group(s) of {ranks_per_group} ranks"
-        unit, whole = ("samples", "") if self.unit_offsets is None else ("units", f" ({self.num_samples:,} samples)")
+        unit, samples = ("samples", "") if self.unit_offsets is None else ("units", f" ({self.num_samples:,} samples)")
         return (
             f"{self.num_steps:,} steps of {self.batch.samples_per_step} {unit}, {epochs:.4g} epochs of "
-            f"{self.num_units:,}{whole}; {self.batch_layout.num_ranks} {ranks}, balance {balance:.3f}, "
+            f"{self.num_units:,}{samples}; {self.batch_layout.num_ranks} {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 

@@ -56,8 +56,8 @@ class Samples:
 
     def indices_of(self, ids: Sequence[int]) -> NDArray[np.int64]:
         """Return the indices of these ids; only if `self.ids` is ascending."""
-        wanted = np.asarray(ids, dtype=np.int64)
-        return wanted if self.ids is None else np.searchsorted(self.ids, wanted)
+        wanted_ids = np.asarray(ids, dtype=np.int64)
+        return wanted_ids if self.ids is None else np.searchsorted(self.ids, wanted_ids)
 
     def items(self, cost: CostModel) -> list[Item]:
         """Return the samples as plain Python values, which small loops read faster than arrays."""
