@@ -151,10 +151,10 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
     for target, paths in all_paths.items():
         name = printable(redacted(target))
         print(f"loading {name}", file=sys.stderr)
-        beside = (first, speakers[0].model) if speakers and args.device_map is None else None
+        sibling = (first, speakers[0].model) if speakers and args.device_map is None else None
         with progress_console() as console:
             console.on_phase(f"loading {name}")
-            model, tokenizer = load_trained(paths, device=device, device_map=args.device_map, beside=beside)
+            model, tokenizer = load_trained(paths, device=device, device_map=args.device_map, sibling=sibling)
         if isinstance(tokenizer.chat_template, str):
             with bounded("the model's chat template"):
                 choose_template(tokenizer, None, paths.tokenizer)

@@ -64,7 +64,7 @@ class LayoutChoice(NamedTuple):
 
 
 def choose_layout(
-    config: Any, wanted: Literal["auto", "packed", "rows"], *, has_pictures: bool = False
+    config: Any, setting: Literal["auto", "packed", "rows"], *, has_pictures: bool = False
 ) -> LayoutChoice:
     """Choose a model's layout from its config; `auto` packs unless packing is known to be inexact.
 
@@ -73,13 +73,13 @@ def choose_layout(
     problem = packing_problem(config)
     if has_pictures and picture_kinds(config):
         problem = "it attends in both directions inside a picture"
-    if wanted == "packed" and problem is not None:
+    if setting == "packed" and problem is not None:
         raise UsageError(
             f"batch.layout: model type {config.model_type} cannot be trained on packed documents: {problem}; set "
             "batch.layout: auto"
         )
-    if wanted != "auto":
-        return LayoutChoice(wanted, "as configured")
+    if setting != "auto":
+        return LayoutChoice(setting, "as configured")
     if problem is not None:
         return LayoutChoice("rows", problem)
     return LayoutChoice("packed", "without padding; the self-test proves that documents do not affect each other")

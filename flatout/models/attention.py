@@ -50,7 +50,7 @@ def registered_name(implementation: Implementation) -> str:
 
 
 def choose_attention(
-    wanted: Literal["auto"] | Implementation,
+    setting: Literal["auto"] | Implementation,
     config: Any,
     *,
     device: torch.device,
@@ -64,11 +64,11 @@ def choose_attention(
     several `context_ranks` share micro-batches, auto uses neither, see `register_over_ranks`.
     Raises UsageError if the requested form does not support this model.
     """
-    if wanted != "auto":
-        problem = None if wanted == "plain" else _problem(wanted, config, device, dtype)
+    if setting != "auto":
+        problem = None if setting == "plain" else _problem(setting, config, device, dtype)
         if problem:
-            raise UsageError(f"model.attention: {wanted} does not support this model: {problem}; use auto")
-        return AttentionChoice(wanted, "as configured")
+            raise UsageError(f"model.attention: {setting} does not support this model: {problem}; use auto")
+        return AttentionChoice(setting, "as configured")
     passed_over = [] if context_ranks == 1 else ["the only kernel for shared micro-batches"]
     for name in KERNELS if context_ranks == 1 else ("varlen",):
         problem = _problem(name, config, device, dtype)

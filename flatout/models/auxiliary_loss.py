@@ -114,8 +114,8 @@ class AuxiliaryLoss:
     def after_update(self, sums: Tensor, skip: Tensor | None = None) -> None:
         """Follow an update; `sums` are over ranks. Nothing may change if `skip` (0-d) is not 0."""
 
-    def report(self, sums: Tensor, *, whole: bool) -> Mapping[str, Any]:
-        """Return figures of the step's record by name; `whole` asks for those that take much room."""
+    def report(self, sums: Tensor, *, with_maps: bool) -> Mapping[str, Any]:
+        """Return figures of the step's record by name; `with_maps` asks for those that take much room."""
         return {}
 
     def hold_buffers(self) -> None:

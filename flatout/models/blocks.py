@@ -120,18 +120,18 @@ def part_of(name: str) -> str:
 def hidden_states(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """Return a batch's last hidden states (T, D), each document on its own; `model` is from load_model."""
     inputs, rows = model_inputs(model, batch)
-    states = last_states(model, inputs, whole=batch.pictures is not None).flatten(0, 1)
+    states = last_states(model, inputs, with_pictures=batch.pictures is not None).flatten(0, 1)
     return states if rows is None else states.index_select(0, rows)
 
 
-def last_states(model: PreTrainedModel, inputs: dict[str, Any], *, whole: bool = False) -> torch.Tensor:
+def last_states(model: PreTrainedModel, inputs: dict[str, Any], *, with_pictures: bool = False) -> torch.Tensor:
     """Return what a model's head reads, (B, S, D), for these keyword arguments.
 
-    With `whole`, by all that is around the decoder of texts, which puts the features of pictures in their places.
+    `with_pictures` takes all that is around the decoder of texts, which puts features of pictures in their places.
     """
     head = model.get_output_embeddings()
     if head is None or not _transforms_states(model):
-        reader = model.base_model if whole else text_decoder(model)
+        reader = model.base_model if with_pictures else text_decoder(model)
         with _own_features(reader, inputs) as arguments:
             states: torch.Tensor = reader(**{"use_cache": False, **arguments}).last_hidden_state
         return states

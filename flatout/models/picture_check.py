@@ -27,7 +27,7 @@ class PictureDocument(NamedTuple):
 
     token_ids: NDArray[np.int64]
     images: Sequence[Any]
-    alone: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
 
 
 Pack = Callable[[PackedBatch, Sequence[Any], Sequence[int], Sequence[NDArray[Any]]], PackedBatch]
@@ -92,20 +92,20 @@ def _measure(
     model, experts = loaded.model, has_experts(loaded.model)
     lengths = [len(document.token_ids) for document in documents]
     ours = _together(loaded, documents, pack)
-    alone = dict[str, torch.Tensor]()
+    separate = dict[str, torch.Tensor]()
     for name in TRANSFORMERS_ATTENTION:
         with transformers_attention(model, name) as usable:
             if usable:
-                alone[name] = torch.cat([_alone(model, document) for document in documents])
-    if not alone:
+                separate[name] = torch.cat([_single_document_states(model, document) for document in documents])
+    if not separate:
         raise ValueError("its attention does not go through transformers' attention interface")
-    trusted = "sdpa" if "sdpa" in alone else "eager"
+    trusted = "sdpa" if "sdpa" in separate else "eager"
 
     def noise() -> float:
-        return relative_error(alone["eager"], alone[trusted], experts, lengths)
+        return relative_error(separate["eager"], separate[trusted], experts, lengths)
 
     tolerance = max(tolerance_of(trusted, loaded.dtype, noise), OFF_WIDTH)
-    error = relative_error(ours, alone[trusted], experts, lengths)
+    error = relative_error(ours, separate[trusted], experts, lengths)
     leaks = []
     for parity in (0, 1):
         mixed = [documents[k] if k % 2 == parity else others[k] for k in range(len(documents))]
@@ -131,8 +131,8 @@ def _together(loaded: LoadedModel, documents: Sequence[PictureDocument], pack: P
     return torch.cat([states[start : start + length] for start, length in zip(starts, lengths, strict=True)])
 
 
-def _alone(model: PreTrainedModel, document: PictureDocument) -> torch.Tensor:
-    arguments = {name: values.to(model.device) for name, values in document.alone.items()}
+def _single_document_states(model: PreTrainedModel, document: PictureDocument) -> torch.Tensor:
+    arguments = {name: values.to(model.device) for name, values in document.inputs.items()}
     return widened(model.base_model(**arguments, use_cache=False).last_hidden_state[0])
 
 

@@ -63,8 +63,8 @@ def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
     shared = [(prefix_tokens, len(suffixes)) for prefix_tokens, suffixes in _PREFIXES if prefix_tokens]
     # both of a multiple of the SIMD width
     batches = (flatten_samples(samples, fill_tokens=128, shared=prefixes) for prefixes in (shared, ()))
-    sharing, whole = (batch.to(model.device) for batch in batches)
-    return sharing, whole
+    sharing, unshared = (batch.to(model.device) for batch in batches)
+    return sharing, unshared
 
 
 def _errors(model: PreTrainedModel, ours: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> list[float]:

@@ -67,8 +67,8 @@ class DocumentRope(nn.Module):
             for start, end in zip(begins, [*begins[1:], len(row_positions)], strict=True):
                 if end - start > limit:
                     rotate(position_ids[..., :1])
-                    alone = rotate(position_ids[..., row : row + 1, start:end])
-                    _map(partial(_replace, slice(row, row + 1), slice(start, end)), short, alone)
+                    part = rotate(position_ids[..., row : row + 1, start:end])
+                    _map(partial(_replace, slice(row, row + 1), slice(start, end)), short, part)
         return short
 
 
@@ -120,8 +120,8 @@ def _limits(rotary: nn.Module) -> dict[str | None, tuple[str, int]]:
     return limits
 
 
-def _replace(rows: slice, columns: slice, whole: Tensor, part: Tensor) -> Tensor:
-    return whole[..., rows, columns, :].copy_(part)
+def _replace(rows: slice, columns: slice, target: Tensor, part: Tensor) -> Tensor:
+    return target[..., rows, columns, :].copy_(part)
 
 
 def _map(function: Callable[..., Tensor], first: Rotated, second: Rotated) -> Rotated:

@@ -113,8 +113,8 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     ours, is_real = _logits(model, batch), owner >= 0
     if not bool(ours.isfinite().all()):
         raise NumericError(f"model type {kind}: logits of the self-test are not finite; check weights and precision")
-    alone, tolerance = _alone_logits(loaded, batch)
-    error = relative_error(ours[is_real], alone, experts, PROBE_LENGTHS)
+    single, tolerance = _single_document_logits(loaded, batch)
+    error = relative_error(ours[is_real], single, experts, PROBE_LENGTHS)
     if not error <= tolerance:
         raise PackingError(
             f"model type {kind}: {layout} logits differ from those of single documents by {error:.1e} "
@@ -155,12 +155,12 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
     factor = _AMPLIFIED / float(head(states).abs().amax().clamp_min(torch.finfo(torch.float32).tiny))
     hook = head.register_forward_hook(lambda module, args, output: output * factor)
     try:
-        whole, ours = _logits(model, batch)[is_real], widened(TokenHead(model, len(states)).logits(states)[is_real])
+        expected, ours = _logits(model, batch)[is_real], widened(TokenHead(model, len(states)).logits(states)[is_real])
     finally:
         hook.remove()
-    if whole.shape != ours.shape:
-        raise UsageError(f"model type {kind} has {whole.shape[-1]} logits, but its head {ours.shape[-1]}; {unknown}")
-    error = relative_error(ours, whole.to(ours.dtype), has_experts(model), PROBE_LENGTHS)
+    if expected.shape != ours.shape:
+        raise UsageError(f"model type {kind} has {expected.shape[-1]} logits, but its head {ours.shape[-1]}; {unknown}")
+    error = relative_error(ours, expected.to(ours.dtype), has_experts(model), PROBE_LENGTHS)
     if not error <= limit:
         raise UsageError(f"model type {kind} has logits that differ from its head's by {error:.1e}; {unknown}")
     loss = float(packed_cross_entropy(model, batch).loss_sum)
@@ -181,8 +181,8 @@ def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor
     for ids, end in zip(documents, ends.tolist(), strict=True):
         last = last_position(ids.cpu().numpy(), model.config.get_text_config().pad_token_id)
         ours.append(head(states[end - len(ids) + last][None]))
-        alone = flatten_samples([(ids.cpu().numpy(), np.ones(len(ids), bool))]).to(model.device)
-        truth.append(widened(model(use_cache=False, **model_inputs(model, alone)[0]).logits))
+        single = flatten_samples([(ids.cpu().numpy(), np.ones(len(ids), bool))]).to(model.device)
+        truth.append(widened(model(use_cache=False, **model_inputs(model, single)[0]).logits))
     limit = {torch.float64: 1e-5, torch.float32: 1e-4}.get(loaded.dtype, 0.05)
     our_scores, true_scores = torch.cat(ours).double(), torch.cat(truth).double()
     error = float((our_scores - true_scores).norm() / true_scores.norm().clamp_min(torch.finfo(torch.float32).tiny))
@@ -258,7 +258,7 @@ def _kind(loaded: LoadedModel) -> str:
     return "rows" if loaded.is_padded else "packed"
 
 
-def _alone_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor, float]:
+def _single_document_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[torch.Tensor, float]:
     """Return logits (T, V) of each document alone with transformers' attention, and the tolerance for packed ones.
 
     For packed documents, they are rows of one batch, padded on the right, which causal attention never reads.

@@ -140,12 +140,12 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before the first update, sharded as the parameter is."""
-        whole, wide = parameter.detach(), torch.promote_types(parameter.dtype, torch.float32)
-        state = {"step": torch.zeros((), dtype=torch.int64, device=whole.device)}
+        detached, wide = parameter.detach(), torch.promote_types(parameter.dtype, torch.float32)
+        state = {"step": torch.zeros((), dtype=torch.int64, device=detached.device)}
         for name in self.state_names(parameter)[1:]:
-            like, dtype = whole, torch.uint8 if name.endswith("_codes") else wide
+            like, dtype = detached, torch.uint8 if name.endswith("_codes") else wide
             if name.endswith("_scales"):
-                like, dtype = whole[..., : whole.shape[-1] // (block_size(whole.shape) or 1)], torch.float32
+                like, dtype = detached[..., : detached.shape[-1] // (block_size(detached.shape) or 1)], torch.float32
             state[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
         return state
 
@@ -164,13 +164,13 @@ class AdamW8bit(torch.optim.Optimizer):
         end = first + weight.numel()
         cuts = [first, *range((first // length + 1) * length, end, length), end]
         sizes = [stop - start for start, stop in itertools.pairwise(cuts) if stop > start]
-        whole = [weight.view(-1), *(_local(state[name]).view(-1) for name in names)]
+        flat_tensors = [weight.view(-1), *(_local(state[name]).view(-1) for name in names)]
         # scales have one entry per block; detached, so that compiled calls neither check the view's base nor recompile
         # for its shape
         widths = [1, *((block or 1) if name.endswith("_scales") else 1 for name in names)]
         slices = [
             [part.detach() for part in tensor.split([size // width for size in sizes])]
-            for tensor, width in zip(whole, widths, strict=True)
+            for tensor, width in zip(flat_tensors, widths, strict=True)
         ]
         self._plans[parameter] = plan = ParamPlan(
             step=state["step"],

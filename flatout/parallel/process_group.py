@@ -31,10 +31,10 @@ SILENT_S = 5.0
 _runs = itertools.count()
 
 
-def choose_device(wanted: str, rank: Rank) -> torch.device:
+def choose_device(setting: str, rank: Rank) -> torch.device:
     """Return this rank's device for `auto`, `cpu` or `cuda`. Raises ResourceError if it needs a GPU and has none."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+    if setting == "cpu" or (setting == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
         raise no_gpu_error("device: cuda" if rank.world == 1 else f"rank {rank.index}")

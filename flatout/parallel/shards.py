@@ -50,8 +50,8 @@ def as_global(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, dim = marked.flatout_slice
-    whole: Tensor = DTensor.from_local(tensor.detach(), mesh, (Replicate(), Shard(dim)), run_check=False)
-    return whole
+    full: Tensor = DTensor.from_local(tensor.detach(), mesh, (Replicate(), Shard(dim)), run_check=False)
+    return full
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -61,8 +61,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, sharing its memory; a plain tensor, also a slice, is returned as it is."""
-    whole: Any = tensor.detach()
-    part: Tensor = whole.to_local() if is_sharded(whole) else whole
+    detached: Any = tensor.detach()
+    part: Tensor = detached.to_local() if is_sharded(detached) else detached
     # torchao wraps weights that are gathered in fp8; an alias of one is a plain tensor
     return part if type(part) is Tensor else torch.ops.aten.alias(part)
 
@@ -115,16 +115,16 @@ def global_tensors(
     for tensor in tensors.values():
         if id(tensor) in known:
             continue
-        whole: Any = gather(tensor) if gather else as_global(tensor).detach()
-        if dtype is not None and whole.is_floating_point():
-            whole = whole.to(dtype)
-        in_parts = gather is not None or is_sharded(whole)
-        if is_sharded(whole):
+        full: Any = gather(tensor) if gather else as_global(tensor).detach()
+        if dtype is not None and full.is_floating_point():
+            full = full.to(dtype)
+        in_parts = gather is not None or is_sharded(full)
+        if is_sharded(full):
             # offloaded shards are gathered on the GPU, where only one tensor at a time is whole
-            whole = whole.to(whole.device_mesh.device_type).full_tensor()
+            full = full.to(full.device_mesh.device_type).full_tensor()
         if in_parts:
-            whole = whole.cpu() if keep else None
-        known[id(tensor)] = whole
+            full = full.cpu() if keep else None
+        known[id(tensor)] = full
     return {name: known[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 

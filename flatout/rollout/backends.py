@@ -251,17 +251,17 @@ def open_slots(model: SamplerModel, answers: Sequence[PendingCompletion]) -> tup
     length += -length % _PLACES_MULTIPLE
     num_bytes = _bytes_of_a_token(model, answers[0].prompt_ids[0]) * length
     budget = int(MAX_SHARE * free_bytes(model.device))
-    wanted = min(len(answers), MAX_SLOTS)
+    wanted_slots = min(len(answers), MAX_SLOTS)
     # float8 products want a multiple of 16 rows
     unit = _SLOTS_MULTIPLE if model.device.type == "cuda" else 1
-    num_slots = model.all_reduce_min(min(wanted + -wanted % unit, budget // num_bytes))
+    num_slots = model.all_reduce_min(min(wanted_slots + -wanted_slots % unit, budget // num_bytes))
     if num_slots < 1:
         raise NoRoomError(
             f"an answer of {length:,} tokens with its prompt keeps {num_bytes / 2**30:.2f} GiB of keys and values, but "
             f"{budget / 2**30:.2f} GiB may be used; lower the number of new tokens or shorten the prompts"
         )
     num_slots -= num_slots % unit if num_slots > unit else 0
-    if num_slots < wanted:
+    if num_slots < wanted_slots:
         model.log(
             f"{num_slots:,} of {len(answers):,} answers are sampled at once: each keeps {num_bytes / 2**20:,.0f} MiB "
             f"of keys and values, and {budget / 2**30:.1f} GiB may be used"

@@ -134,11 +134,11 @@ def _fits_on_all_ranks(run: TrainingRun, prompt_set: EvalPrompts) -> bool:
     size = MicroBatchSize(
         min(most, run.plan.batch_layout.micro_batch_tokens), num_label_tokens=num_prompts, num_documents=num_prompts
     )
-    whole, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
+    largest, state = run.memory.estimate(size), run.memory.estimate(MicroBatchSize(0, 0, 0))
     num_failed = torch.zeros((), device=run.device)
     try:
-        if whole is not None and state is not None:
-            torch.empty(whole.total_bytes - state.total_bytes, dtype=torch.uint8, device=run.device)
+        if largest is not None and state is not None:
+            torch.empty(largest.total_bytes - state.total_bytes, dtype=torch.uint8, device=run.device)
     except RuntimeError:  # the CPU's has no class of its own
         num_failed += 1
     return not run.strategy.sum_values(num_failed).item()

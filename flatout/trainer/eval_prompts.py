@@ -228,9 +228,9 @@ def _prompt_of_row(
     if template is not None:
         turn = [{"role": "user", "content": "flatout"}]
         before, _, after = template.render(turn, generation_prompt=True).partition("flatout")
-        whole, control = str(tokenizer.decode(context)), control_pattern(tokenizer)
-        inner = whole.removeprefix(before).removesuffix(after)
-        is_single = len(inner) == len(whole) - len(before) - len(after)
+        rendered, control = str(tokenizer.decode(context)), control_pattern(tokenizer)
+        inner = rendered.removeprefix(before).removesuffix(after)
+        is_single = len(inner) == len(rendered) - len(before) - len(after)
         text = inner if is_single and not (control and control.search(inner)) else text
     text = MARK * len(pictures_of(context)) + text
     return TokenPrompt(text, context, str(tokenizer.decode(reference, skip_special_tokens=True)).strip())

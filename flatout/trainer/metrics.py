@@ -129,8 +129,8 @@ def _reported(run: TrainingRun, completed: int, values: tuple[float, ...]) -> di
     num_steps = run.plan.num_steps
     record_steps = interval_steps(run.config.log_every_steps, num_steps)
     map_steps = record_steps * math.ceil(num_steps / record_steps / MAX_EXPERT_MAPS)
-    whole = completed % map_steps == 0 or completed == num_steps
-    return dict(run.aux_loss.report(torch.tensor(values, dtype=torch.float64), whole=whole))
+    with_maps = completed % map_steps == 0 or completed == num_steps
+    return dict(run.aux_loss.report(torch.tensor(values, dtype=torch.float64), with_maps=with_maps))
 
 
 class Stragglers:

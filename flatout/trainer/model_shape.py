@@ -118,14 +118,14 @@ def _tower_shape(model: PreTrainedModel, unread: Set[str], num_trained: int) -> 
     inner = {linear for name, linear in linears.items() if name.startswith(f"{path}.")}
     in_layers, of_text = sum(linear.weight.numel() for linear in inner), set(text_decoder(model).modules())
     vision = getattr(model.config, "vision_config", None)
-    whole = getattr(vision, "fullatt_block_indexes", None) if getattr(vision, "window_size", None) else None
-    num_whole, size = len(lists[path]) if whole is None else len(whole), getattr(vision, "image_size", None)
+    full_blocks = getattr(vision, "fullatt_block_indexes", None) if getattr(vision, "window_size", None) else None
+    num_full, size = len(lists[path]) if full_blocks is None else len(full_blocks), getattr(vision, "image_size", None)
     size = size[0] if isinstance(size, list | tuple) else size
     return TowerShape(
         patch_values=patch.weight[0].numel(),
         per_patch=in_layers + patch.weight.numel(),
         per_token=sum(linear.weight.numel() for linear in linears.values()) - in_layers,
-        pair_width=2 * width * num_whole,
+        pair_width=2 * width * num_full,
         width=width,
         mlp_width=max(0, sum(linear.out_features for linear in inner) // len(lists[path]) - 5 * width),
         num_layers=len(lists[path]),

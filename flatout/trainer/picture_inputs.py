@@ -99,10 +99,10 @@ class PictureMaker(PicturePacker):
             texts = iter(random.choice(self._processor.plain_ids, (len(pictures) + 1, 5)))
             parts = [next(texts), *(part for ids_of_picture in ids for part in (ids_of_picture, next(texts)))]
             token_ids = np.concatenate(parts).astype(np.int64)
-            documents.append(PictureDocument(token_ids, pictures, self.alone(token_ids, pictures)))
+            documents.append(PictureDocument(token_ids, pictures, self.inputs_of(token_ids, pictures)))
         return documents
 
-    def alone(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def inputs_of(self, token_ids: NDArray[np.int64], images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Return the arguments of transformers' whole model for one document."""
         ids = torch.from_numpy(token_ids)[None]
         arguments = {"input_ids": ids}

@@ -111,9 +111,9 @@ class Proofs:
         """Return the model with the attention that the run's pictures need. Raises UsageError if another is wanted."""
         if self._pictures is None or not read_with_own_attention(loaded.model, loaded.dtype):
             return loaded
-        if (wanted := self._config.model.attention) != "auto":
+        if (named := self._config.model.attention) != "auto":
             raise UsageError(
-                f"model.attention: {wanted} is causal, but model type {loaded.model.config.model_type} attends in both "
+                f"model.attention: {named} is causal, but model type {loaded.model.config.model_type} attends in both "
                 "directions inside a picture; set model.attention: auto"
             )
         return replace(loaded, attention="transformers")

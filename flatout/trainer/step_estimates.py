@@ -51,11 +51,11 @@ def _sum_estimates(
             tokens = run.loss_module.label_tokens(batch, states)
             sums.add_(torch.stack(sums_of(objective, tokens, estimates=True)).double())
 
-        wanted = (until_stopped if is_evaluation else until_stopped_in_step)(run, batches)
+        remaining = (until_stopped if is_evaluation else until_stopped_in_step)(run, batches)
         num_tokens = sum(micro_batch.num_padded_tokens for micro_batch in passes)
         timed = nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens)
         with timed, run.aux_loss.observed_by(add):
-            for batch in wanted:
+            for batch in remaining:
                 with autocast(run):
                     run.loss_module(batch)
         return sums

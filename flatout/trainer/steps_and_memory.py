@@ -118,8 +118,8 @@ def index_prefixes(
     `is_padded` is the layout, `inexact` what an earlier self-test found. Raises UsageError if batch.share_prefix: on
     cannot be exact.
     """
-    wanted = config.batch.share_prefix
-    if wanted == "off":
+    setting = config.batch.share_prefix
+    if setting == "off":
         return None, "not shared: as configured"
     store, train_ids = data.store, data.train_ids
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
@@ -131,7 +131,7 @@ def index_prefixes(
         problem = problem or "with lora.dropout, samples must have masks of their own"
     problem = problem or sharing_problem(text_config, int(lengths.max()))
     if problem:
-        if wanted == "on":
+        if setting == "on":
             raise UsageError(f"batch.share_prefix: on does not work here: {problem}; set batch.share_prefix: auto")
         return None, f"not shared: {problem}"
     units, declared = store.unit_offsets, store.extra.get(PREFIX_TOKENS)

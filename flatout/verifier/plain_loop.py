@@ -79,8 +79,8 @@ class PlainModel:
         model: Any = self.model
         maker = PictureMaker(processor_of(store), model.get_base_model() if hasattr(model, "peft_config") else model)
         files = [[decoded(file) for file in store.pictures(sample_id)] for sample_id in sample_ids]
-        inputs = [maker.alone(ids.astype(np.int64), images) for (ids, _), images in zip(pairs, files, strict=True)]
-        samples = [Sample(*pair, alone) for pair, alone in zip(pairs, inputs, strict=True)]
+        inputs = [maker.inputs_of(ids.astype(np.int64), images) for (ids, _), images in zip(pairs, files, strict=True)]
+        samples = [Sample(*pair, pictures) for pair, pictures in zip(pairs, inputs, strict=True)]
         maker.close()
         return samples
 

@@ -204,19 +204,19 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
     layout, samples = run.plan.batch_layout, run.plan.samples
     items = samples.take(samples.indices_of(step.sample_ids)).items(layout.cost)
     longest, kind = max(item.length for item in items), "sample" if samples.units is None else "unit"
-    alone = tuple(layout.micro_batch([items[index] for index in bundle.members]) for bundle in make_bundles(items))
-    largest = run.plan.largest_unit(alone)
+    by_unit = tuple(layout.micro_batch([items[index] for index in bundle.members]) for bundle in make_bundles(items))
+    largest = run.plan.largest_unit(by_unit)
     cuts: dict[int, tuple[MicroBatch, ...]] = {}
-    for wanted in range(1, MAX_MICRO_BATCHES + 1):
+    for num_batches in range(1, MAX_MICRO_BATCHES + 1):
         # with some slack, or samples of uneven lengths would need one more micro-batch
-        tokens = max(largest, -(-step.num_tokens // wanted) + longest // 8)
+        tokens = max(largest, -(-step.num_tokens // num_batches) + longest // 8)
         batches = run.plan.resplit(step, 0, min(run.plan.batch_layout.micro_batch_tokens, tokens))
         cuts.setdefault(len(batches), batches)
     if run.planned.objective.scope != "unit":
-        cuts[len(alone)] = alone
+        cuts[len(by_unit)] = by_unit
     for num, batches in sorted(cuts.items()):
         several = f"{layout.name}, {num} micro-batches"
-        case = layout.name if num == 1 else f"each {kind} alone" if num == len(alone) else several
+        case = layout.name if num == 1 else f"each {kind} alone" if num == len(by_unit) else several
         yield measure(run, replace(step, by_rank=(batches,)), reference, case)
 
 

@@ -44,7 +44,7 @@ _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
 
 
-def _alone(value: Any) -> Sequence[Any]:
+def _single_rank(value: Any) -> Sequence[Any]:
     return (value,)
 
 
@@ -147,7 +147,7 @@ class CompileOptions:
     fp8: bool = False
     has_pictures: bool = False
     proved: bool = False
-    gather: _Gather = _alone
+    gather: _Gather = _single_rank
 
     def batch(self, loaded: LoadedModel, lengths: Sequence[int]) -> PackedBatch:
         """Return random documents of these lengths, as the run's batches are."""

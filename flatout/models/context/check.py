@@ -34,8 +34,8 @@ def check_shard(loaded: LoadedModel, shard: ContextShard, *, fp8: bool = False) 
     with evaluating(model), torch.no_grad(), autocast, first_states(model) as states:
         hidden_states(model, batch)
         hidden_states(model, shard.of(on_host, number).to(model.device))
-    whole = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[real_rows])
+    plain = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[real_rows])
     ours = widened(states[1])[real_rows]
     # in fp64, rope's float32 cosines vary at lengths off the SIMD width
     limit = {torch.float64: 1e-6, torch.float32: 1e-4}.get(loaded.dtype, _16_BIT_LIMIT)
-    return relative_error(ours, whole, has_experts(model), (len(real_rows),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)
+    return relative_error(ours, plain, has_experts(model), (len(real_rows),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)

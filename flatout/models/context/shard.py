@@ -84,9 +84,9 @@ class ContextShard:
         moved = _ranges(first_rows, first_rows + np.diff(boundaries))
 
         def spread(values: torch.Tensor) -> torch.Tensor:
-            whole = np.zeros(stream.starts[-1], values.numpy().dtype)
-            whole[moved] = values.numpy()
-            return torch.from_numpy(whole[shard_rows])
+            stream_values = np.zeros(stream.starts[-1], values.numpy().dtype)
+            stream_values[moved] = values.numpy()
+            return torch.from_numpy(stream_values[shard_rows])
 
         label_rows = gathered_row[moved[batch.label_rows.numpy()]] - self.rank * len(shard_rows)
         is_own = torch.from_numpy((label_rows >= 0) & (label_rows < len(shard_rows)))

@@ -111,11 +111,11 @@ class ExpertsBlock(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, down_bias, up_a, up_b, down_a, down_b, *rest = ctx.saved_tensors
         order, offsets, inverse, tiles, rows, low_x, low_h, *storage = rest
-        routing, (out_grad,), wanted = Routing(order, offsets, inverse, tiles), grads, ctx.needs_input_grad
+        routing, (out_grad,), needs_grad = Routing(order, offsets, inverse, tiles), grads, ctx.needs_input_grad
         out_grad = out_grad.contiguous()
         up_storage, down_storage = storage[: ctx.num_up], storage[ctx.num_up :]
         k = weights.shape[1]
-        grads_in: list[Tensor | None] = [None] * len(wanted)
+        grads_in: list[Tensor | None] = [None] * len(needs_grad)
         # unlike indexing, this takes int32 as it is
         row_weights = weights.flatten().index_select(0, order).to(x.dtype)[:, None]
 
@@ -125,24 +125,24 @@ class ExpertsBlock(torch.autograd.Function):
         hidden, rows_grad, by_row, float8 = ctx.gate.weighted_backward(
             rows, hidden_grad, row_weights[:, 0], routing, ctx.up.input_scale(up_storage, True)
         )
-        if wanted[1]:
+        if needs_grad[1]:
             grads_in[1] = _weights_grad(weights, routing, by_row, out_grad, down_bias)
-        if wanted[-1]:
+        if needs_grad[-1]:
             grads_in[-1] = grouped_outer(hidden * row_weights, out_grad, routing, gather_dy=True)
-        if wanted[3]:
+        if needs_grad[3]:
             grads_in[3] = _bias_grad(row_weights, out_grad, routing, gather_dy=True)
-        if low is not None and wanted[6]:
+        if low is not None and needs_grad[6]:
             grads_in[6] = grouped_outer(hidden, low * row_weights, routing)
             grads_in[7] = grouped_outer(low_h * row_weights, out_grad, routing, gather_dy=True)
         # the first product
         low = None if up_b is None else grouped_linear_dx(rows_grad, up_b, routing)
-        if wanted[0]:
+        if needs_grad[0]:
             grads_in[0] = ctx.up.backward(rows_grad, up_storage, routing, scatter=k, low=low, low_weight=up_a, **float8)
-        if wanted[-2]:
+        if needs_grad[-2]:
             grads_in[-2] = grouped_outer(x, rows_grad, routing, gather_x=True)
-        if wanted[2]:
+        if needs_grad[2]:
             grads_in[2] = _bias_grad(torch.ones_like(row_weights), rows_grad, routing)
-        if low is not None and wanted[4]:
+        if low is not None and needs_grad[4]:
             grads_in[4] = grouped_outer(x, low, routing, gather_x=True)
             grads_in[5] = grouped_outer(low_x, rows_grad, routing)
         return tuple(grads_in)

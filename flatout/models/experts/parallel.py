@@ -31,9 +31,9 @@ def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
             f"experts.parallel: {group.size} does not work for model type {kind}, whose experts are not computed as "
             "grouped products; set experts.parallel: 1"
         )
-    if whole := next((path for path in modules if "trained" in path.split(".")), None):
+    if trained := next((path for path in modules if "trained" in path.split(".")), None):
         raise UsageError(
-            f"lora.modules_to_save has the experts {plain_name(whole)}, which experts.parallel: {group.size} cannot "
+            f"lora.modules_to_save has the experts {plain_name(trained)}, which experts.parallel: {group.size} cannot "
             "split; set experts.parallel: 1, or target them by lora.targets"
         )
     slices: Slices = {}

@@ -177,8 +177,8 @@ class Routers(AuxiliaryLoss):
         entropy = torch.special.entr(shares).sum(1) / math.log(max(2, self.num_experts))
         return shares * self.num_experts, entropy
 
-    def report(self, sums: Tensor, *, whole: bool) -> dict[str, Any]:
-        """Return the losses without their factors, and figures of load by layer; all loads if `whole`."""
+    def report(self, sums: Tensor, *, with_maps: bool) -> dict[str, Any]:
+        """Return the losses without their factors, and figures of load by layer; all loads if `with_maps`."""
         balance, squares = sums[:2].tolist()
         loads, entropy = self.loads(sums)
         return {
@@ -186,7 +186,7 @@ class Routers(AuxiliaryLoss):
             "z_loss": squares if self.z_loss else None,
             "expert_peak_load": tuple(round(load, 4) for load in loads.amax(1).tolist()),
             "expert_entropy": tuple(round(layer_entropy, 5) for layer_entropy in entropy.tolist()),
-            "expert_loads": tuple(tuple(round(load, 2) for load in row) for row in loads.tolist()) if whole else (),
+            "expert_loads": tuple(tuple(round(load, 2) for load in row) for row in loads.tolist()) if with_maps else (),
         }
 
     def hold_buffers(self) -> None:
@@ -220,8 +220,8 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     routers = []
     for path in experts_modules(model):
         block = model.get_submodule(plain_name(path).rpartition(".")[0])
-        beside = [module for module in block.children() if "Router" in type(getattr(module, "base", module)).__name__]
-        routers += beside if len(beside) == 1 else []
+        siblings = [module for module in block.children() if "Router" in type(getattr(module, "base", module)).__name__]
+        routers += siblings if len(siblings) == 1 else []
     return routers
 
 

@@ -300,15 +300,15 @@ def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> t
         return _make_nf4_matmul(sizes, in_features, fp8=fp8), [*scales, *stored]
     if fp8_layers:
         scale = torch.cat([base.row_scale for base in fp8_layers])
-        whole = torch.cat([base.bytes.detach() for base in fp8_layers])
-        for base, part, own_scale in zip(fp8_layers, whole.split(sizes), scale.split(sizes), strict=True):
+        fused = torch.cat([base.bytes.detach() for base in fp8_layers])
+        for base, part, own_scale in zip(fp8_layers, fused.split(sizes), scale.split(sizes), strict=True):
             base.bytes, base.row_scale = nn.Parameter(part, requires_grad=False), own_scale
-        transposed_copies = [whole.t().contiguous()] if transposed else []
-        return _make_fp8_matmul(sizes, transposed=transposed), [scale, whole, *transposed_copies]
-    whole = torch.cat([base.weight.detach() for base in dense_layers])
-    for linear, part in zip(dense_layers, whole.split(sizes), strict=True):
+        transposed_copies = [fused.t().contiguous()] if transposed else []
+        return _make_fp8_matmul(sizes, transposed=transposed), [scale, fused, *transposed_copies]
+    fused = torch.cat([base.weight.detach() for base in dense_layers])
+    for linear, part in zip(dense_layers, fused.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     if backward_layers:
         copies = [base.transposed for base in backward_layers] + [base.column_scale for base in backward_layers]
-        return _make_fp8_backward_matmul(sizes), [whole, *copies]
-    return _make_dense_matmul("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [whole]
+        return _make_fp8_backward_matmul(sizes), [fused, *copies]
+    return _make_dense_matmul("dense", sizes, lambda storage, dtype, in_backward: storage[0]), [fused]

@@ -18,10 +18,10 @@ def auto_class(config: Any) -> Any:
     """
     if is_scoring(config):
         return AutoModelForSequenceClassification
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    is_whole = whole is not None and whole in (getattr(config, "architectures", None) or ())
+    vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    is_named = vision is not None and vision in (getattr(config, "architectures", None) or ())
     has_text = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForImageTextToText if whole is not None and (is_whole or not has_text) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if vision is not None and (is_named or not has_text) else AutoModelForCausalLM
 
 
 def is_scoring(config: Any) -> bool:

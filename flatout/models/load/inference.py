@@ -120,20 +120,20 @@ def load_trained(
     *,
     device: torch.device,
     device_map: str | None = None,
-    beside: tuple[ModelPaths, PreTrainedModel] | None = None,
+    sibling: tuple[ModelPaths, PreTrainedModel] | None = None,
     writes: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
     """Load the model with its adapter, frozen and in eval mode, and its tokenizer.
 
-    With `writes`, a model that scores texts is a UsageError. A model `beside` it that has the same base shares its base
+    With `writes`, a model that scores texts is a UsageError. A `sibling` that has the same base shares its base
     weights. Raises like load_for_inference, and ResourceError for an adapter on a model that does not fit on the mapped
     GPUs.
     """
     scoring, model = saved_scoring(trained.adapter) if trained.adapter else None, None
     if scoring is not None and writes:
         raise UsageError(NOT_WRITING.format(trained.adapter))
-    if beside and (beside[0].base, beside[0].revision) == (trained.base, trained.revision):
-        model = share_base(beside[1])
+    if sibling and (sibling[0].base, sibling[0].revision) == (trained.base, trained.revision):
+        model = share_base(sibling[1])
     if model is None:
         model = load_for_inference(
             trained.base, revision=trained.revision, device=device, device_map=device_map, scoring=scoring
@@ -185,15 +185,15 @@ def load_for_inference(
     return model.requires_grad_(False).eval()
 
 
-def read_device_map(wanted: str, model_config: Any) -> str | dict[str, str | int]:
+def read_device_map(device_map: str, model_config: Any) -> str | dict[str, str | int]:
     """Read and check a device map: one of NAMED_MAPS, or a JSON file of modules to "cpu", a GPU index or "cuda:1".
 
     `model_config` is transformers' configuration of the model. Raises UsageError with the wrong entry: an unknown
     module, a part of a decoder layer, a missing GPU, or weights that no entry covers.
     """
-    if wanted in NAMED_MAPS:
-        return wanted
-    path = Path(wanted)
+    if device_map in NAMED_MAPS:
+        return device_map
+    path = Path(device_map)
     if not path.is_file():
         raise UsageError(f"--device-map: {path} is neither a file nor one of {', '.join(NAMED_MAPS)}")
     entries = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)

@@ -203,10 +203,10 @@ def read_config(name: str, revision: str | None, storage: str, scoring: Scoring 
         raise UsageError(
             f"model.name: {name} has bitsandbytes int8 weights, which are not supported; use NF4 or 16 bit"
         )
-    wanted = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
+    supported = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
     # files of older versions do not name the storage
     stored = {"bnb_4bit_quant_storage": "uint8", **fields}
-    if wrong := [f"{field}: {stored.get(field)}" for field in wanted if stored.get(field) != wanted[field]]:
+    if wrong := [f"{field}: {stored.get(field)}" for field in supported if stored.get(field) != supported[field]]:
         raise UsageError(
             f"model.name: {name} has bitsandbytes weights with {', '.join(wrong)}; the only 4-bit format supported is "
             "nf4 with double quantization: use such a checkpoint or the 16-bit model"

@@ -260,9 +260,9 @@ def _read_linear(
     packed, absmax, nested_absmax, nested_map, levels = (_read(files, name + part) for part in _PARTS)
     state = json.loads(bytes(_read(files, name + _STATE).tolist()))
     layout = (state["blocksize"], state.get("nested_blocksize"), tuple(state["shape"]))
-    if layout != (wanted := (BLOCK, NESTED_BLOCK, tuple(linear.weight.shape))):
+    if layout != (expected := (BLOCK, NESTED_BLOCK, tuple(linear.weight.shape))):
         raise CheckpointError(
-            f"{name} has (block size, nested block size, shape) {layout}, but this model needs {wanted}; "
+            f"{name} has (block size, nested block size, shape) {layout}, but this model needs {expected}; "
             "use a different checkpoint or the 16-bit model"
         )
     if not torch.equal(levels, nf4_levels(levels.device)):

@@ -74,17 +74,17 @@ class DeferredWeights:
     def first_layers(self) -> Iterator[None]:
         """Within this context, the model is on the device, with as many layers as include every kind; at least two."""
         config, (decoder, name) = self._model.config.get_text_config(), layer_list(self._model)
-        whole, num_layers = decoder.get_submodule(name), config.num_hidden_layers
+        layers, num_layers = decoder.get_submodule(name), config.num_hidden_layers
         kinds = getattr(config, "layer_types", None) or []
         num_shown = min(max([1, *map(kinds.index, kinds)]) + 1, num_layers)
-        replace_module(decoder, name, nn.ModuleList(list(whole.children())[:num_shown]))
+        replace_module(decoder, name, nn.ModuleList(list(layers.children())[:num_shown]))
         config.num_hidden_layers = num_shown
         without_memory = _replace(self._model, lambda name, old: self._weights[name].to(self._device, old.dtype))
         try:
             yield
         finally:
             _replace(self._model, lambda name, _: without_memory[name])
-            replace_module(decoder, name, whole)
+            replace_module(decoder, name, layers)
             config.num_hidden_layers = num_layers
 
 

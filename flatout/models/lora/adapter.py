@@ -151,10 +151,10 @@ def _peft_name(name: str, layer: nn.Module) -> str:
 
 def _expert_targets(model: PreTrainedModel) -> list[str]:
     """Return the names of adapted expert matrices for PEFT's target_parameters: endings if they select only these."""
-    wanted = {target_name(name, layer) for name, layer in lora_layers(model).items() if isinstance(layer, ExpertLora)}
-    endings = {".".join(name.split(".")[-3:]) for name in wanted}
+    adapted = {target_name(name, layer) for name, layer in lora_layers(model).items() if isinstance(layer, ExpertLora)}
+    endings = {".".join(name.split(".")[-3:]) for name in adapted}
     selected = {name for name in expert_parameters(model) if name.endswith(tuple(f".{ending}" for ending in endings))}
-    return sorted(endings if selected == wanted else wanted)
+    return sorted(endings if selected == adapted else adapted)
 
 
 def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
@@ -311,14 +311,14 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
 
     PEFT selects by the last part of a name, and nothing inside of `modules_to_save`.
     """
-    wanted = set(layers)
-    leaves = {name.rpartition(".")[2] for name in wanted}
+    adapted = set(layers)
+    leaves = {name.rpartition(".")[2] for name in adapted}
     # modules inside those that are trained in full get no adapter in PEFT either
     inner = tuple(f"{name}.{part}" for name in adapted_modules(model) for part in ("base", "trained"))
     names = [name for name, _ in model.named_modules() if not name.startswith(inner)]
-    beside = saved_modules(model)
-    selected = {name for name in names if name.rpartition(".")[2] in leaves and name not in beside}
-    return sorted(leaves) if selected == wanted else sorted(wanted)
+    saved = saved_modules(model)
+    selected = {name for name in names if name.rpartition(".")[2] in leaves and name not in saved}
+    return sorted(leaves) if selected == adapted else sorted(adapted)
 
 
 @torch.no_grad()
@@ -343,7 +343,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str, list[int]]) -> list[str]:
-    layers, beside = lora_layers(model), saved_modules(model)
+    layers, saved_beside = lora_layers(model), saved_modules(model)
     if not layers:
         return ["this model has no LoRA layers"]
     problems: dict[str, None] = {}
@@ -357,10 +357,10 @@ def _disagreements(model: PreTrainedModel, saved: LoraConfig, rows: Mapping[str,
             problems[f"lora.dora is {layer.magnitude is not None}, but the adapter's is {saved.dora}"] = None
     if odd := sorted(set(saved.targets) ^ {target_name(name, layer) for name, layer in layers.items()}):
         problems[f"lora.targets and the adapter differ in {len(odd)} layers, such as {odd[0]}"] = None
-    full = {name for name, module in beside.items() if isinstance(module, SavedModule)}
+    full = {name for name, module in saved_beside.items() if isinstance(module, SavedModule)}
     if odd := sorted(set(saved.modules_to_save) ^ full):
         problems[f"lora.modules_to_save and the adapter differ: only one of them has {', '.join(odd)}"] = None
-    masters = [module.trained.weight for module in beside.values() if isinstance(module, SavedModule)]
+    masters = [module.trained.weight for module in saved_beside.values() if isinstance(module, SavedModule)]
     if masters and (shared := len(set(map(id, masters))) < len(masters)) != saved.keep_tied and ties_ends(model):
         problems[f"lora.keep_tied is {shared}, but the adapter's is {saved.keep_tied}"] = None
     if (trained := _rows_of(model)) != rows:

@@ -145,18 +145,18 @@ class FusedLora(nn.Module):
 
         reads_float8 = terms_forward and max(self.ranks) <= low_rank.MAX_GRADIENT_RANK
 
-        def zeros(*shape: int, dtype: torch.dtype = dtype, wanted: bool = True) -> Tensor | None:
-            return torch.zeros(*shape, dtype=dtype, device=device) if wanted else None
+        def zeros(*shape: int, dtype: torch.dtype = dtype, needed: bool = True) -> Tensor | None:
+            return torch.zeros(*shape, dtype=dtype, device=device) if needed else None
 
         fp8, scale_dtype, largest = torch.float8_e4m3fn, torch.float32, max(self.ranks)
         return _Copies(
             b=torch.zeros(columns, rank if joined else largest, dtype=dtype, device=device),
-            a=zeros(rank, depth, wanted=not terms_forward),
-            a_t=zeros(depth, rank, wanted=joined),
-            a_terms=zeros(2, rank, depth, dtype=fp8, wanted=terms_forward),
-            a_scales=zeros(1, rank, dtype=scale_dtype, wanted=terms_forward),
-            b_terms=zeros(2, largest, columns, dtype=fp8, wanted=terms_backward),
-            b_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, wanted=terms_backward),
+            a=zeros(rank, depth, needed=not terms_forward),
+            a_t=zeros(depth, rank, needed=joined),
+            a_terms=zeros(2, rank, depth, dtype=fp8, needed=terms_forward),
+            a_scales=zeros(1, rank, dtype=scale_dtype, needed=terms_forward),
+            b_terms=zeros(2, largest, columns, dtype=fp8, needed=terms_backward),
+            b_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, needed=terms_backward),
             grad_scales=self.scaling / self._folded_scales() if reads_float8 else None,
         )
 

@@ -281,7 +281,7 @@ def choose_targets(
 
     The model may be on the meta device.
     """
-    wanted, chosen = config.targets, _named_targets(model, config, parts)
+    targets, chosen = config.targets, _named_targets(model, config, parts)
     saved = tuple(f"{name}." for name in saved_names(model, config))
     if saved and (unread := next((name for name in towers(model, parts) if name.startswith(saved)), None)):
         part, owner = part_of(unread), next(name for name in saved if unread.startswith(name)).removesuffix(".")
@@ -302,7 +302,7 @@ def choose_targets(
         chosen = {name: linear for name, linear in chosen.items() if config.has_layer(name, path)}
     if not chosen:
         raise UsageError(
-            f"lora.targets: {wanted!r} matches nothing in lora.layers that lora.modules_to_save does not train in full"
+            f"lora.targets: {targets!r} matches nothing in lora.layers that lora.modules_to_save does not train in full"
         )
     unsupported = {"lora.dropout": config.dropout, "lora.dora": config.dora}
     if experts := [name for name, target in chosen.items() if isinstance(target, tuple)]:

@@ -36,17 +36,17 @@ def borrow_weights(plain: PreTrainedModel, model: PreTrainedModel) -> bool:
     for name in reversed(adapted_modules(model)):
         inner = f"{name}.base."
         live |= {f"{name}.{key.removeprefix(inner)}": tensor for key, tensor in live.items() if key.startswith(inner)}
-    wanted = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
-    for name, tensor in wanted:
+    plain_tensors = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
+    for name, tensor in plain_tensors:
         base = live.get(name)
         if base is None or isinstance(base, DTensor) or base.is_meta or base.shape != tensor.shape:
             return False
         if base.dtype != tensor.dtype and not (base.is_floating_point() and base.element_size() > 1):
             return False
-    if len({live[name].device for name, _ in wanted}) != 1:
+    if len({live[name].device for name, _ in plain_tensors}) != 1:
         return False
     borrowed: dict[int, nn.Parameter] = {}
-    for name, tensor in wanted:
+    for name, tensor in plain_tensors:
         path, _, leaf = name.rpartition(".")
         source: Tensor = live[name].detach()
         if isinstance(tensor, nn.Parameter):

@@ -152,11 +152,11 @@ def saved_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the full names of `lora.modules_to_save`; tied embeddings and head come together with `lora.keep_tied`."""
     modules = dict(model.named_modules())
     names: dict[str, None] = {}
-    for wanted in config.modules_to_save:
-        matched = [name for name in modules if name and f".{name}".endswith(f".{wanted}")]
+    for ending in config.modules_to_save:
+        matched = [name for name in modules if name and f".{name}".endswith(f".{ending}")]
         if not matched:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1:].isdigit()} - {""}))
-            raise UsageError(f"lora.modules_to_save: {wanted!r} matches no module of this model; it has {ends}")
+            raise UsageError(f"lora.modules_to_save: {ending!r} matches no module of this model; it has {ends}")
         names |= dict.fromkeys(matched)
     inner = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if inner:

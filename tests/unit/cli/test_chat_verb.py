@@ -100,7 +100,7 @@ def test_adapters_of_one_base_share_its_weights(run_dir: Path) -> None:
 
     paths, cpu = resolve_model_paths(str(run_dir)), torch.device("cpu")
     first, _ = load_trained(paths, device=cpu)
-    second, _ = load_trained(paths, device=cpu, beside=(paths, first))
+    second, _ = load_trained(paths, device=cpu, sibling=(paths, first))
     layers = [one.model.layers[0].mlp.up_proj for one in (first, second)]
     assert layers[0].base.weight.data_ptr() == layers[1].base.weight.data_ptr()
     assert layers[0].lora_a.data_ptr() != layers[1].lora_a.data_ptr()
