@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import traceback
 from collections import Counter, deque
@@ -14,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
-from multiprocessing import resource_tracker
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -39,6 +41,8 @@ ROWS_PER_CHUNK = 256
 _MAX_PROCS = 16
 _SERIAL_CHUNKS = 8  # below this, starting processes costs more than it saves
 _CHUNKS_AHEAD = 4  # chunks in flight per process, to bound memory
+# imports from where this process does, whose script may have no `if __name__ == "__main__"`: it must not run again
+_SERVING = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from flatout.data.workers import serve; serve()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +205,15 @@ def _units_of(
     return sizes if (sizes > 1).any() else None, columns
 
 
-def _serve(ends: Sequence[Connection], options: TokenizeOptions) -> None:
+def serve() -> None:
     """Load the tokenizer once, and fork a process with it for each further end of a pipe; answer at the first.
 
-    Each process ends when the parent closes its pipe or dies.
+    The command line has the file descriptors of the ends; the options come through the first. Each process ends when
+    the parent closes its pipe or dies.
     """
     set_environment({"TOKENIZERS_PARALLELISM": "false"})  # with no thread, nothing holds a lock when it forks
-    tokenizer, own, forked = SampleTokenizer(options), ends[0], list[int]()
+    ends = [Connection(int(fd)) for fd in sys.argv[2:]]
+    tokenizer, own, forked = SampleTokenizer(ends[0].recv()), ends[0], list[int]()
     gc.freeze()  # or the first collection copies what is shared
     for end in ends[1:]:
         forked.append(os.fork())
@@ -287,23 +293,25 @@ class _Worker:
 def _in_processes(
     chunks: Iterator[Chunk], options: TokenizeOptions, num_procs: int
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
-    # spawn: forking this process with its threads (torch, tokenizers, the console's) can deadlock
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(num_procs)]
-    first = context.Process(target=_serve, args=([theirs for _, theirs in pipes], options))
+    # a new process: forking this one with its threads (torch, tokenizers, the console's) can deadlock
+    pipes = [Pipe() for _ in range(num_procs)]
+    fds = [theirs.fileno() for _, theirs in pipes]
+    command = [sys.executable, "-c", _SERVING, json.dumps(sys.path), *map(str, fds)]
     pool, workers = ThreadPoolExecutor(num_procs * _CHUNKS_AHEAD), cycle([_Worker(ours) for ours, _ in pipes])
     waiting: deque[tuple[Chunk, Future[TokenizedChunk]]] = deque()
 
-    def start() -> None:
+    def start() -> subprocess.Popen[bytes]:
         # Ctrl-C is for the parent: processes that start here inherit this, and in a thread it does not break the start
-        resource_tracker.ensure_running()  # its own start would end the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        first.start()
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
 
+    first = None
     try:
-        pool.submit(start).result()
+        first = pool.submit(start).result()
         for _, theirs in pipes:
             theirs.close()
+        with suppress(OSError):  # it died; its first chunk says so
+            pipes[0][0].send(options)
         for chunk in chunks:
             waiting.append((chunk, pool.submit(next(workers).work, chunk)))
             if len(waiting) >= num_procs * _CHUNKS_AHEAD:
@@ -316,5 +324,5 @@ def _in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
         for ours, _ in pipes:
             ours.close()
-        if first.pid is not None:
-            first.join()
+        if first is not None:
+            first.wait()

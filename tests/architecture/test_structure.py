@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 3241,
     "compat": 3076,
     "config": 3113,
-    "data": 10919,
+    "data": 10927,
     "demo": 594,
     "doctor": 395,
     "environment": 191,

@@ -1,4 +1,4 @@
-"""A notebook user's first ten minutes: data in memory, training, curves, a chat, and out to plain transformers."""
+"""The first ten minutes in Python: data in memory, training, curves, a chat, and out to plain transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ import datasets
 import flatout
 
 rows = [json.loads(line) for line in Path(CHATS).read_text().splitlines()]
+# in two processes, which must not run this script again
+built = flatout.build_data([*rows] * (600 // len(rows)), tokenizer="someone/tiny", name="all", num_procs=2)
+assert built.num_samples > 256
 run = flatout.train(model="someone/tiny", data=datasets.Dataset.from_list(rows), device="cpu", rank=4, lr=1e-3,
                     max_steps=4, samples_per_step=6, max_tokens=500,
                     eval={"fraction": 0.1, "every_steps": 2, "prompts": []})
@@ -59,7 +62,9 @@ def test_from_a_data_set_in_memory_to_plain_transformers(tiny: Any, tmp_path: Pa
         hub.add("someone/tiny", tiny.model_dir)
 
         def run(code: str) -> str:
-            command = [sys.executable, "-c", f"CHATS = {str(tiny.chats)!r}\n{code}"]
+            script = tmp_path / "script.py"
+            script.write_text(f"CHATS = {str(tiny.chats)!r}\n{code}")
+            command = [sys.executable, str(script)]
             env = hub.env(tmp_path / "home")
             done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stderr[-3000:]

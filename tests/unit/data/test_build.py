@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -459,7 +458,12 @@ def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path,
     config = maker.config("rows.jsonl")
     rows = [RawRow(Origin("rows.jsonl", i), chat("q", "a")) for i in range(1, 101)]
     parser = make_parser(config.sources[0], rows[0])
-    own = multiprocessing.active_children()
+    listed = Path(f"/proc/{os.getpid()}/task")
+
+    def children() -> set[int]:  # any thread may have started it
+        return {int(pid) for file in listed.glob("*/children") for pid in file.read_text().split()}
+
+    own = children()
 
     def wait_for(found: Callable[[], list[int]]) -> int:
         deadline = time.monotonic() + 60
@@ -471,9 +475,9 @@ def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path,
     def chunks() -> Iterator[Chunk]:
         for start in range(0, 100, 10):
             if start == 20:
-                pid = wait_for(lambda: [p.pid or 0 for p in multiprocessing.active_children() if p not in own])
-                listed = Path(f"/proc/{pid}/task/{pid}/children").read_text
-                forked = wait_for(lambda read=listed: list(map(int, read().split())))
+                pid = wait_for(lambda: [*children() - own])
+                read = Path(f"/proc/{pid}/task/{pid}/children").read_text
+                forked = wait_for(lambda read=read: list(map(int, read().split())))
                 os.kill(pid if which == "first" else forked, signal.SIGKILL)
             yield Chunk(parser, tuple(rows[start : start + 10]), np.ones(10, np.int32))
 
@@ -483,7 +487,7 @@ def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path,
         ResourceError, match=r"a tokenizer process died .* in rows rows\.jsonl:\d*1 to rows\.jsonl:\d+0"
     ):
         list(tokenize_chunks(chunks(), tokenizer, 2))
-    assert multiprocessing.active_children() == own
+    assert children() == own
 
 
 class Panic(BaseException):
