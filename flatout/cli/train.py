@@ -51,7 +51,7 @@ HEAVY_IMPORTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("config", type=Path, help="YAML file, or .py file (runs as code); not needed if settings follow")
+    add("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
