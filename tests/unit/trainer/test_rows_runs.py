@@ -17,7 +17,6 @@ from flatout.errors import PackingError
 from flatout.trainer.run import train
 
 STATE_SPACE = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
-HYBRID = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 
 
 def save_model(folder: Path, tiny: Any, family: str, **shape: Any) -> Path:
@@ -98,8 +97,8 @@ def test_rows_take_the_same_steps_as_packed_and_resume_to_the_bit(
 
 @pytest.mark.exhaustive
 def test_ranks_and_strategies_agree_on_a_hybrid(tiny: Any, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", tiny, "lfm2", num_key_value_heads=2, **HYBRID)
-    config = run_of(tiny, tmp_path / "run", model)
+    model = save_model(tmp_path / "model", tiny, "mamba2", **STATE_SPACE)
+    config = run_of(tiny, tmp_path / "run", model, lora={"targets": ["in_proj"]})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", "2"]) == 0
     rows = {row["case"]: row for row in json.loads((tmp_path / "run" / "verify.json").read_text())["rows"]}
