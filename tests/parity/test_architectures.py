@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from model_table import documents, tiny
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flatout.config.schema import LoraConfig, ModelConfig
@@ -22,36 +22,6 @@ from flatout.models.selftest import check_packing
 from flatout.trainer.model_shape import make_shape, read_shape
 
 CPU = torch.device("cpu")
-VOCAB_SIZE = 300
-# set where a configuration has the attribute, and a value for it
-_SMALL: dict[str, Any] = {
-    "hidden_size": 32, "d_model": 32, "n_embd": 32, "embedding_size": 32, "decoder_layers": 2, "encoder_layers": 2,
-    "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4, "decoder_attention_heads": 4, "n_head": 4,
-    "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
-    "intermediate_size": 48, "ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "n_inner": 48,
-    "max_position_embeddings": 128, "initializer_range": 0.2, "sliding_window": 8, "query_pre_attn_scalar": 8,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "moe_topk": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 0,
-    "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_DROPOUT = (
-    "dropout", "attention_dropout", "hidden_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob",
-    "attention_probs_dropout_prob", "activation_dropout",
-)  # fmt: skip
-_LATENT = {"num_key_value_heads": 4}
-_BY_LAYER = {"layer_types": ["sliding_attention", "full_attention"]}
-_CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
-    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
-    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-    "gemma4_text": {**_BY_LAYER, "num_global_key_value_heads": 2, "per_layer_config": {"1": {"head_dim": 16}}},
-    "gemma4": {**_BY_LAYER, "num_global_key_value_heads": 2, "per_layer_config": {"1": {"head_dim": 16}}},
-    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")},
-    "solar_open": {"intermediate_size": 48},
-    "zaya": {"num_experts_per_tok": 1},
-}
 # what people use, and one of each way to differ or to be refused
 TRAINED = (
     "llama", "qwen3_moe", "gemma2", "gemma3n_text", "gemma4_text", "gpt_oss", "granite_swa", "hunyuan_v1_moe",
@@ -65,28 +35,6 @@ REFUSED = {
 }
 # too large, or random in themselves, whatever the configuration
 _LEFT_OUT = {"blt", "reformer"}
-
-
-def tiny(model_type: str) -> Any:
-    """A small configuration, made by setting what the default one has. Raises what the configuration raises."""
-    default = CONFIG_MAPPING[model_type]()
-    text = default.get_text_config()
-    known = {*text.to_dict(), *text.attribute_map}
-    values = {"vocab_size": VOCAB_SIZE}
-    values |= {
-        name: value for name, value in _SMALL.items() if name in known and text.to_dict().get(name, 0) is not None
-    }
-    values |= dict.fromkeys(known & set(_DROPOUT), 0.0)
-    values |= _CHANGES.get(model_type, {})
-    if text is default:
-        return CONFIG_MAPPING[model_type](**values)
-    name = next(name for name in default.sub_configs if getattr(default, name) is text)
-    return CONFIG_MAPPING[model_type](**{name: {**values, "model_type": text.model_type}})
-
-
-def documents() -> list[tuple[np.ndarray, np.ndarray]]:
-    draw = np.random.default_rng(0)
-    return [(draw.integers(3, VOCAB_SIZE - 5, size), draw.random(size) < 0.6) for size in (5, 17, 1, 9, 12)]
 
 
 def plain_loss(model: PreTrainedModel) -> torch.Tensor:
