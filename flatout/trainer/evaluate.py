@@ -90,13 +90,13 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
     `worst` reads the losses of their tokens.
     """
     num_sums = len(run.planned.objective.sum_names)
-    totals = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
+    set_sums = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
-        for set_index, (total, eval_set) in enumerate(zip(totals, run.eval_sets, strict=True)):
+        for set_index, (own_sums, eval_set) in enumerate(zip(set_sums, run.eval_sets, strict=True)):
             compute_eval_estimates(run, eval_set)
             plan, step, run_passes = eval_set.plan, eval_set.step, partial(_sum_passes, run, worst, set_index)
-            total += run_with_oom_retry(run, plan, step, run.loader_of(eval_set), "evaluation", run_passes)
-    sums_by_set = sum_unless_stopped(run, totals).tolist()
+            own_sums += run_with_oom_retry(run, plan, step, run.loader_of(eval_set), "evaluation", run_passes)
+    sums_by_set = sum_unless_stopped(run, set_sums).tolist()
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in run.eval_sets]
     label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]
     by_data = {

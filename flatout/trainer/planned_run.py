@@ -149,9 +149,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no metric of it."""
     objective = load_objective(config.objective)
     check_scoring(config, objective)
-    if config.eval.best not in (figures := ("loss", *objective.metrics)):
+    if config.eval.best not in (metrics := ("loss", *objective.metrics)):
         raise UsageError(
-            f"eval.best: {config.eval.best!r} is not a metric of {objective.name}; it has {', '.join(figures)}"
+            f"eval.best: {config.eval.best!r} is not a metric of {objective.name}; it has {', '.join(metrics)}"
         )
     if config.objective.reference != ReferenceConfig():
         why = f"objective {objective.name}, which has no reference" if REFERENCE not in objective.columns else ""
@@ -328,8 +328,8 @@ def plan_evaluation(
             where = {"data": name} if len(stores) > 1 else {}
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in eval_sets]
-    totals = [sum(counts) for counts in zip(*counts_by_set, strict=True)]
-    if eval_sets and config.eval.best not in (known := objective.means(totals, totals)):
+    counts = [sum(set_counts) for set_counts in zip(*counts_by_set, strict=True)]
+    if eval_sets and config.eval.best not in (known := objective.means(counts, counts)):
         raise DataError(
             f"eval.best: {config.eval.best} has no value on the evaluation data, which lacks the answers that it is a "
             f"mean over; take other rows, or one of {', '.join(known)}"

@@ -83,18 +83,18 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
         run.strategy.sum_gradients(run.parameters)
-    totals = run.strategy.sum_values(torch.cat([sums, stop_and_figures(run, figures), run.aux_loss.sums]))
-    return apply_update(run, step, totals, figures)
+    reduced = run.strategy.sum_values(torch.cat([sums, stop_and_figures(run, figures), run.aux_loss.sums]))
+    return apply_update(run, step, reduced, figures)
 
 
 def skip_step(run: TrainingRun) -> Pending:
     """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
     run.rank_meter.start_step(run.loader.wait_s)
     figures = run.rank_meter.figures(run.loader.wait_s)
-    totals = run.strategy.sum_values(stop_and_figures(run, figures))
+    reduced = run.strategy.sum_values(stop_and_figures(run, figures))
 
     def wait() -> StepOutcome | None:
-        num_stopping, *gathered = totals.tolist()
+        num_stopping, *gathered = reduced.tolist()
         if num_stopping:
             discard_step(run)
             return None
@@ -129,7 +129,7 @@ def _backward_micro_batches(
     run.fused_lora.refresh()
     normalizer = run.planned.normalizers.loss_normalizer(step)
     sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
-    totals = sums.unbind()
+    local_sums = sums.unbind()
     start_aux_loss(run, step, micro_batches)
     for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
@@ -139,8 +139,8 @@ def _backward_micro_batches(
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_sums[0] / normalizer)
                 loss.backward()
-        for total, value in zip(totals, pass_sums, strict=True):
-            total += value.detach()
+        for local_sum, value in zip(local_sums, pass_sums, strict=True):
+            local_sum += value.detach()
     return sums
 
 
@@ -163,21 +163,21 @@ def start_aux_loss(run: TrainingRun, step: StepPlan, micro_batches: Sequence[Mic
                 forward_pass(run, step, index, batch)
 
 
-def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: RankFigures) -> Pending:
+def apply_update(run: TrainingRun, step: StepPlan, reduced: Tensor, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `totals` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and
+    `reduced` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and
     `AuxiliaryLoss.sums`; `figures` are this rank's.
     An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
     optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
     """
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters)
-    aux_loss_sums = totals[len(totals) - run.aux_loss.num_sums :]
-    totals = torch.cat([totals, norm.to(totals.dtype)[None]])
+    aux_loss_sums = reduced[len(reduced) - run.aux_loss.num_sums :]
+    reduced = torch.cat([reduced, norm.to(reduced.dtype)[None]])
     lr = next_lr(run)
     if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
-        outcome = outcome_of(run, step, lr, totals.tolist(), figures)
+        outcome = outcome_of(run, step, lr, reduced.tolist(), figures)
         if outcome is not None and outcome.skipped == SKIPPED_SPIKE:
             run.scaler.update()
         elif outcome is not None:
@@ -188,12 +188,12 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: Tensor, figures: Rank
 
     skip = set_found_inf(
         run.optimizer,
-        ~torch.stack([totals[0], totals[-1]]).isfinite().all() | (totals[len(run.planned.objective.sum_names)] > 0),
+        ~torch.stack([reduced[0], reduced[-1]]).isfinite().all() | (reduced[len(run.planned.objective.sum_names)] > 0),
     )
     _update(run, norm, lr)
     run.aux_loss.after_update(aux_loss_sums, skip)
     run.state.num_in_flight += 1
-    read, ended = copy_to_host_async(totals)
+    read, ended = copy_to_host_async(reduced)
 
     def wait() -> StepOutcome | None:
         run.state.num_in_flight -= 1
@@ -231,7 +231,7 @@ def outcome_of(
     run: TrainingRun,
     step: StepPlan,
     lr: float,
-    totals: list[float],
+    reduced: list[float],
     figures: RankFigures,
     ended: torch.cuda.Event | float | None = None,
 ) -> StepOutcome | None:
@@ -240,7 +240,7 @@ def outcome_of(
     `ended` is the end of a step that the host did not wait for. Raises NumericError as `launch_step`.
     """
     num_sums = len(run.planned.objective.sum_names)
-    sums, (num_stopping, *gathered, grad_norm) = totals[:num_sums], totals[num_sums:]
+    sums, (num_stopping, *gathered, grad_norm) = reduced[:num_sums], reduced[num_sums:]
     num_figures = len(gathered) - run.aux_loss.num_sums
     gathered, aux_loss_sums = gathered[:num_figures], gathered[num_figures:]
     if num_stopping:

@@ -73,7 +73,7 @@ def plan_training(
     text_config = read_text_config(config.model.name, config.model.revision)
     is_padded = pads_samples(config, text_config, reporter, inexact.packing, has_pictures=bool(data.store.num_pictures))
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, inexact=inexact.sharing)
+    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, reason=inexact.sharing)
     reporter.phase("planning")
     plan, parallel_layout, memory = plan_steps(
         config, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes
@@ -111,11 +111,11 @@ def index_prefixes(
     data: SplitStore,
     *,
     is_padded: bool,
-    inexact: str | None,
+    reason: str | None,
 ) -> tuple[Prefixes | None, str]:
     """Return where samples share prefixes; None, and why, if they do not or must not.
 
-    `is_padded` is the layout, `inexact` what an earlier self-test found. Raises UsageError if batch.share_prefix: on
+    `is_padded` is the layout, `reason` what an earlier self-test found. Raises UsageError if batch.share_prefix: on
     cannot be exact.
     """
     setting = config.batch.share_prefix
@@ -123,7 +123,7 @@ def index_prefixes(
         return None, "not shared: as configured"
     store, train_ids = data.store, data.train_ids
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
-    problem = inexact or ("each sample is a row of its own" if is_padded else None)
+    problem = reason or ("each sample is a row of its own" if is_padded else None)
     problem = problem or ("samples hold pictures" if store.num_pictures else None)
     if config.context.parallel > 1:
         problem = problem or "with context.parallel, ranks share each sample's tokens"

@@ -184,7 +184,7 @@ def measure(run: TrainingRun, step: StepPlan, reference: Reference, case: str) -
     run.optimizer.zero_grad(set_to_none=True)
     sums = accumulate_gradients(run, step)
     run.strategy.sum_gradients(run.parameters)
-    totals = run.strategy.sum_values(sums)
+    sums = run.strategy.sum_values(sums)
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters).item()
     run.scaler.update()
@@ -192,7 +192,7 @@ def measure(run: TrainingRun, step: StepPlan, reference: Reference, case: str) -
     grads = ((name, parameter.grad) for name, parameter in run.named_parameters.items())
     gradients = ((name, grad.full_tensor() if isinstance(grad, DTensor) else grad) for name, grad in grads)
     if run.rank.is_first:
-        row = reference.compare(case, totals[0].item() / run.planned.normalizers.loss_normalizer(step), norm, gradients)
+        row = reference.compare(case, sums[0].item() / run.planned.normalizers.loss_normalizer(step), norm, gradients)
     else:
         # gathering a sharded gradient is collective
         deque(gradients, maxlen=0)
