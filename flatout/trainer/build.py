@@ -145,8 +145,8 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
             reason = str(error).partition("; ")[0]
         # here no frame of the failed check holds the model any more
         free_memory(setup.device)
-        inexact = setup.planned.inexact._replace(**{"sharing" if shared else "packing": reason})
-        setup = setup.plan_again(setup.planned.device, inexact)
+        inexact_reasons = setup.planned.inexact_reasons._replace(**{"sharing" if shared else "packing": reason})
+        setup = setup.plan_again(setup.planned.device, inexact_reasons)
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:

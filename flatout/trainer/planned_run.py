@@ -46,7 +46,7 @@ from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
-from flatout.trainer.steps_and_memory import EXACT, Inexact, SplitStore, plan_training
+from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, plan_training
 
 # a learning rate above so many times that of the loss's papers is told
 UNUSUAL_LR = 5.0
@@ -65,7 +65,7 @@ class PlannedRun:
     """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
 
     `kl_pairs` has the same steps over KL pairs, if the objective estimates something of them.
-    `sharing` says whether samples share prefixes, and why. `inexact` is as `plan_run` has it.
+    `sharing` says whether samples share prefixes, and why. `inexact_reasons` is as `plan_run` has it.
     """
 
     shape: ModelShape
@@ -81,7 +81,7 @@ class PlannedRun:
     scoring: Scoring | None = None
     device: Device | None = None
     sharing: str = ""
-    inexact: Inexact = EXACT
+    inexact_reasons: InexactReasons = EXACT
     kl_pairs: KLPairs | None = None
 
     @property
@@ -113,12 +113,12 @@ def plan_run(
     reporter: Reporter,
     rank: Rank,
     device_of: Callable[[], Device | None] = lambda: None,
-    inexact: Inexact = EXACT,
+    inexact_reasons: InexactReasons = EXACT,
     identity_of: Callable[[], dict[str, Any]] = dict,
 ) -> PlannedRun:
     """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `inexact` is
+    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `inexact_reasons` is
     of a model that its config would allow to pack and to share prefixes. `identity_of` is called last and returns what
     else identifies the run.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
@@ -127,7 +127,7 @@ def plan_run(
     check_context(config, rank, objective)
     shape, store, scoring = open_training_data(config, objective, rank, reporter)
     data, device = hold_out_samples(store, config, reporter), device_of()
-    plan, parallel_layout, memory, sharing = plan_training(config, shape, data, rank, device, reporter, inexact)
+    plan, parallel_layout, memory, sharing = plan_training(config, shape, data, rank, device, reporter, inexact_reasons)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
     report_plan(config, plan, parallel_layout, memory, reporter)
@@ -141,7 +141,7 @@ def plan_run(
     return PlannedRun(
         shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
         memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
-        scoring=scoring, device=device, sharing=sharing, inexact=inexact, kl_pairs=kl_pairs,
+        scoring=scoring, device=device, sharing=sharing, inexact_reasons=inexact_reasons, kl_pairs=kl_pairs,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet, KLPairs
 from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
-from flatout.trainer.steps_and_memory import Inexact
+from flatout.trainer.steps_and_memory import InexactReasons
 from flatout.trainer.stop_request import StopRequest
 
 
@@ -105,11 +105,11 @@ class Setup:
     def device(self) -> torch.device:
         return choose_device(self.config.wanted_device, self.rank)
 
-    def plan_again(self, device: Device | None, inexact: Inexact | None = None) -> Setup:
-        """Plan again for this device, or with what a self-test found `inexact` (None: what is known)."""
-        fingerprints, inexact = self.planned.fingerprints, inexact or self.planned.inexact
+    def plan_again(self, device: Device | None, inexact_reasons: InexactReasons | None = None) -> Setup:
+        """Plan again for this device, or with what a self-test found `inexact_reasons` (None: what is known)."""
+        fingerprints, inexact_reasons = self.planned.fingerprints, inexact_reasons or self.planned.inexact_reasons
         identity = {name: fingerprints[name] for name in ("model",) if name in fingerprints}
-        planned = plan_run(self.config, self.reporter, self.rank, lambda: device, inexact, lambda: identity)
+        planned = plan_run(self.config, self.reporter, self.rank, lambda: device, inexact_reasons, lambda: identity)
         return replace(self, planned=planned)
 
 

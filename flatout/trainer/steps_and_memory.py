@@ -46,14 +46,14 @@ class SplitStore(NamedTuple):
     eval_ids: NDArray[np.int64] | None
 
 
-class Inexact(NamedTuple):
+class InexactReasons(NamedTuple):
     """Why a model must not pack samples, and not share prefixes, as its self-test found; None: it may."""
 
     packing: str | None = None
     sharing: str | None = None
 
 
-EXACT = Inexact()
+EXACT = InexactReasons()
 
 
 def plan_training(
@@ -63,7 +63,7 @@ def plan_training(
     rank: Rank,
     device: Device | None,
     reporter: Reporter,
-    inexact: Inexact,
+    inexact_reasons: InexactReasons,
 ) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision, str]:
     """Decide how samples share a micro-batch, the steps, the strategy and the memory; also a line on shared prefixes.
 
@@ -71,9 +71,11 @@ def plan_training(
     """
     reporter.phase("planning")
     text_config = read_text_config(config.model.name, config.model.revision)
-    is_padded = pads_samples(config, text_config, reporter, inexact.packing, has_pictures=bool(data.store.num_pictures))
+    is_padded = pads_samples(
+        config, text_config, reporter, inexact_reasons.packing, has_pictures=bool(data.store.num_pictures)
+    )
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, reason=inexact.sharing)
+    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, reason=inexact_reasons.sharing)
     reporter.phase("planning")
     plan, parallel_layout, memory = plan_steps(
         config, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes
