@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
     config = lora_config(args, mode)
     rank = Rank()
-    planned = plan_run(config, Reporter(), rank, lambda: gpu_of(config, rank))
+    planned = plan_run(config, Reporter(), rank, gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
     run = build_run(Setup(config, planned, checkpoints, Reporter(), rank))
     accumulate_gradients(run, planned.plan.step(0))

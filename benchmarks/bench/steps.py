@@ -15,7 +15,7 @@ from flatout.track.record import RunEnd
 from flatout.trainer.build import build_run
 from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_data, plan_run
 from flatout.trainer.state import Setup, TrainingRun
 
 
@@ -29,12 +29,11 @@ def take_steps(
     """Take this rank's part of a run's steps. `before` and `after` are called while the process group is up."""
     rank = Rank.from_env()
 
-    def join_ranks() -> ControlGroup:
-        join_group(rank, choose_device(config.wanted_device, rank))
-        return ControlGroup(rank)
-
-    planned = plan_run(config, reporter, rank, lambda: weakest_gpu(config, rank, join_ranks))
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=join_ranks())
+    data = open_data(config, reporter, rank)
+    join_group(rank, choose_device(config.wanted_device, rank))
+    group = ControlGroup(rank)
+    planned = plan_run(config, reporter, rank, weakest_gpu(config, group), data=data)
+    checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=group)
     run = build_run(Setup(config, planned, checkpoints, reporter, rank))
     before(run)
     reporter.phase("step", 1)

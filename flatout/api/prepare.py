@@ -95,7 +95,7 @@ def plan(
     if gpu is None:
         planned, why_not = plan_at_hand(resolved, Reporter(), rank)
         return summarize_plan(resolved, planned, why_not=why_not)
-    return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, lambda: gpu))
+    return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, gpu))
 
 
 @spelled_for(Caller("python", ("verify",)))

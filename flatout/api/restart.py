@@ -105,4 +105,4 @@ def _check(config: Config, mode: LaunchMode) -> None:
         device = max(DEVICES.values(), key=lambda one: one.memory_bytes)
         needs_device = config.full.update == "backward" and num_gpus > 0 and config.wanted_device != "cpu"
         reporter = Reporter(PhaseCallback(console))
-        plan_run(config, reporter, Rank(0, num_ranks), lambda: device if needs_device else None)
+        plan_run(config, reporter, Rank(0, num_ranks), device if needs_device else None)

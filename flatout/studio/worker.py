@@ -163,7 +163,7 @@ def plan(
         raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")
     rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
     gpu = find_device(device) if device else gpu_of(config, rank)
-    planned = plan_run(config, Reporter(callback), rank, lambda: gpu)
+    planned = plan_run(config, Reporter(callback), rank, gpu)
     summary = summarize_plan(config, planned, tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory
     parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")

@@ -56,37 +56,39 @@ def build_run(
 ) -> TrainingRun:
     """Build model, strategy, optimizer and loader, and restore what was `saved`. Raises a FlatoutError.
 
-    A run that starts at step 0 measures passes with `memory_check`. If these change the plan, it is built again, which
-    may measure passes of another kind, but each kind once.
+    A run that starts at step 0 measures passes with `memory_check`.
     """
-    device, reporter = setup.device, setup.reporter
-    while True:
-        bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run, why_no_graphs = assemble_run(setup)
-        if memory_check is None or saved is not None:
-            break
-        measured, needs_replan = memory_check.check(run, bytes_before_model)
-        setup = replace(setup, planned=replace(run.planned, device=measured))
-        setup = setup.plan_again(measured) if needs_replan else setup
-        if setup.planned.pass_settings == run.planned.pass_settings:
-            memory_check.record(measured)
-            memory = replace(setup.planned.memory, recompute=run.memory.recompute)
-            run = replace(run, planned=setup.planned, memory=memory)
-            break
-        run.close()
-        del run
-        if device.type == "cuda":
-            # compiled graphs belong to the model that is dropped
-            torch.compiler.reset()
-        free_memory(device)
+    check = memory_check if saved is None else None
+    run, why_no_graphs = assemble_run(setup) if check is None else assemble_measured(setup, check)
     # of the model as it stands at step 0, also in a run that resumes
     compute_reference(run)
     if saved is not None:
         restore(run, saved)
-    reporter.phase("recording graphs")
-    reporter.stage("graphs", record_graphs(run, why_no_graphs))
+    run.reporter.phase("recording graphs")
+    run.reporter.stage("graphs", record_graphs(run, why_no_graphs))
     run.saver.reserve(saved_sizes(run.rank, run.named_parameters, run.config))
     return run
+
+
+def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[TrainingRun, str | None]:
+    """Measure passes of `assemble_run`; if these change the plan, assemble again, which measures each kind once."""
+    device = setup.device
+    bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    run, why_no_graphs = assemble_run(setup)
+    measured, needs_replan = memory_check.check(run, bytes_before_model)
+    setup = replace(setup, planned=replace(run.planned, device=measured))
+    setup = setup.plan_again(measured) if needs_replan else setup
+    if setup.planned.pass_settings == run.planned.pass_settings:
+        memory_check.record(measured)
+        memory = replace(setup.planned.memory, recompute=run.memory.recompute)
+        return replace(run, planned=setup.planned, memory=memory), why_no_graphs
+    run.close()
+    del run
+    if device.type == "cuda":
+        # compiled graphs belong to the model that is dropped
+        torch.compiler.reset()
+    free_memory(device)
+    return assemble_measured(setup, memory_check)
 
 
 def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
@@ -133,20 +135,19 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
 
 def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
     """Load the model; return it with the set-up, planned again if shared prefixes or packing are inexact."""
-    while True:
-        proofs, batch = Proofs(setup), setup.config.batch
-        try:
-            return load_trainable(setup, proofs), setup, proofs
-        except PackingError as error:
-            shared = isinstance(error, SharedPrefixError)
-            setting = batch.share_prefix if shared else batch.layout
-            if setting != "auto" or setup.planned.plan.batch_layout.is_padded:
-                raise
-            reason = str(error).partition("; ")[0]
-        # here no frame of the failed check holds the model any more
-        free_memory(setup.device)
-        inexact_reasons = setup.planned.inexact_reasons._replace(**{"sharing" if shared else "packing": reason})
-        setup = setup.plan_again(setup.planned.device, inexact_reasons)
+    proofs, batch = Proofs(setup), setup.config.batch
+    try:
+        return load_trainable(setup, proofs), setup, proofs
+    except PackingError as error:
+        shared = isinstance(error, SharedPrefixError)
+        setting = batch.share_prefix if shared else batch.layout
+        if setting != "auto" or setup.planned.plan.batch_layout.is_padded:
+            raise
+        reason = str(error).partition("; ")[0]
+    # here no frame of the failed check holds the model any more
+    free_memory(setup.device)
+    reasons = setup.planned.inexact_reasons._replace(**{"sharing" if shared else "packing": reason})
+    return load_or_replan(setup.plan_again(setup.planned.device, reasons))
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -33,16 +32,16 @@ def gpu_of(config: Config, rank: Rank) -> Device | None:
     return Device(torch.cuda.get_device_name(device), num_bytes, *gpu_features(device))
 
 
-def weakest_gpu(config: Config, rank: Rank, join_ranks: Callable[[], ControlGroup]) -> Device | None:
+def weakest_gpu(config: Config, group: ControlGroup) -> Device | None:
     """Return the GPU that all ranks plan for: the one with the least memory. None on the CPU.
 
-    Several ranks connect with `join_ranks` to exchange theirs. Raises ResourceError as `gpu_of` does, and UsageError if
-    `model.precision: auto` would resolve differently on some.
+    Collective. Raises ResourceError as `gpu_of` does, and UsageError if `model.precision: auto` would resolve
+    differently on some.
     """
-    gpu = gpu_of(config, rank)
-    if gpu is None or rank.world == 1:
+    gpu = gpu_of(config, group.rank)
+    if gpu is None or group.rank.world == 1:
         return gpu
-    gathered = join_ranks().all_gather((socket.gethostname(), asdict(gpu)))
+    gathered = group.all_gather((socket.gethostname(), asdict(gpu)))
     gpus = [Device(**values) for _, values in gathered]
     without = [index for index, other in enumerate(gpus) if not other.has_bf16]
     if config.model.precision == "auto" and 0 < len(without) < len(gpus):

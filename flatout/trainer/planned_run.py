@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest
@@ -108,38 +108,45 @@ class PlannedRun:
 PlannedDataSet = PlannedRun | KLPairs | EvalSet
 
 
+class RunData(NamedTuple):
+    """What a plan is made of: the loss, the model's sizes, the data, and the scores that it trains, if any."""
+
+    objective: Objective
+    shape: ModelShape
+    split: SplitStore
+    scoring: Scoring | None
+
+
 def plan_run(
     config: Config,
     reporter: Reporter,
     rank: Rank,
-    device_of: Callable[[], Device | None] = lambda: None,
+    device: Device | None = None,
+    *,
+    data: RunData | None = None,
     inexact_reasons: InexactReasons = EXACT,
-    identity_of: Callable[[], dict[str, Any]] = dict,
 ) -> PlannedRun:
-    """Open or build the token store, choose a micro-batch that fits in device memory, and plan every step.
+    """Choose a micro-batch that fits in device memory, and plan every step.
 
-    `device_of` is called after tokenizing and returns the GPU (as `gpu_of` does), or None for the CPU. `inexact_reasons` is
-    of a model that its config would allow to pack and to share prefixes. `identity_of` is called last and returns what
-    else identifies the run.
+    `device` is the GPU (as `gpu_of` returns it), None the CPU. `data` is opened if it is None. `inexact_reasons` are
+    of a model that its config would allow to pack and to share prefixes.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    objective = checked_objective(config, reporter)
-    check_context(config, rank, objective)
-    shape, store, scoring = open_training_data(config, objective, rank, reporter)
-    data, device = hold_out_samples(store, config, reporter), device_of()
-    plan, parallel_layout, memory, sharing = plan_training(config, shape, data, rank, device, reporter, inexact_reasons)
+    objective, shape, split, scoring = data or open_data(config, reporter, rank)
+    store = split.store
+    plan, layout, memory, sharing = plan_training(config, shape, split, rank, device, reporter, inexact_reasons)
     if config.full.update == "backward":
         check_backward_update(config, plan, rank)
-    report_plan(config, plan, parallel_layout, memory, reporter)
+    report_plan(config, plan, layout, memory, reporter)
     report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
-    eval_sets = plan_evaluation(config, data, plan, memory.micro_batch_tokens, reporter, objective)
+    eval_sets = plan_evaluation(config, split, plan, memory.micro_batch_tokens, reporter, objective)
     kl_pairs, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
     # a model that scores answers nothing
     evaluated = [] if scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
     prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
-    fingerprints = fingerprints_of(config, objective, store, plan, eval_sets) | identity_of()
+    fingerprints = fingerprints_of(config, objective, store, plan, eval_sets)
     return PlannedRun(
-        shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=parallel_layout,
+        shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=layout,
         memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
         scoring=scoring, device=device, sharing=sharing, inexact_reasons=inexact_reasons, kl_pairs=kl_pairs,
     )  # fmt: skip
@@ -170,10 +177,10 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     return objective
 
 
-def open_training_data(
-    config: Config, objective: Objective, rank: Rank, reporter: Reporter
-) -> tuple[ModelShape, TokenStore, Scoring | None]:
-    """Read the model's sizes and open the data to train on, and check that they fit; also return what is scored."""
+def open_data(config: Config, reporter: Reporter, rank: Rank) -> RunData:
+    """Read the loss and the model's sizes, open the data or build it, and check that they fit."""
+    objective = checked_objective(config, reporter)
+    check_context(config, rank, objective)
     reporter.phase("reading the model's configuration")
     model, scores = config.model, objective.reads == "scores"
     shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
@@ -187,7 +194,7 @@ def open_training_data(
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    return shape, store, scoring
+    return RunData(objective, shape, hold_out_samples(store, config, reporter), scoring)
 
 
 def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:

@@ -104,7 +104,7 @@ def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[Planne
     has_gpu = config.wanted_device != "cpu" and torch.cuda.is_available()
     gpu = gpu_of(config, rank) if has_gpu else None
     try:
-        return plan_run(config, reporter, rank, lambda: gpu), None
+        return plan_run(config, reporter, rank, gpu), None
     except ResourceError as error:
         if gpu is None or config.full.update == "backward":  # no plan without a GPU is known to fit in one pass
             raise

@@ -7,10 +7,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,12 +32,10 @@ from flatout.models.export import copy_processor, save_model
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
 from flatout.models.stops import GENERATION_CONFIG, give_template, set_stops, stop_token_ids
-from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
-from flatout.planner.devices import Device
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.notebook import open_console
@@ -52,7 +50,7 @@ from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps, save
 from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.passes import PassesStopped
-from flatout.trainer.planned_run import plan_run, require_same_run
+from flatout.trainer.planned_run import open_data, plan_run, require_same_run
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
 from flatout.trainer.run_facts import gather_gpus, run_start
 from flatout.trainer.state import Progress, Setup, TrainingRun
@@ -176,32 +174,26 @@ def open_run(
 
 
 def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_checks: bool) -> Result:
-    """Plan the run, find its checkpoint, build model and optimizer, and take the steps; one call a stage.
+    """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
-    Ranks connect when the first stage needs the others. A run that is complete already is returned as it is.
+    A run that is complete already is returned as it is.
     """
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
-
-    def join_ranks() -> ControlGroup:
-        if rank.world > 1:
-            reporter.phase("waiting for all ranks")
-        return watch.join(rank, choose_device(config.wanted_device, rank))
-
-    def find_device() -> Device | None:
-        reporter.phase("opening the device")
-        gpu = weakest_gpu(config, rank, join_ranks)
-        return gpu and memory_check().corrected(gpu)
-
-    @cache
-    def memory_check() -> MemoryCheck:
-        return MemoryCheck(config, join_ranks(), reporter, reuse_checks=reuse_checks)
-
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    planned = plan_run(config, reporter, rank, find_device, identity_of=partial(identify_model, config, reporter))
-    group, keep = join_ranks(), config.checkpoint.keep
+    data = open_data(config, reporter, rank)
+    if rank.world > 1:
+        reporter.phase("waiting for all ranks")
+    group = watch.join(rank, choose_device(config.wanted_device, rank))
+    reporter.phase("opening the device")
+    memory_check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks)
+    gpu = weakest_gpu(config, group)
+    planned = plan_run(config, reporter, rank, gpu and memory_check.corrected(gpu), data=data)
+    reporter.phase("reading the model's fingerprint")
+    planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
     require_same_run(config, planned, group)
     reporter.phase("verifying checkpoints")
+    keep = config.checkpoint.keep
     checkpoints = Checkpoints(config.folder, keep=keep, on_event=reporter.event, group=group, check_facts=check_facts)
     checkpoint, progress = find_checkpoint(config, planned, checkpoints, reporter)
     final_dir = config.folder / "final"
@@ -215,7 +207,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
     setup = Setup(config, planned, checkpoints, reporter, rank, watch, reuse_checks)
-    run = build_run(setup, checkpoint, memory_check())
+    run = build_run(setup, checkpoint, memory_check)
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)
@@ -223,12 +215,6 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.start(run_start(run, gpus))
     run_to_end(run, final_dir)
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
-
-
-def identify_model(config: Config, reporter: Reporter) -> dict[str, Any]:
-    """Return what identifies the weights of the run's model."""
-    reporter.phase("reading the model's fingerprint")
-    return {"model": fingerprint_model(config.model)}
 
 
 def run_to_end(run: TrainingRun, final_dir: Path) -> None:

@@ -107,9 +107,10 @@ class Setup:
 
     def plan_again(self, device: Device | None, inexact_reasons: InexactReasons | None = None) -> Setup:
         """Plan again for this device, or with what a self-test found `inexact_reasons` (None: what is known)."""
-        fingerprints, inexact_reasons = self.planned.fingerprints, inexact_reasons or self.planned.inexact_reasons
-        identity = {name: fingerprints[name] for name in ("model",) if name in fingerprints}
-        planned = plan_run(self.config, self.reporter, self.rank, lambda: device, inexact_reasons, lambda: identity)
+        reasons = inexact_reasons or self.planned.inexact_reasons
+        planned = plan_run(self.config, self.reporter, self.rank, device, inexact_reasons=reasons)
+        # the data and which samples a step holds are the same
+        planned = replace(planned, fingerprints=self.planned.fingerprints)
         return replace(self, planned=planned)
 
 

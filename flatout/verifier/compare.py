@@ -147,7 +147,7 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
 
     So that no other is computed, samples of other steps have a value too.
     """
-    planned = plan_run(config, Reporter(), rank, lambda: weakest_gpu(config, rank, lambda: ControlGroup(rank)))
+    planned = plan_run(config, Reporter(), rank, weakest_gpu(config, ControlGroup(rank)))
     if (file := config.folder / LOGPROBS).exists():
         stores = [data_set.store for data_set in planned.data_sets]
         for store in stores:

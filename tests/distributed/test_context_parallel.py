@@ -251,7 +251,7 @@ def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny: Any
         given, _ = shared(tiny, long_chats, "lora", context_ranks, strategy="ddp", precision="bf16", memory=2.0)
         given["batch"].pop("micro_batch_tokens")
         config, recorder = make_config(given), MemoryCallback()
-        planned = plan_run(config, Reporter(recorder), Rank(0, 8), lambda: device)
+        planned = plan_run(config, Reporter(recorder), Rank(0, 8), device)
         assert planned.plan.batch_layout.num_ranks == 8 // context_ranks
         memory = planned.memory.estimate(tokens)
         assert memory is not None

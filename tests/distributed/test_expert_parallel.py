@@ -202,7 +202,7 @@ def test_a_plan_counts_one_ranks_part_of_the_experts(tiny: Any, models: dict[str
         for expert_ranks in (1, 2):
             given, _ = shared(tiny, "full", models["qwen3_moe"], expert_ranks, "fp32", strategy=strategy)
             config, recorder = make_config(given), MemoryCallback()
-            planned = plan_run(config, Reporter(recorder), Rank(0, 4), lambda: DEVICES["h200"])
+            planned = plan_run(config, Reporter(recorder), Rank(0, 4), DEVICES["h200"])
             says = f"; {expert_ranks} ranks share each layer's experts"
             assert (says in planned.parallel_layout.reason) is (expert_ranks > 1)
             memory = planned.memory.estimate(tokens)

@@ -69,7 +69,7 @@ def make_model(tiny: Any, folder: Path, **sizes: int) -> Path:
 
 
 def planned_for(config: Config, gpu: Device) -> PlannedRun:
-    return plan_run(config, Reporter(), Rank(), lambda: gpu)
+    return plan_run(config, Reporter(), Rank(), gpu)
 
 
 def limited(tiny: Any, folder: Path, model_dir: Path, **changes: Any) -> Config:

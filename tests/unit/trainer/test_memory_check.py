@@ -85,7 +85,7 @@ class Start:
         reporter, rank = Reporter(self.told), Rank()
         group = ControlGroup(rank)
         check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks, measure=measure or self.measure)
-        planned = plan_run(config, reporter, rank, lambda: check.corrected(gpu))
+        planned = plan_run(config, reporter, rank, check.corrected(gpu))
         self.first_plan = planned
         checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
         run = build_run(Setup(config, planned, checkpoints, reporter, rank), memory_check=check)
@@ -143,13 +143,13 @@ def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothi
 
 
 def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Config) -> None:
-    planned = plan_run(config, Reporter(), Rank(), lambda: GPU)
+    planned = plan_run(config, Reporter(), Rank(), GPU)
     _, _, largest = planned.plan.largest_pass
     steps = choose_passes(planned)
     shares = [step.by_rank[0][0].num_padded_tokens / largest.num_padded_tokens for step in steps]
     assert [share <= bound for share, bound in zip(shares, (0.25, 0.25, 0.5), strict=True)] == [True] * 3
     assert shares[2] > 0.4
-    on_two = plan_run(config, Reporter(), Rank(0, 2), lambda: GPU)
+    on_two = plan_run(config, Reporter(), Rank(0, 2), GPU)
     assert all(len(step.by_rank) == 2 and step.by_rank[0] == step.by_rank[1] for step in choose_passes(on_two))
 
 
@@ -257,7 +257,7 @@ def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> No
 
 def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:
     alone = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_step": 1})})
-    planned = plan_run(alone, Reporter(), Rank(), lambda: GPU)
+    planned = plan_run(alone, Reporter(), Rank(), GPU)
     _, _, largest = planned.plan.largest_pass
     need = planned.memory.estimate(largest.size)
     assert need is not None

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def test_one_precision_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan_for(precision: str, *gpus: Device) -> Device | None:
         config = make_config({"model": {"name": "m", "precision": precision}})
         gathered = [(host, asdict(one)) for host, one in zip("ab", gpus, strict=True)]
-        group = SimpleNamespace(all_gather=lambda mine: gathered)
-        return gpu.weakest_gpu(config, Rank(0, 2), lambda: group)
+        group: Any = SimpleNamespace(rank=Rank(0, 2), all_gather=lambda mine: gathered)
+        return gpu.weakest_gpu(config, group)
 
     with pytest.raises(UsageError, match=r"rank 1 on b has a T4, .* set model\.precision"):
         plan_for("auto", new, old)
