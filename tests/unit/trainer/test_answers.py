@@ -15,7 +15,7 @@ from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, FlatoutError, UsageError
 from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.parallel.rank import Rank
-from flatout.rollout import weights
+from flatout.rollout import sampler_model
 from flatout.rollout.chat import Sampling, answer
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.run_log import read_run
@@ -102,7 +102,7 @@ def test_each_token_is_computed_once(
     # at each of three evaluations the prompts in one pass, then a token of each in every other
     assert sum(num_tokens > len(PROMPTS) for num_tokens in passes) == 3
     assert len(passes) <= 3 * (2 + 9)
-    monkeypatch.setitem(weights.TOLERANCES, torch.float32, -1.0)
+    monkeypatch.setitem(sampler_model.TOLERANCES, torch.float32, -1.0)
     passes.clear()
     train(tiny.config(tmp_path / "again", **settings(prompts=PROMPTS, max_new_tokens=10)))
     again = read_run(tmp_path / "again")
