@@ -36,7 +36,7 @@ from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.training_plan import TrainingPlan, select_samples, split_held_out
+from flatout.planner.steps.training_plan import TrainingPlan, select_samples
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.context_and_expert_parallel import check_context
@@ -46,7 +46,7 @@ from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
-from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, plan_training
+from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, hold_out_samples, plan_training
 
 # a learning rate above so many times that of the loss's papers is told
 UNUSUAL_LR = 5.0
@@ -237,18 +237,6 @@ def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bo
             f"0..{shape.num_logits - 1} only (unpadded_vocab_size in its config.json); use its own tokenizer without "
             "data.new_tokens"
         )
-
-
-def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
-    """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
-    if not config.eval.fraction:
-        return SplitStore(store, None, None)
-    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
-    train_ids, eval_ids = split_held_out(*facts)
-    if num_copies := store.num_samples - len(np.unique(store.hashes)):
-        line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
-        reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
-    return SplitStore(store, train_ids, eval_ids)
 
 
 def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> None:

@@ -29,7 +29,7 @@ from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.step_plan import BatchLayout
-from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples
+from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples, split_held_out
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.picture_inputs import require_trainable, tower_flops
@@ -44,6 +44,18 @@ class SplitStore(NamedTuple):
     store: TokenStore
     train_ids: NDArray[np.int64] | None
     eval_ids: NDArray[np.int64] | None
+
+
+def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
+    """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
+    if not config.eval.fraction:
+        return SplitStore(store, None, None)
+    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
+    train_ids, eval_ids = split_held_out(*facts)
+    if num_copies := store.num_samples - len(np.unique(store.hashes)):
+        line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
+        reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
+    return SplitStore(store, train_ids, eval_ids)
 
 
 class InexactReasons(NamedTuple):
