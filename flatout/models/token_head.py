@@ -17,7 +17,7 @@ from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.models.slot_cache import autocast_dtype
-from flatout.objectives.loss_inputs import LossSums, TokenLosses
+from flatout.objectives.loss_inputs import LossSums, TokenLosses, target_losses
 
 
 class TokenHead:
@@ -87,7 +87,10 @@ class TokenHead:
 
         def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = self.logits(tile)
-            return F.cross_entropy(logits, ids, reduction="none"), logits.argmax(-1) == ids
+            # logits that were 16-bit have no digits to keep
+            is_wide = autocast_dtype(tile).itemsize > 2
+            losses = target_losses(logits, ids) if is_wide else F.cross_entropy(logits, ids, reduction="none")
+            return losses, logits.argmax(-1) == ids
 
         tiles = zip(rows.split(self._tile_rows), ids.split(self._tile_rows), strict=True)
         losses, is_correct = zip(

@@ -35,9 +35,9 @@ class Classify(Objective):
 
     def __call__(self, samples: SampleScores) -> Mapping[str, Tensor]:
         labels = samples.column("class").long()
-        logprobs = samples.scores.log_softmax(-1)
-        right, e = logprobs.gather(-1, labels[:, None])[:, 0], self.label_smoothing
-        samples.example_losses = losses = -((1 - e) * right + e * logprobs.mean(-1) if e else right)
+        losses, e = samples.cross_entropy(labels), self.label_smoothing
+        losses = (1 - e) * losses - e * samples.scores.log_softmax(-1).mean(-1) if e else losses
+        samples.example_losses = losses
         return {
             "loss": losses.sum(),
             "accuracy": (samples.scores.argmax(-1) == labels).sum(),

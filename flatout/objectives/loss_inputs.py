@@ -30,6 +30,16 @@ class TokenLosses(NamedTuple):
     is_correct: Tensor
 
 
+def target_losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return -log softmax(logits)[id] of each row of `logits` (L, V) for `ids` (L,): log(1 + sum of the others / own).
+
+    Unlike -log p, it and its gradient keep all digits where p is close to 1.
+    """
+    picked = ids[:, None]
+    others = (logits - logits.gather(-1, picked)).scatter(-1, picked, -torch.inf).logsumexp(-1)
+    return others.logaddexp(others.new_zeros(()))
+
+
 class Batch(Protocol):
     """What is read of a packed batch (`models.packed.PackedBatch`)."""
 
@@ -133,6 +143,10 @@ class SampleScores(LossInputs):
     def scores(self) -> Tensor:
         """The scores (S, K) of each sample's last token, with their graph."""
         return self.head(self.states.index_select(0, self.batch.last_rows))
+
+    def cross_entropy(self, labels: Tensor) -> Tensor:
+        """Return -log softmax(scores)[label] (S,) for labels int64 (S,), as `target_losses` does."""
+        return target_losses(self.scores, labels)
 
     def nothing(self) -> Tensor:
         """See LossInputs."""

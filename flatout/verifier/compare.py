@@ -36,6 +36,8 @@ GRADIENTS, FACTS, LOGPROBS = "gradients.safetensors", "facts.json", "reference.j
 # a parameter's difference is relative to the norm of its gradient, but at least to this share of the global norm:
 # some gradients are zero by symmetry (the bias of keys), so only rounding is left of them
 FLOOR_SHARE = 0.01
+# a norm below this counts as 0: its square underflows in fp32
+LEAST_NORM = 1e-19
 
 Verdict = Literal["ok", "FAIL", "left out", "noise"]
 
@@ -120,7 +122,7 @@ class Reference:
                 truth = file.get_tensor(name)
                 ours = torch.zeros_like(truth) if gradient is None else gradient.detach().reshape(truth.shape)
                 truth, ours = truth.to(ours.device, torch.float64), ours.double()
-                floor = max(float(truth.norm()), FLOOR_SHARE * self.norm, torch.finfo(torch.float64).tiny)
+                floor = max(float(truth.norm()), FLOOR_SHARE * self.norm, LEAST_NORM)
                 difference = float((ours - truth).norm()) / floor
                 # comparisons with NaN are always false, so count it as infinite
                 difference = difference if math.isfinite(difference) else math.inf
@@ -136,7 +138,7 @@ class Reference:
             loss_difference=abs(loss - self.loss) / max(abs(self.loss), 1e-12),
             worst_difference=worst,
             worst_parameter=worst_name,
-            norm_difference=abs(norm - self.norm) / max(self.norm, 1e-300),
+            norm_difference=abs(norm - self.norm) / max(self.norm, LEAST_NORM),
             cosine=dot / max(math.sqrt(ours_squared) * self.norm, 1e-300),
             note=f"{len(odd)} gradients have no counterpart, such as {min(odd)}" if odd else "",
         )

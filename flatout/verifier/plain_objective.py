@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 from flatout.objectives.loss_inputs import Batch, LabelTokens, LossInputs, LossSums, SampleScores, TokenLosses
 from flatout.objectives.protocol import Objective
-from flatout.verifier.plain_loop import PlainModel, Sample
+from flatout.verifier.plain_loop import PlainModel, Sample, token_losses, wide_dtype
 
 
 def objective_step(
@@ -25,17 +24,19 @@ def objective_step(
     store: TokenStore,
     sample_ids: Sequence[int],
     kl_store: TokenStore | None,
+    *,
+    dtype: torch.dtype = torch.float64,
 ) -> float:
-    """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective.
+    """Return the loss of one step and accumulate its gradient; the whole step is one call of the objective, in `dtype`.
 
     `kl_store` has the same samples with answers to other prompts, if the objective estimates something. A first pass
     gives log-probabilities or scores, the objective their gradients, and a second those of weights. Raises UsageError
     for an objective that reads hidden states, which plain transformers does not have by label.
     """
     plain.model.zero_grad(set_to_none=True)
-    inputs, leaf, counts = _loss_inputs(plain, objective, store, sample_ids)
+    inputs, leaf, counts = _loss_inputs(plain, objective, store, sample_ids, dtype)
     if kl_store is not None:
-        sums = objective.estimate(_loss_inputs(plain, objective, kl_store, sample_ids)[0])
+        sums = objective.estimate(_loss_inputs(plain, objective, kl_store, sample_ids, dtype)[0])
         inputs.estimates = {name: value.detach().double() / len(sample_ids) for name, value in sums.items()}
     loss = objective(inputs)["loss"] / _normalizer(objective, inputs.batch)
     (gradient,) = torch.autograd.grad(loss, leaf)
@@ -49,12 +50,12 @@ def _read(plain: PlainModel, objective: Objective, sample: Sample) -> tuple[Tens
 
 
 def _loss_inputs(
-    plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int]
+    plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int], dtype: torch.dtype
 ) -> tuple[LossInputs, Tensor, list[int]]:
     """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
     with torch.no_grad():
         values_by_sample = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
-    leaf = torch.cat([values for values, *_ in values_by_sample]).requires_grad_()
+    leaf = torch.cat([values for values, *_ in values_by_sample]).to(dtype).requires_grad_()
     counts = [len(values) for values, *_ in values_by_sample]
     columns = [name for name in objective.needed_columns if name in store.extra]
     batch: Any = _gathered(columns, store, sample_ids, counts, leaf.device)
@@ -70,8 +71,7 @@ def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, T
     with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
         logits = plain.model(**sample.given(device), use_cache=False).logits[0, :-1]
     logits, targets = logits[mask[1:]], ids[1:][mask[1:]]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets, targets
+    return -token_losses(logits, targets), logits.argmax(-1) == targets, targets
 
 
 def _plain_scores(plain: PlainModel, sample: Sample) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ def _plain_scores(plain: PlainModel, sample: Sample) -> tuple[Tensor, ...]:
     device = next(plain.model.parameters()).device
     with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
         scores = plain.model(**sample.given(device), use_cache=False).logits[0]
-    return (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
+    return (scores.to(wide_dtype(plain)),)
 
 
 def _gathered(

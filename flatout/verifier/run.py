@@ -29,7 +29,7 @@ from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
-from flatout.verifier.plain_loop import PlainModel, plain_model, plain_step
+from flatout.verifier.plain_loop import PlainModel, change_last_bits, plain_model, plain_step, wide_dtype
 from flatout.verifier.plain_objective import objective_step
 from flatout.verifier.ranks import RankCase, run_rank_cases
 from flatout.verifier.reference_rows import reference_rows, with_plain_reference
@@ -37,6 +37,9 @@ from flatout.verifier.reference_rows import reference_rows, with_plain_reference
 Exact = Literal["fp32", "fp64"]
 # rotary cosines are fp32 even in fp64 models, and their last bit depends on how many are computed at once
 LIMITS: Mapping[Exact, float] = {"fp32": 1e-4, "fp64": 1e-5}
+# if rounding alone moves plain transformers far, the limit of exact rows is a multiple of that, but at most this
+TIMES_ROUNDING, LARGEST_LIMIT = 10.0, 0.01
+ROUNDING = "plain, weights' last bits changed"
 # limit in the run's own precision: a multiple of plain transformers' error in that precision, but at least this
 TIMES_PLAIN, LEAST_LIMIT = 3.0, 0.02
 # float8 products have no plain counterpart; docs/measurements.md requires a cosine over 0.98
@@ -77,13 +80,12 @@ def verify(
     device = choose_device(config.wanted_device, Rank())
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
         raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
-    limit = LIMITS[exact] if tolerance is None else tolerance
     DurableIO().make_dir(config.folder)
     rows: list[Comparison] = []
     # an exception, so that a signal leaves neither processes nor the folder behind
     signals = StopSignals(lambda: None, on_first=lambda: sys.exit(SIGNAL_EXIT_CODE + (signals.number or 0)))
     with signals, tempfile.TemporaryDirectory(prefix=".verify-", dir=config.folder) as work:
-        for row in _rows(config, exact, Path(work).absolute(), limit, device, num_ranks):
+        for row in _rows(config, exact, Path(work).absolute(), tolerance, device, num_ranks):
             rows.append(row)
             on_row(row)
     notes, passed = list(_notes(config, exact, device)), all(row.verdict != "FAIL" for row in rows)
@@ -137,9 +139,10 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
 
 
 def _rows(
-    real: Config, exact: Exact, folder: Path, limit: float, device: torch.device, num_ranks: int
+    real: Config, exact: Exact, folder: Path, tolerance: float | None, device: torch.device, num_ranks: int
 ) -> Iterator[Comparison]:
     """Yield the rows of one process, those in the run's own precision, and those of several processes."""
+    limit = LIMITS[exact] if tolerance is None else tolerance
     # plain transformers would normalize the routers' losses by micro-batch
     experts = real.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
     real = real.model_copy(update={"experts": experts, "context": real.context.model_copy(update={"parallel": 1})})
@@ -160,8 +163,11 @@ def _rows(
     planned = with_plain_reference(plain, config, planned, step)
     loss = _plain_loss(plain, config, planned, step)
     reference = Reference.write(folder / "reference", loss, plain.gradients)
-    if config.objective == ObjectiveConfig():
-        yield _plain_row(plain, config, planned, step, reference, "padded, plain transformers").judged(limit)
+    *padded, rounding = _plain_rows(plain, config, planned, step, reference)
+    if tolerance is None and rounding.limit > limit:
+        limit = rounding.limit
+        yield rounding
+    yield from (row.judged(limit) for row in padded)
     del plain
     free_memory(device)
     if config.method == "lora":
@@ -182,13 +188,17 @@ def _rows(
 
 
 def _plain_loss(
-    plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan, *, max_tokens: int = 0
+    plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan, *, max_tokens: int | None = None
 ) -> float:
-    """Return a step's loss by plain transformers and accumulate its gradient; `max_tokens` as in `plain_step`."""
+    """Return a step's loss by plain transformers and accumulate its gradient.
+
+    Without `max_tokens`, samples run alone and an objective computes in fp64; with it, as in `plain_step` and in fp32.
+    """
     if config.objective == ObjectiveConfig():
-        return plain_step(plain, plain.read(planned.store, step.sample_ids), max_tokens=max_tokens)
+        return plain_step(plain, plain.read(planned.store, step.sample_ids), max_tokens=max_tokens or 0)
     kl_store = planned.kl_pairs and planned.kl_pairs.store
-    return objective_step(plain, planned.objective, planned.store, step.sample_ids, kl_store)
+    dtype = torch.float64 if max_tokens is None else wide_dtype(plain)
+    return objective_step(plain, planned.objective, planned.store, step.sample_ids, kl_store, dtype=dtype)
 
 
 def _plain_row(
@@ -197,6 +207,27 @@ def _plain_row(
     loss = _plain_loss(plain, config, planned, step, max_tokens=planned.plan.batch_layout.micro_batch_tokens)
     norm = float(torch.stack([gradient.double().norm() for gradient in plain.gradients.values()]).norm())
     return reference.compare(case, loss, norm, plain.gradients.items())
+
+
+def _plain_rows(
+    plain: PlainModel, config: Config, planned: PlannedRun, step: StepPlan, reference: Reference
+) -> list[Comparison]:
+    """Return plain transformers' padded batches, and how far it moves with other last bits in its weights.
+
+    The second has the limit that follows; the weights stay changed. A loss over answers, whose batches are not padded,
+    is a few numbers, of which one draw may hardly move, so it takes two.
+    """
+    is_padded = config.objective == ObjectiveConfig()
+    padded = [_plain_row(plain, config, planned, step, reference, "padded, plain transformers")] if is_padded else []
+    draws = []
+    for draw in range(1 if is_padded else 2):
+        change_last_bits(plain, config.seed + draw)
+        draws.append(_plain_row(plain, config, planned, step, reference, ROUNDING))
+    row = max(draws, key=lambda row: row.largest)
+    limit = min(TIMES_ROUNDING * row.largest, LARGEST_LIMIT)
+    note = f"rounding alone changes this step by {row.largest:.0e}, so the limit is {limit:.0e}"
+    more = "; --fp64 compares it more exactly" if limit == LARGEST_LIMIT else ""
+    return [*padded, replace(row, limit=limit, verdict="noise", note=note + more)]
 
 
 def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterator[Comparison]:
@@ -247,7 +278,8 @@ def _own_rows(
     noise = _plain_row(plain, config, planned, step, reference, f"plain transformers in {name}")
     del plain
     free_memory(device)
-    yield replace(noise, verdict="noise")
+    shows_little = f"in {name}, rounding is as large as this step's gradient, so the next row shows little"
+    yield replace(noise, verdict="noise", note=shows_little if TIMES_PLAIN * noise.largest >= 1 else "")
     least = LIMITS["fp32"] if name in ("float32", "float64") else LEAST_LIMIT
     limit = max(TIMES_PLAIN * noise.largest, FP8_LIMIT if config.computes_in_fp8 else least)
     with set_up_quietly(config, planned, Rank(), trained.folder) as run:

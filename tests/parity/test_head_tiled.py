@@ -1,5 +1,7 @@
 """The tiled loss head against torch's cross-entropy over all logits: values, counts and every gradient."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from flatout.models import model_with_loss, token_head
 from flatout.models.lora.layer import add_lora
 from flatout.models.model_with_loss import packed_cross_entropy, prepare_head
 from flatout.models.packed import flatten_samples
+from flatout.objectives.loss_inputs import SampleScores, target_losses
 
 
 def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
@@ -54,6 +57,33 @@ def test_equals_cross_entropy(num_rows, width, vocabulary, scale, softcap, tile_
     inputs32 = problem(num_rows, width, vocabulary, torch.float32)
     ours32 = run(tiled.token_loss, *inputs32, **arguments, tile_rows=tile_rows)
     equal(ours32, run(reference_loss, *inputs32, **arguments), 2e-4 if vocabulary > 100 else 5e-5)
+
+
+@pytest.mark.parametrize("head", ["tiled", "tiled by row", "module", "scores"])
+@pytest.mark.parametrize("gap", [8, 16, 24, 60])
+@pytest.mark.parametrize("top", [10, 200])
+def test_near_certainty(top, gap, head):
+    """A loss of 1e-3 to 1e-20 and its gradient keep their digits; 1 - p and log p from p have none left of 1e-8."""
+    generator = torch.Generator().manual_seed(gap)
+    logits = torch.randn(6, 300, generator=generator) + (top - gap)
+    targets = torch.randint(0, 300, (6,), generator=generator)
+    logits[torch.arange(6), targets] = float(top)
+    logits.requires_grad_()
+    if head == "module":
+        ours = target_losses(logits, targets)
+    elif head == "scores":
+        ours = SampleScores(logits, SimpleNamespace(last_rows=torch.arange(6)), lambda rows: rows).cross_entropy(
+            targets
+        )
+    else:
+        # the weight is the identity, so hidden states are logits
+        ours = tiled.token_loss(logits, torch.eye(300), targets, by_row=head == "tiled by row")[0]
+    wide = logits.detach().double().requires_grad_()
+    others = wide.scatter(1, targets[:, None], -torch.inf).logsumexp(1)
+    truth = F.softplus(others - wide.gather(1, targets[:, None])[:, 0], threshold=1e9)
+    (mine,), (true,) = torch.autograd.grad(ours.sum(), logits), torch.autograd.grad(truth.sum(), wide)
+    torch.testing.assert_close(ours.double().sum(), truth.sum(), atol=0, rtol=1e-5)
+    torch.testing.assert_close(mine.double(), true, atol=0, rtol=1e-4)
 
 
 def by_row(losses_of, hidden, weight, targets, **arguments):

@@ -1,4 +1,8 @@
-"""`flatout verify` must see three bugs of this field in its own figures, each planted in a copy of the package."""
+"""`flatout verify` must see bugs of this field in its own figures, each planted in a copy of the package.
+
+It must see them on a model that knows its data by heart too, and pass that model without them: its gradient is what is
+left of p - 1, and its loss of log p, where p is close to 1.
+"""
 
 import json
 import os
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 from bugs import BUGS, ROOT, Bug, plant
 
+from flatout.cli.main import main
 from flatout.config.read import dump_config
 
 KNOWN = {bug.name: bug for bug in BUGS}
@@ -37,21 +42,97 @@ def verify_with(
     return done.returncode, {row["case"]: row for row in report["rows"]}
 
 
+def verify_here(tiny: Any, folder: Path, **settings: Any) -> dict[str, dict[str, Any]]:
+    (folder / "run.yaml").write_text(dump_config(tiny.config(folder / "run", **settings)))
+    assert main(["verify", str(folder / "run.yaml"), "--ranks", "1"]) == 0
+    report = json.loads((folder / "run" / "verify.json").read_text())
+    return {row["case"]: row for row in report["rows"]}
+
+
+@pytest.fixture(scope="module")
+def by_heart(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a model that has learned six short chats until its loss is about 1e-4."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("by-heart")
+    model, tokenizer = (auto.from_pretrained(tiny.model_dir) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    lines = sorted(tiny.chats.read_text().splitlines(keepends=True), key=len)[:6]
+    (folder / "chats.jsonl").write_text("".join(lines))
+    texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    labels = batch["input_ids"].where(batch["attention_mask"].bool(), -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.8)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    sources = [{"path": str(folder / "chats.jsonl")}]
+    return {"model": {"name": str(folder / "model")}, "data": {"name": "by-heart", "sources": sources}}
+
+
+@pytest.fixture(params=["ordinary", "by heart"])
+def learned(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of a model that knows nothing yet, and of one that knows its data by heart."""
+    settings: dict[str, Any] = request.getfixturevalue("by_heart") if request.param == "by heart" else {}
+    return settings
+
+
 def failed(rows: dict[str, dict[str, Any]]) -> set[str]:
     return {case for case, row in rows.items() if row["verdict"] == "FAIL"}
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_model_that_knows_its_data_by_heart_agrees(
+    tiny: Any, tmp_path: Path, by_heart: dict[str, Any], method: str
+) -> None:
+    rows = verify_here(tiny, tmp_path, method=method, **by_heart)
+    assert 1e-6 < rows["packed"]["loss"] < 1e-3
+    assert rows["packed"]["verdict"] == rows["each sample alone"]["verdict"] == "ok"
+    assert max(row["worst_difference"] for row in rows.values() if row["verdict"] == "ok") < 5e-5
+    assert max(row["loss_difference"] for row in rows.values() if row["verdict"] == "ok") < 5e-6
+    assert all(row["limit"] <= 1e-3 for row in rows.values())
+
+
+@pytest.mark.parametrize("beta", [60, 120])
+def test_a_pair_that_is_won_by_far_agrees_within_its_rounding(
+    tiny: Any, tmp_path: Path, by_heart: dict[str, Any], beta: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """exp(-h) is as exact as h: the rounding of log-probabilities, times beta. The norm of 1e-22 underflows."""
+    lines = Path(by_heart["data"]["sources"][0]["path"]).read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines[:2]]
+    pair = {"prompt": chats[0][:-1], "chosen": chats[0][-1:], "rejected": chats[1][-1:]}
+    (tmp_path / "pair.jsonl").write_text(json.dumps(pair) + "\n")
+    rows = verify_here(
+        tiny, tmp_path, model=by_heart["model"], objective={"kind": "dpo", "beta": beta},
+        data={"name": "pair", "root": str(tmp_path / "data"), "sources": [{"path": str(tmp_path / "pair.jsonl")}]},
+        batch={"samples_per_step": 1, "max_steps": 1},
+    )  # fmt: skip
+    assert 0 < rows["packed"]["loss"] < 1e-7
+    assert rows["packed"]["verdict"] == "ok"
+    says_limit = "rounding alone changes this step by" in capsys.readouterr().out
+    assert says_limit == (1e-4 < rows["packed"]["limit"] <= 1e-2) == (beta == 60)
+
+
 @pytest.mark.exhaustive
-def test_mean_of_means_is_seen_where_there_are_several_micro_batches(tiny: Any, tmp_path: Path) -> None:
-    code, rows = verify_with([KNOWN["mean of means"]], tiny, tmp_path)
+def test_mean_of_means_is_seen_where_there_are_several_micro_batches(
+    tiny: Any, tmp_path: Path, learned: dict[str, Any]
+) -> None:
+    code, rows = verify_with([KNOWN["mean of means"]], tiny, tmp_path, **learned)
     assert code == 5
     assert failed(rows) >= {"packed, 2 micro-batches", "each sample alone", "ddp", "fsdp"}
     assert rows["packed"]["verdict"] == "ok"
 
 
 @pytest.mark.exhaustive
-def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(tiny: Any, tmp_path: Path) -> None:
-    code, rows = verify_with([KNOWN["ranks averaged"], SHARDS_AVERAGED], tiny, tmp_path)
+def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(
+    tiny: Any, tmp_path: Path, learned: dict[str, Any]
+) -> None:
+    code, rows = verify_with([KNOWN["ranks averaged"], SHARDS_AVERAGED], tiny, tmp_path, **learned)
     assert code == 5
     assert failed(rows) == {"ddp", "zero1", "zero2", "zero3", "fsdp", "ddp, context.parallel 2"}
     for case in failed(rows):
@@ -63,12 +144,16 @@ def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(tiny: Any, t
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(
-    tiny: Any, tmp_path: Path, num_ranks: int
+    tiny: Any, tmp_path: Path, num_ranks: int, learned: dict[str, Any]
 ) -> None:
     bugs = [KNOWN["documents see each other"], NO_SELF_TEST]
-    code, rows = verify_with(bugs, tiny, tmp_path, num_ranks=num_ranks)
+    code, rows = verify_with(bugs, tiny, tmp_path, num_ranks=num_ranks, **learned)
     assert code == 5
-    assert failed(rows) >= {"packed", "packed, 2 micro-batches", *(("ddp", "fsdp") if num_ranks == 2 else ())}
+    assert failed(rows) >= {
+        "packed",
+        "packed, 2 micro-batches",
+        *(["ddp, context.parallel 2"] if num_ranks == 2 else []),
+    }
     assert rows["each sample alone"]["verdict"] == "ok"
 
 

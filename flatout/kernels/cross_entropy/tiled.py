@@ -39,16 +39,18 @@ def _plain_terms(
         logits.div_(softcap).tanh_()
         slope = 1 - logits.square()
         logits.mul_(softcap)
-    log_total = logits.logsumexp(-1, keepdim=True)
     picked = targets[:, None]
-    losses = (log_total - logits.gather(-1, picked)).squeeze(-1)
-    is_correct = (logits.argmax(-1, keepdim=True) == picked).squeeze(-1)
+    top, likeliest = logits.max(-1, keepdim=True)
+    own = logits.sub_(top).gather(-1, picked)
+    # the sum without the target's part: near certainty, 1 - p and log p lose all digits when they come from p
+    others = logits.exp_().scatter_(-1, picked, 0.0).sum(-1, keepdim=True)
+    total, is_correct = others + own.exp(), likeliest == picked
+    losses = others.log1p().where(is_correct, total.log() - own)
     if not with_grad:
-        return losses, is_correct, product.new_empty(0)
-    logit_grad = logits.sub_(log_total).exp_()
-    logit_grad.scatter_add_(-1, picked, torch.full_like(log_total, -1.0))
+        return losses.squeeze(-1), is_correct.squeeze(-1), product.new_empty(0)
+    logit_grad = logits.scatter_(-1, picked, -others).div_(total)
     logit_grad = (logit_grad * slope if slope is not None else logit_grad).mul_(scale)
-    return losses, is_correct, logit_grad.to(product.dtype)
+    return losses.squeeze(-1), is_correct.squeeze(-1), logit_grad.to(product.dtype)
 
 
 @dataclass(frozen=True, slots=True)
