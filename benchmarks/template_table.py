@@ -314,12 +314,11 @@ def page(results, families):
         "# Chat templates",
         "",
         "Many chat templates drop or reject reasoning, tools or tool calls. Look up the template of your model here "
-        f"before you build such data. We tested {len(results)} public chat templates of {len(by_family)} families "
-        f"with {len(KINDS)} kinds of conversations. For each of them, `benchmarks/template_table.py` renders the "
-        "conversation with plain `apply_chat_template`, and compares the text, the position of each answer and its "
-        "stop token with what flatout stores. It works on any folder of templates:",
-        "",
-        "    python benchmarks/template_table.py FOLDER --tokenizer TOKENIZER --manifest MANIFEST --docs PAGE",
+        "before you build such data, or analyze it with `flatout data template MODEL` ([what it "
+        f"prints](masks.md#what-a-template-does)). We tested {len(results)} public chat templates of {len(by_family)} "
+        f"families with {len(KINDS)} kinds of conversations. `benchmarks/template_table.py` renders each conversation "
+        "with plain `apply_chat_template`, and compares the text, the position of each answer and its stop token with "
+        "what flatout stores:",
         "",
         "| verdict | cells | meaning |",
         "|---|---:|---|",
@@ -333,7 +332,9 @@ def page(results, families):
         "Each cell counts templates. A number without a suffix was accepted, `t` was accepted with a warning, and "
         "`r` was refused. About a third of the cells are refused, because many templates drop or reject reasoning, "
         "tools or tool calls. The model would then be trained on a text that lacks a part of the row, so flatout gives "
-        "an error that names the part.",
+        "an error that names the part. This command tests any folder of templates:",
+        "",
+        "    python benchmarks/template_table.py FOLDER --tokenizer TOKENIZER --manifest MANIFEST --docs PAGE",
         "",
         "| family | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * len(KINDS),
