@@ -120,7 +120,9 @@ def _fix(item: Any, given: Mapping[str, str], settings: Mapping[str, Any]) -> Ou
     if kind == "missing" and name == "model":
         return OurName(name, _SOME_MODEL)
     if kind == "value_error" and name.startswith("objective.") and name != "objective.kind":
-        return _of_objective(str(item["msg"]), name, value)
+        # an override has a field alone, a section all of them
+        whole = {} if name in given or not isinstance(item["input"], Mapping) else item["input"]
+        return _of_objective(str(item["msg"]), name, value, whole)
     if kind == "extra_forbidden":
         return our_name(name, value, settings=settings) or OurName(None, why=LEAVE_OUT)
     if isinstance(item["input"], list) and len(item["input"]) == 1 and kind in _EXPECTED:
@@ -152,13 +154,16 @@ def _example_of(name: str) -> OurName | None:
     return OurName(name, shown, "the default" if shown == default else "for example") if shown else None
 
 
-def _of_objective(message: str, name: str, value: str) -> OurName | None:
-    """Return what to set instead of a field that an objective does not have."""
+def _of_objective(message: str, name: str, value: str, whole: Mapping[str, Any]) -> OurName | None:
+    """Return what to set instead of a field that an objective does not have; the others of `whole` stay."""
+    field = name.partition(".")[2]
     if near := re.search(r"did you mean (\w+)\?", message):
+        if field in whole:
+            return OurName("objective", as_yaml({near[1] if one == field else one: whole[one] for one in whole}))
         return OurName(f"objective.{near[1]}", value)
     if " has no fields" not in message:
         return None
-    value = value.removeprefix(f"{{{name.partition('.')[2]}: ").removesuffix("}")  # of a mapping, its field
+    value = value.removeprefix(f"{{{field}: ").removesuffix("}")  # of a mapping, its field
     other = our_name(name, value)
     return other if other and other.setting is None else OurName(None, why=LEAVE_OUT)
 

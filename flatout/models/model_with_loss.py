@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -154,8 +155,10 @@ def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False
         file = getattr(sys.modules.get(type(objective).__module__), "__file__", None)
         if not (file and objective._source):
             raise
-        where = f"{file}{line_of(error, Path(file))}"
-        raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {error}") from error
+        where, why = f"{file}{line_of(error, Path(file))}", str(error)
+        if isinstance(error, ValidationError):
+            why = objective._describe(error.errors(include_url=False)[0])
+        raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {why}") from error
     if (losses := inputs.example_losses) is not None:
         count = inputs.batch.num_units if objective.scope == "unit" else inputs.batch.num_samples
         if losses.shape != (count,):
@@ -164,9 +167,11 @@ def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False
                 f"a loss for each {objective.scope}"
             )
     if (wrong := _wrong_in(sums, names)) is not None:
+        more = [name for name in sums if name not in names] if isinstance(sums, Mapping) else []
+        declared = f"; name others in `metrics`: {more[0]!r}: Metric()" if more else ""
         raise UsageError(
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
-            "dimensions, sums over the micro-batch"
+            f"dimensions, sums over the micro-batch{declared}"
         )
     if inputs.states.requires_grad and not (estimates or sums["loss"].requires_grad):
         raise UsageError(

@@ -80,6 +80,8 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
     module = module_from_spec(spec)
     # pydantic looks up the types of fields there
     sys.modules[name] = module
+    # it may import from its own folder, as a script does
+    sys.path.append(folder := f"{path.parent}/")
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -87,11 +89,15 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
         raise UsageError(
             f"{path}{line_of(error, path)}: the objective's own code failed with {type(error).__name__}: {error}"
         ) from error
+    finally:
+        sys.path.remove(folder)
     return module
 
 
 def _check(kind: type[Objective], where: str) -> None:
     """Raise UsageError for class variables that no plan can follow."""
+    if kind.__init__ is not Objective.__init__:
+        raise UsageError(f"{where}: it has an __init__; write settings as fields instead, such as beta: float = 0.1")
     for what, value, expected in chain(_wrong_variables(kind), _wrong_metrics(kind)):
         raise UsageError(f"{where}: {what} is {value!r:.100}; expected {expected}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from flatout.config.objective import REFERENCE
+from flatout.errors import UsageError
 from flatout.objectives.protocol import Metric, Objective
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ class Preference(Objective):
         read += [tokens.column(REFERENCE)] if REFERENCE in self.columns else []
         pairs = [tokens.by_unit(column) for column in read]
         chosen, rejected = (Answers(*(by_unit[:, index] for by_unit in pairs)) for index in (0, 1))
-        losses, nll = self.losses(chosen, rejected), -chosen.mean
+        losses, nll = self._of_pairs("losses", chosen, rejected), -chosen.mean
         losses = losses + self.sft_weight * nll if self.sft_weight else losses
         tokens.example_losses = losses
-        first, second = self.rewards(chosen).detach(), self.rewards(rejected).detach()
+        first, second = (self._of_pairs("rewards", answers).detach() for answers in (chosen, rejected))
         return {
             "loss": losses.sum(),
             "rewards/chosen": first.sum(),
@@ -93,6 +94,15 @@ class Preference(Objective):
             "logps/rejected": rejected.logprob.sum(),
             "nll": nll.sum(),
         }
+
+    def _of_pairs(self, what: str, *answers: Answers) -> Tensor:
+        """Return what the method `what` computes. Raises UsageError unless it has a value for each pair."""
+        values: Tensor = getattr(self, what)(*answers)
+        shape, expected = getattr(values, "shape", None), tuple(answers[0].length.shape)
+        if shape != expected:
+            got = f"a {type(values).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+            raise UsageError(f"objective {self.name}: {what} returned {got}; expected {expected}, one for each pair")
+        return values
 
 
 class DPO(Preference):

@@ -91,7 +91,11 @@ class Objective(Section):
             return f"objective.{name}: {cls.name} has no such field; {known}"
         if item["type"] == "missing":
             return f"objective.{name}: missing; {cls.name} needs it"
+        if item["type"] == "frozen_instance":
+            return f"objective.{name}: cannot be set by the loss, which has fields and keeps no state"
         message = str(item["msg"]).removeprefix("Value error, ")
+        if not name:  # of several fields
+            return message
         return f"objective.{name}: {message[:1].lower()}{message[1:]}, got {item['input']!r:.100}"
 
     @property

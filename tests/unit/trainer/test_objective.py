@@ -187,6 +187,8 @@ def test_best_is_judged_by_the_named_figure(
         ("return {'loss': l[None], 'certainty': l, 'surprise': l}", r"returned loss of shape \(1,\); expected"),
         ("l = l.detach(); return {'loss': l, 'certainty': l, 'surprise': l}", "returned a loss without a gradient"),
         ("return tokens.logits", r"own.py:\d+: objective Focal failed with AttributeError"),
+        ("self.calls = 1", r"own.py:\d+: .* with ValidationError: objective.calls: cannot be set by the loss"),
+        ("return {'loss': l, 'certainty': l, 'surprise': l, 'p': l}", r"name others in `metrics`: 'p': Metric\(\)"),
         ("return tokens.by_sample(tokens.logprobs)", "sums over each sample, but its scope is 'token'"),
     ],
 )
@@ -216,11 +218,50 @@ def test_an_objective_says_what_it_lacks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("losses", lambda values: values, None),
+        ("losses", lambda values: values.mean(), r"losses returned a tensor of shape \(\); expected \(3,\), one"),
+        ("losses", lambda values: {"loss": values.sum()}, "losses returned a dict; expected"),
+        ("rewards", lambda values: values[:, None], r"rewards returned a tensor of shape \(3, 1\); expected"),
+        ("rewards", lambda values: values.mean(), r"rewards returned a tensor of shape \(\); expected"),
+        ("rewards", lambda values: None, "rewards returned a NoneType; expected"),
+    ],
+)
+def test_losses_and_rewards_have_a_value_for_each_pair(part: str, change: Any, said: str | None) -> None:
+    class Own(Preference):
+        def losses(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
+            return rejected.mean - chosen.mean
+
+        def rewards(self, answers: Answers) -> torch.Tensor:
+            return answers.mean
+
+    plain = getattr(Own, part)
+    setattr(Own, part, lambda self, *answers: change(plain(self, *answers)))
+    tokens: Any = SimpleNamespace(
+        by_sample=lambda values: values, by_unit=lambda values: values.view(3, 2), logprobs=-torch.arange(1.0, 7.0),
+        sample_lengths=torch.ones(6),
+    )  # fmt: skip
+    if said is None:
+        assert {"loss": -3.0, "rewards/accuracies": 3.0}.items() <= {
+            name: value.item() for name, value in Own()(tokens).items()
+        }.items()
+        return
+    with pytest.raises(UsageError, match=said):
+        Own()(tokens)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         (("", ""), None),
         (("Focal(Objective)", "Other(Objective)"), "own.py:Focal: has no such class; define class Focal"),
         (("Focal(Objective)", "Focal"), "it is not a subclass of flatout.Objective"),
+        (("import torch", "import torch, beside_it"), None),
+        (
+            ("    gamma: float", "    def __init__(self, **own): super().__init__(**own)\n    gamma: float"),
+            "own.py:Focal: it has an __init__; write settings as fields instead",
+        ),
         (("import torch", "import torch, nothing_like_it"), r"own.py:3: the objective's own code failed with Module"),
         (("    metrics", "    normalizer = 'weight'\n    metrics"), "normalizer is 'weight'; expected one of labels"),
         (("    metrics", "    scope = 'pair'\n    metrics"), "scope is 'pair'; expected token, sample or unit"),
@@ -263,6 +304,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
     tiny: Any, tmp_path: Path, focal: str, change: tuple[str, str], said: str | None
 ) -> None:
     (tmp_path / "own.py").write_text(FOCAL.replace(*change, 1))
+    (tmp_path / "beside_it.py").touch()
     config = tiny.config(tmp_path / "run", objective={"path": focal, "gamma": 2.5})
     if said is None:
         assert "(gamma 2.5)" in plan_run(config, Reporter(), Rank()).objective.line
@@ -278,6 +320,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
         ({"path": "own.py:Focal", "gamma": 1}, None),
         ("weighted_token", "set objective: weighted_tokens"),
         ({"beta": 0.1}, "objective.beta: cross_entropy has no fields"),
+        ({"kind": "dpo", "robust": True}, "objective: robust has no effect without label_smoothing, the share"),
         ({"path": "own.py"}, "expected FILE.py:CLASS"),
         ({"path": "own.py:Focal", "kind": "weighted_tokens"}, "keep one"),
     ],
