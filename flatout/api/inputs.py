@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _SETTINGS_FILES = ("config.yaml", "python.yaml")
 # mappings that are no settings
 SPLITS = ("datasets.DatasetDict", "datasets.IterableDatasetDict")
-_TABLES = ("datasets.Dataset", "pandas.DataFrame", "pyarrow.Table")
+_NAMES_OF_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 def listed_paths(data: Any) -> list[str]:
@@ -40,6 +39,27 @@ def listed_paths(data: Any) -> list[str]:
     return [str(one) for one in data] if all(are_paths) else []
 
 
+def refuse_rows(data: Any) -> None:
+    """Raise UsageError for a mapping that is no section of settings, but a row, columns of rows, or splits."""
+    from flatout.config.data import DataConfig
+    from flatout.data.rows.formats.parser import RULES
+
+    if not isinstance(data, Mapping) or not data or data.keys() & DataConfig.model_fields.keys():
+        return
+    names = [str(name) for name in data]
+    if data.keys() <= _NAMES_OF_SPLITS:
+        raise UsageError(f"data has the splits {', '.join(names)}; pass one, such as data[{names[0]!r}]")
+    if any(data.keys() & rule.columns for rule in RULES.values()):
+        row = ", ".join(f"{json.dumps(name)}: ..." for name in names)
+        is_row = any(isinstance(value, str) or _is_turn(value) for value in data.values())
+        what = "one row" if is_row else f"the columns {', '.join(names)}"
+        raise UsageError(f"data is a dict of {what}; rows are a list, also a single one: data=[{{{row}}}]")
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
+
+
 def kind_of(value: Any) -> str:
     """Return the package and the name of an object's class, such as datasets.Dataset."""
     return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
@@ -48,24 +68,24 @@ def kind_of(value: Any) -> str:
 def data_file(data: Any, folder: Path) -> str:
     """Return the path of a file with the rows of `data`, in a folder named by its content; a path is returned as it is.
 
-    `data` is a path or hub id, a datasets.Dataset, a pandas or pyarrow table (parquet), or an iterable of rows, each a
-    mapping of JSON values (JSON Lines). Raises DataError for a row that is not, UsageError for anything else.
+    `data` is a path or hub id, a datasets.Dataset, a table of pandas, pyarrow or polars (parquet), or an iterable of
+    rows, each a mapping of JSON values (JSON Lines). Raises DataError for a row that is not, UsageError for anything
+    else.
     """
     if isinstance(data, str | Path):
         return str(data)
-    kind, is_empty = kind_of(data), False
+    kind = kind_of(data)
     if kind in SPLITS:
         raise UsageError(f"data has the splits {', '.join(data)}; pass one, such as data[{next(iter(data))!r}]")
-    is_rows = isinstance(data, Iterable) and not isinstance(data, Mapping)
-    if kind not in _TABLES and not is_rows:
+    # what has Arrow's interface, but no columns, is one column
+    is_table = kind == "datasets.Dataset" or (hasattr(data, "__arrow_c_stream__") and hasattr(data, "columns"))
+    is_rows = isinstance(data, Iterable) and not isinstance(data, Mapping | bytes)
+    if not (is_table or is_rows):
         raise UsageError(
-            f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a pandas or pyarrow table, or rows"
+            f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a table of pandas, pyarrow or "
+            "polars, or rows"
         )
-    with suppress(TypeError):  # such as a DataLoader over a stream: it has a length that it does not know
-        is_empty = len(data) == 0
-    if is_empty:
-        raise DataError('data has no rows; give at least one, such as {"instruction": "Say hi", "output": "Hi"}')
-    name = "rows.parquet" if kind in _TABLES else "rows.jsonl"
+    name = "rows.parquet" if is_table else "rows.jsonl"
     path = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
     _sweep(folder)
     return str(path / name)
@@ -123,8 +143,10 @@ def _data_uri(value: Any) -> str:
     if not type(value).__module__.startswith("PIL."):
         raise TypeError(f"a value is a {type(value).__name__}")
     file = io.BytesIO()
-    # a format without loss that has this mode of color
-    value.save(file, format="TIFF" if value.mode in ("CMYK", "YCbCr", "LAB", "HSV") else "PNG")
+    try:  # a format without loss that has this mode of color
+        value.save(file, format="TIFF" if value.mode in ("CMYK", "YCbCr", "LAB") else "PNG")
+    except OSError as error:
+        raise TypeError(f"a picture has pixels of mode {value.mode}; convert it to RGB") from error
     return _data_uri(file.getvalue())
 
 
@@ -134,6 +156,8 @@ def prompts_in_memory(prompts: Any, images: Any, system: str | None) -> list[Pro
     `prompts` is one text, one conversation, or a list of these; `images` are the pictures of one prompt, or for each of
     several a picture, a list of them or None. Raises DataError and UsageError.
     """
+    if not (system is None or isinstance(system, str)):
+        raise UsageError(f"system is {system!r:.60}; expected a text")
     listed = _listed(prompts)
     if listed and all(isinstance(one, Mapping) for one in listed):
         listed = [listed]
@@ -183,39 +207,55 @@ def _path_or_data_uri(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has for a number or a list of numbers of NumPy or torch; other values as `_data_uri`."""
+    """Return what JSON has for a number or a list of numbers of NumPy or torch; others as `_path_or_data_uri`."""
     is_array = type(value).__module__.partition(".")[0] in ("numpy", "torch") and getattr(value, "ndim", 2) < 2
-    return value.tolist() if is_array and hasattr(value, "tolist") else _data_uri(value)
+    return value.tolist() if is_array and hasattr(value, "tolist") else _path_or_data_uri(value)
 
 
 def _write_rows(data: Any, kind: str, path: Path) -> None:
+    number = 0
     if kind == "datasets.Dataset":
+        number = len(data)
         data.to_parquet(str(path))
-        return
-    if kind in _TABLES:
+    elif path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.Table.from_pandas(data, preserve_index=False) if kind == "pandas.DataFrame" else data
+        try:
+            table = pyarrow.Table.from_pandas(data, preserve_index=False) if kind == "pandas.DataFrame" else data
+            table = pyarrow.table(table)
+        except pyarrow.ArrowException as error:  # a column of several types, or of objects
+            why = ": ".join(map(str, reversed(error.args)))
+            raise DataError(f'data: {why}; pass a list of rows, such as data=data.to_dict("records")') from error
+        number = len(table)
         pyarrow.parquet.write_table(table, path)
-        return
-    with path.open("x", encoding="utf-8") as file:
-        for number, row in enumerate(data, start=1):
-            if isinstance(row, str):
-                raise DataError(f'data: row {number} is a text; write rows such as {{"text": {json.dumps(row[:40])}}}')
-            if not isinstance(row, Mapping):
-                raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as a dict")
-            try:
-                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n")
-            except (TypeError, ValueError) as error:
-                raise DataError(f"data: row {number}: {error}; use text, numbers, lists and mappings only") from error
+    else:
+        with path.open("x", encoding="utf-8") as file:
+            for number, row in enumerate(data, start=1):
+                file.write(_json_of(row, number) + "\n")
+    if not number:
+        raise DataError('data has no rows; give at least one, such as {"instruction": "Say hi", "output": "Hi"}')
+
+
+def _json_of(row: Any, number: int) -> str:
+    """Return a row of JSON Lines. Raises DataError for what is no mapping of texts, numbers, lists and mappings."""
+    if isinstance(row, str):
+        raise DataError(f'data: row {number} is a text; write rows such as {{"text": {json.dumps(row[:40])}}}')
+    if not isinstance(row, Mapping):
+        shown = '{"messages": [...]}' if _is_turn(row) else "a dict"
+        raise DataError(f"data: row {number} is a {type(row).__name__}; expected a mapping, such as {shown}")
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain).encode().decode()
+    except (TypeError, ValueError) as error:
+        only = "use text, numbers, lists and mappings only, and paths, bytes or Pillow's images for pictures"
+        raise DataError(f"data: row {number}: {error}; {only}") from error
 
 
 def model_source(model: PreTrainedModel, folder: Path) -> str:
     """Return what `model.name` should be for a model in memory: where it was loaded from if it is unchanged, else a
     folder that it is written to, named by its content.
 
-    Raises UsageError for a PEFT model, a model without all weights in memory, or one that was quantized while loading.
+    Raises UsageError for a model with an adapter of PEFT, without all weights in memory, or quantized while loading.
     """
     from transformers import PreTrainedModel
 
@@ -228,6 +268,12 @@ def model_source(model: PreTrainedModel, folder: Path) -> str:
         )
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise UsageError("model has weights that are not in memory (device_map offloaded them); pass its name instead")
+    # PEFT puts its layers into the model that it is given
+    if any(module.__module__.startswith("peft.") for module in model.modules()):
+        raise UsageError(
+            "model has layers of a PEFT adapter in it; pass its name, or what merge_and_unload() of the PEFT model "
+            "returns; to go on from an adapter, save it and set lora.continue_from"
+        )
     origin = str(model.name_or_path)
     if origin and _equals_files(model, origin):
         return origin

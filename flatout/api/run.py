@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _KEYWORDS = {"quantize": "kind", **{flag: f"{flag}=True" for flag in ("adapter", "merged", "private", "replace")}}
 _OPTION = re.compile(
-    r"--(to|out|base|quantize|llama-cpp|adapter|merged|private|replace|max-new-tokens|temperature|top-p|top-k|seed)"
+    r"--(to|out|base|device|quantize|llama-cpp|adapter|merged|private|replace|max-new-tokens|temperature|top-p|top-k|seed)"
     r"(?![\w-])(?: (?!(?:is|and|have)\b)([\w/]+))?"
 )
 
@@ -72,6 +72,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The settings of the run."""
+        read_run(self.folder)
         return load_config(self.folder / "config.yaml")
 
     @property
@@ -150,6 +151,8 @@ class Run:
         """Merge the adapter into its base model and write a plain transformers folder; return it."""
         from flatout.models.export import merge_adapter
 
+        if device not in ("cpu", "cuda"):
+            raise UsageError(f"device is {device!r}; expected cpu or cuda")
         merge_adapter(str(self.folder), Path(out), device=device)
         return Path(out)
 
@@ -189,6 +192,7 @@ class Run:
 
     def _model(self) -> tuple[Any, Any]:
         if self._loaded is None:
+            read_run(self.folder)
             import torch
 
             from flatout.models.load.inference import load_trained, resolve_model_paths

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, RLock, Thread
 from typing import Any, Self, TextIO, cast
 
 from pydantic import BaseModel
 
-from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, tokenizer_folder
+from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, refuse_rows, tokenizer_folder
 from flatout.api.restart import move_aside
 from flatout.api.run import Run
 from flatout.config.read import dump_config, load_values, make_config
@@ -43,6 +43,8 @@ ConfigLike = Config | Mapping[str, Any] | str | Path | None
 _SETTINGS = (str, Path, Mapping, DataConfig, ModelConfig)
 # how often callbacks of a run in other processes get what is new
 POLL_S = 0.2
+# torch's seeds, types and modes are those of a process: its threads train one after another
+_TRAINS = RLock()
 
 
 def resolve_config(
@@ -60,6 +62,7 @@ def resolve_config(
         values = config.model_dump(mode="json", exclude_unset=True)
     else:
         values = expand(config or {})
+    refuse_rows(data)
     named = {"model": model, "data": data}
     sections = {
         name: value for name, value in named.items() if isinstance(value, _SETTINGS) and kind_of(value) not in SPLITS
@@ -102,9 +105,9 @@ def train(
     """Train, or resume an interrupted run, as `flatout train` does; return the finished run.
 
     `config` is a Config, a mapping, or the path of a YAML file. `model` is a name or a transformers model, `data` a
-    path, a datasets.Dataset, a pandas or pyarrow table, or rows; both are copied to files when they are objects, and
-    the object is not changed. Further `settings` are sections or keywords: `lr=1e-4`, `lora={"rank": 8}`. `restart`
-    starts over: the folder of an earlier run is moved aside, and where it is now is printed.
+    path, a datasets.Dataset, a table of pandas, pyarrow or polars, or rows; both are copied to files when they are
+    objects, and the object is not changed. Further `settings` are sections or keywords: `lr=1e-4`, `lora={"rank": 8}`.
+    `restart` starts over: the folder of an earlier run is moved aside, and where it is now is printed.
 
     With several `gpus`, one process per GPU is started. `callbacks` stay in this process: they get records as the run
     writes them, but no `on_stage` and `on_phase`.
@@ -126,7 +129,7 @@ def train(
     if not isinstance(mode, SpawnRanks):
         from flatout.trainer.run import train as train_here
 
-        with _without_bars():
+        with _TRAINS, _without_bars():
             return Run(train_here(resolved, callbacks=callbacks).folder)
     DurableIO().make_dir(resolved.folder)
     file, text = resolved.folder / "python.yaml", dump_config(resolved, only_given=True)

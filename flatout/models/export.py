@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from flatout.errors import FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
 from flatout.io.hub import hub_file
+from flatout.io.no_gpu import require_gpu_driver
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import ModelPaths, load_trained, resolve_model_paths
 from flatout.models.lora.layer import adapted_modules, remove_adapter
@@ -112,8 +113,11 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:
     """Merge the adapter of a run or adapter folder, and write a plain Hugging Face folder to `out`; say what was done.
 
-    Raises UsageError if there is no adapter, and ResourceError if `out` is not empty or cannot be written.
+    Raises UsageError if there is no adapter, and ResourceError if `out` is not empty or cannot be written, or without
+    the device.
     """
+    if device == "cuda":
+        require_gpu_driver("--device cuda")
     require_empty(out)
     # fail before the model is loaded if the folder cannot be created
     DurableIO().make_dir(out)

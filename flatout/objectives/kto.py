@@ -27,6 +27,7 @@ class KTO(Objective):
     """
 
     name = "kto"
+    row_format = "kto"
     scope = "unit"
     unit_size = 1
     columns = (REFERENCE, "label", UNDESIRABLE)

@@ -78,14 +78,18 @@ def read_picture(
 ) -> PictureFile:
     """Return the file of a picture, decoded once to see that it is whole.
 
-    A relative path is below `media_root`, or below the folder of the file of rows; the bytes at a URL are those that
+    A relative path is below `media_root`, or below the folder of the file of rows, or where the process was started for
+    rows from memory; the bytes at a URL are those that
     `download` returns. Raises DataError for a picture that is missing, broken, of none of FORMATS, animated, too large,
     or of a mode of color that has no exact RGB form.
     """
     where = f"{origin}: {source.place}"
     if isinstance(source.value, str) and not _DATA_URI.match(source.value):
         where += f" ({source.value[:_LONGEST_NAME]!r})"
-    content = _content(source, where, media_root or Path(origin.source).parent, download)
+    folder = Path(origin.source).parent
+    # rows from memory name files from where their script runs
+    root = media_root or (Path() if folder.parent.name == "in_memory" else folder)
+    content = _content(source, where, root, download)
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{where}: its file has {len(content) >> 20:,} MiB (limit {MAX_FILE_BYTES >> 20}); resize it")
     pil = require_pillow()
@@ -180,7 +184,7 @@ def _content(source: PictureSource, where: str, root: Path, download: Callable[[
             raise OSError("it is no file")
         return path.read_bytes()
     except (OSError, ValueError) as error:
+        folder = "the folder that you start in" if root == Path() else f"the folder of the file of rows: {root}"
         raise DataError(
-            f"{where}: cannot be read: {reason_of(error)}; relative paths are below data.media_root, or below the "
-            f"folder of the file of rows: {root}"
+            f"{where}: cannot be read: {reason_of(error)}; relative paths are below data.media_root, or below {folder}"
         ) from None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flatout
+from flatout.api.inputs import data_file
 from flatout.config.spelling import Caller, spelled
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, ResourceError, UsageError
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "rank": 4, "lr": 1e-3, "samples_per_step": 6, "max_steps": 3, "max_tokens": 500,
@@ -92,7 +96,7 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
     assert by_path.generate("Hello", **whole) == said
     for option, value in (
         ("temperature", -1), ("temperature", "hot"), ("temperature", float("nan")), ("max_new_tokens", 0),
-        ("max_new_tokens", 2.5), ("max_new_tokens", None), ("top_p", 2.0), ("top_k", -1), ("seed", -1),
+        ("system", 3), ("max_new_tokens", 2.5), ("max_new_tokens", None), ("top_p", 2.0), ("top_k", -1), ("seed", -1),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=f"^{option} is .*; expected "):
             by_path.generate("Hello", **{option: value})
@@ -118,6 +122,10 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
         ({"rnak": 8}, "rnak: unknown key; did you mean lora.rank"),
         ({"lora": {"rank": 0}}, "lora.rank: .*got 0"),
         ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
+        (
+            {"objective": {"kind": "dpo", "bta": 0.2, "label_smoothing": 0.1}},
+            r'did you mean beta\?\n.*Config\(..., objective=\{"kind": "dpo", "beta": 0.2, "label_smoothing": 0.1\}\)',
+        ),
         ({"data": [{"text": "a row"}]}, r"data.sources.0.path: missing; .*flatout.train\(..., data=rows\)"),
     ],
 )
@@ -130,7 +138,7 @@ def test_a_wrong_config_says_each_problem_in_a_sentence(settings: dict[str, Any]
     assert right == flatout.Config.model_validate({"model": "a", "data": "rows.jsonl", "rank": 8, "lr": 1e-4})
 
 
-@pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "pyarrow", "numbers", "paths"])
+@pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "arrow", "numbers", "paths"])
 def test_data_in_memory_gives_the_losses_of_the_file(
     tiny: Any, by_path: flatout.Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,8 +148,9 @@ def test_data_in_memory_gives_the_losses_of_the_file(
         rows = (row for row in rows)
     elif kind == "pandas":
         rows = pytest.importorskip("pandas").DataFrame(rows)
-    elif kind == "pyarrow":
-        rows = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    elif kind == "arrow":  # by Arrow's interface, as tables of polars
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        rows = SimpleNamespace(__arrow_c_stream__=table.__arrow_c_stream__, columns=table.column_names)
     elif kind == "numbers":
         learns = {False: np.array([0])[0], True: torch.ones((), dtype=torch.bool)}
         rows = [
@@ -171,6 +180,63 @@ def test_a_changed_model_trains_from_its_own_weights(
     again = flatout.train(model=model, data=str(tiny.chats), **SETTINGS)
     assert losses(again) == losses(run)
     assert len(list(run.folder.glob("model-*"))) == 1
+
+
+def test_a_model_that_peft_has_changed_is_refused_and_a_merged_one_is_written(tiny: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from flatout.api.inputs import model_source
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UsageError, match=r"layers of a PEFT adapter in it; .* merge_and_unload\(\)"):
+        model_source(model, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with torch.no_grad():
+        wrapped.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight.fill_(1)
+    assert Path(model_source(wrapped.merge_and_unload(), tmp_path)).parent == tmp_path
+
+
+def test_a_run_whose_folder_is_gone_says_so_and_merging_needs_a_device_that_is_there(
+    by_path: flatout.Run, tmp_path: Path
+) -> None:
+    run = flatout.load(shutil.copytree(by_path.folder, tmp_path / "run"))
+    with pytest.raises(UsageError, match="device is 'gpu'; expected cpu or cuda"):
+        run.merge(tmp_path / "merged", device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ResourceError, match=r'^device="cuda" needs a GPU, but .* set device="cpu"'):
+            run.merge(tmp_path / "merged", device="cuda")
+    shutil.rmtree(run.folder)
+    for call in (lambda: run.config, lambda: run.generate("Hello"), run.metrics):
+        with pytest.raises(DataError, match="is not a run folder"):
+            call()
+
+
+def test_threads_train_one_after_another(
+    tiny: Any, by_path: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+    runs = dict[str, flatout.Run]()
+
+    class Watcher(flatout.Callback):
+        def on_start(self, start: Any) -> None:
+            seen.append("start")
+
+        def on_end(self, end: Any) -> None:
+            seen.append("end")
+
+    def run(name: str) -> None:
+        paths: dict[str, Any] = {"model": str(tiny.model_dir), "data": str(tiny.chats)}
+        runs[name] = flatout.train(name=name, callbacks=[Watcher()], **paths, **SETTINGS)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["start", "end"] * 2
+    assert [losses(runs[name]) for name in "ab"] == [losses(by_path)] * 2
 
 
 def test_two_processes_are_started_and_callbacks_follow_them(
@@ -227,6 +293,17 @@ def test_a_callback_of_started_ranks_that_raises_stops_the_run(
     [
         ({"data": 3}, "data is a int"),
         ({"data": [3]}, "row 1 is a int"),
+        ({"data": [[{"role": "user", "content": "a"}]]}, r'row 1 is a list; expected a mapping, such as \{"messages"'),
+        ({"data": iter(())}, "^data has no rows; give at least one"),
+        ({"data": b"rows.jsonl"}, "data is a bytes; expected a path, .* or rows"),
+        ({"data": {"prompt": ["a"], "completion": ["b"]}}, r"the columns prompt, completion; .* data=\[\{.prompt.: "),
+        ({"data": {"prompt": "a", "completion": "b"}}, "data is a dict of one row; rows are a list, also a single one"),
+        ({"data": {"messages": [{"role": "user", "content": "a"}]}}, "data is a dict of one row; rows are a list"),
+        (
+            {"data": {"train": [{"text": "a"}], "test": []}},
+            r"the splits train, test; pass one, such as data\['train'\]",
+        ),
+        ({"data": {"max_token": 500}}, "data.max_token: unknown key; did you mean data.max_tokens"),
         ({"data": [{"text": float("nan")}]}, "row 1"),
         (
             {"data": [{"prompt": "a", "chosen": "b " * 99, "rejected": "c"}], "max_tokens": 64},
@@ -253,6 +330,13 @@ def test_rows_in_memory_are_named_in_sentences() -> None:
     text = f"{file}:3: no text; samples 16 ({file}:9) and 17 ({file}:10), and rows.jsonl:4"
     said = "row 3 of your data: no text; samples 16 (row 9 of your data) and 17 (row 10 of your data), and rows.jsonl:4"
     assert spelled(text, python) == said
+
+
+def test_columns_of_several_types_are_said_in_a_sentence(tmp_path: Path) -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"instruction": ["a", "b"], "output": ["c", 3]})
+    with pytest.raises(DataError, match=r'^data: .*column output.*; pass .*data=data\.to_dict\("records"\)$'):
+        data_file(frame, tmp_path)
+    assert Path(data_file(frame.to_dict("records"), tmp_path)).read_text().count("\n") == 2
 
 
 def test_splits_are_asked_for_one(tiny: Any) -> None:

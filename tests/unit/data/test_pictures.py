@@ -122,13 +122,29 @@ def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build: Build, tmp
     assert build(data_file(table, tmp_path / "in"), name="parquet").pictures(0) == [CONTENT]
 
 
-def test_relative_paths_are_below_media_root(build: Build, tmp_path: Path) -> None:
+def test_relative_paths_are_below_media_root(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "media").mkdir()
     (tmp_path / "media" / "c.png").write_bytes(OTHER)
     rows = [row({"type": "image", "path": "c.png"}, ASKED)]
     assert build(rows, media_root=tmp_path / "media").pictures(0) == [OTHER]
     with pytest.raises(DataError, match=r"\('c\.png'\): cannot be read: .*relative paths are below data.media_root"):
         build(rows)
+    # those of rows in memory are below the folder of the process, as the script that made them means it
+    (tmp_path / "in_memory").mkdir()
+    monkeypatch.chdir(tmp_path / "media")
+    for name in ("c.png", Path("c.png")):
+        rows = [row({"type": "image", "path": name}, ASKED)]
+        assert build(data_file(rows, tmp_path / "in_memory"), name="memory").pictures(0) == [OTHER]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="or below the folder that you start in"):
+        build(data_file(rows, tmp_path / "in_memory"), name="memory", root=tmp_path / "other")
+    for mode in ("CMYK", "F", "HSV"):  # a file of rows can hold the first
+        rows = [row({"type": "image", "image": Image.new("RGB", (20, 20)).convert(mode)}, ASKED)]
+        if mode == "CMYK":
+            assert len(build(data_file(rows, tmp_path / "in_memory"), name="memory", root=tmp_path / mode).pictures(0))
+            continue
+        with pytest.raises(DataError, match=f"row 1: a picture has pixels of mode {mode}; convert it to RGB"):
+            data_file(rows, tmp_path / "in_memory")
 
 
 def bad(content: bytes) -> dict[str, Any]:

@@ -248,10 +248,30 @@ def test_a_set_with_one_label_trains_and_says_so(
     assert main(["train", str(file), "objective=cross_entropy", f"run_dir={tmp_path / 'sft'}"]) == 0
 
 
-def test_pairs_are_refused(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
-    assert main(["train", str(written(tiny, tmp_path, rows))]) == 3
-    assert "has no column 'label', which objective kto needs" in " ".join(capsys.readouterr().err.split())
+def test_the_objective_reads_labels_of_chats_too_and_refuses_rows_without(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any
+) -> None:
+    """A chat with a label, which may mean a class to others, needs no format; a wrong label of a first row is named."""
+
+    def chat(row: Any, **label: Any) -> dict[str, Any]:
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        return {"messages": turns, **label}
+
+    refused = {
+        r"rows\.jsonl:1: no column 'label', which format kto needs; columns found: prompt, chosen, rejected": [
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS
+        ],
+        r"rows\.jsonl:1: no column 'label', which format kto needs; columns found: messages": [chat(r) for r in ROWS],
+        r"rows\.jsonl:1: label is 'meh'": [{**ROWS[0], "label": "meh"}, *ROWS[1:]],
+    }
+    for said, rows in refused.items():
+        assert main(["train", str(written(tiny, tmp_path, rows))]) == 3
+        assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    losses = []
+    for rows in (ROWS, [chat(row, label=row["label"]) for row in ROWS]):
+        assert main(["train", str(written(tiny, tmp_path, rows)), "batch.max_steps=1", "--restart"]) == 0
+        losses += [line["loss"] for line in metrics_of(tmp_path / "run")]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.gpu
