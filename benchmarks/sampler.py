@@ -31,7 +31,7 @@ from flatout.models.model_with_loss import next_logits
 from flatout.models.selftest import own_attention
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
-from flatout.rollout.sampler_model import Weights
+from flatout.rollout.sampler_model import SamplerModel
 
 CUDA = torch.device("cuda", 0)
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
@@ -78,10 +78,10 @@ def timed(call: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     return result, {"seconds": round(seconds, 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
 
 
-def error_of(weights: Weights, prompts: list[list[int]], found: list[list[Completion]]) -> float:
+def error_of(model: SamplerModel, prompts: list[list[int]], found: list[list[Completion]]) -> float:
     """Return the mean difference of one answer's log-probabilities to those of the packed pass, in nats."""
     one = found[0][0]
-    true = packed_logprobs(weights, [*prompts[0], *one.token_ids], len(one.token_ids))
+    true = packed_logprobs(model, [*prompts[0], *one.token_ids], len(one.token_ids))
     return float((true.cpu() - torch.tensor(one.logprobs)).abs().mean())
 
 
@@ -99,9 +99,10 @@ def measure(name: str, args: argparse.Namespace) -> None:
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, _QWEN3["vocab_size"], args.length).tolist() for _ in range(args.prompts)]
     num_tokens = args.prompts * args.completions * args.new
-    weights = Weights(
-        model=model, logits=lambda batch: next_logits(model, batch)[0], device=CUDA, tolerance=0.1,
-        max_pass_tokens=16384, is_padded=False, packs=nullcontext, tell=lambda line: print("told:", line, flush=True),
+    sampler_model = SamplerModel(
+        pretrained=model, logits=lambda batch: next_logits(model, batch)[0], device=CUDA, tolerance=0.1,
+        max_pass_tokens=16384, is_padded=False, packed_context=nullcontext,
+        log=lambda line: print("told:", line, flush=True),
     )  # fmt: skip
 
     def show(how: str, figures: dict[str, float], **more: Any) -> None:
@@ -109,13 +110,13 @@ def measure(name: str, args: argparse.Namespace) -> None:
         print(json.dumps({"shape": name, "how": how, "tokens_per_s": per_s, **figures, **more}), flush=True)
 
     for how, records in (("graphs", True), ("plain", False)):
-        sampler = InProcess(weights, records=records)
+        sampler = InProcess(sampler_model, records=records)
         for temperature in (1.0, 0.0):
             params = SamplingParams(args.new, temperature=temperature)
             # kernels are loaded, and the backend is proved, once
             sampler.sample(prompts[:2], 8, SamplingParams(20, temperature=temperature))
             found, figures = timed(partial(sampler.sample, prompts, args.completions, params))
-            error = error_of(weights, prompts, found)
+            error = error_of(sampler_model, prompts, found)
             show(how, figures, temperature=temperature, logprob_error=round(error, 4))
             del found
             if how == "plain":
