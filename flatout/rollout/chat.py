@@ -19,7 +19,7 @@ from flatout.models.pictures import PicturePacker
 from flatout.models.stops import stop_token_ids
 from flatout.rollout.in_process import BackendName, InProcess
 from flatout.rollout.prompts import num_positions, processor_of_model, prompt_ids
-from flatout.rollout.sampler import SamplingParams, pictures_of
+from flatout.rollout.sampler import BOUNDS, SamplingParams, pictures_of
 from flatout.rollout.sampler_model import make_sampler_model
 
 # what transformers takes if nothing names another number
@@ -50,18 +50,18 @@ class Sampling:
         With nothing set, generation_config decides whether to sample; without temperature, it is greedy. Raises
         ValueError for values in generation_config that mean nothing.
         """
-        settings = {name: value for name in _LIMITS if (value := getattr(self, name, None)) is not None}
+        settings = {name: value for name in BOUNDS if (value := getattr(self, name, None)) is not None}
         generation = model.generation_config
-        values = {name: getattr(generation, name, None) for name in _LIMITS} | settings
+        values = {name: getattr(generation, name, None) for name in BOUNDS} | settings
         chosen = {name: value for name, value in values.items() if value is not None}
         for name, value in chosen.items():
-            if isinstance(value, bool) or not isinstance(value, Real) or not _LIMITS[name](value):
+            if isinstance(value, bool) or not isinstance(value, Real) or not BOUNDS[name](value):
                 raise ValueError(f"{name} is {value!r}")
         penalty = {name: value for name, value in chosen.items() if name == "repetition_penalty" and value != 1}
         if self.temperature == 0 or not (settings or (generation is not None and generation.do_sample)):
             return penalty
         drawn = {"temperature": 1.0, "top_k": _TOP_K} | chosen
-        return {name: drawn[name] for name in _LIMITS if name in drawn and name != "repetition_penalty"} | penalty
+        return {name: drawn[name] for name in BOUNDS if name in drawn and name != "repetition_penalty"} | penalty
 
     def describe(self, model: PreTrainedModel) -> str:
         """Return one line with the effective values, including the model's own."""
@@ -70,15 +70,6 @@ class Sampling:
         if "temperature" in values:
             return "sampled: " + ", ".join(listed)
         return ", ".join(["greedy: the most likely token each time", *listed])
-
-
-_LIMITS: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: value >= 0,
-    "top_p": lambda value: 0 < value <= 1,
-    "top_k": lambda value: value >= 0 and value == int(value),
-    "min_p": lambda value: 0 <= value <= 1,
-    "repetition_penalty": lambda value: value > 0,
-}
 
 
 def _params(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int) -> SamplingParams:

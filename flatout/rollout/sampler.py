@@ -22,12 +22,21 @@ Ending = Literal["stop", "length", "positions"]
 OnToken = Callable[[int, int, int], None]
 """Gets each token in the order of sampling: the prompt's index, the completion's, and the token id."""
 
-
 MAX_WHOLE = (1 << 63) - 1
 
 
 def _is_whole(least: int, most: int, value: Any) -> bool:
     return isinstance(value, Integral) and least <= int(value) <= most
+
+
+# which values may be drawn by, also if a model's generation_config.json has them
+BOUNDS: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: 0 <= value < math.inf,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": partial(_is_whole, 0, MAX_WHOLE),
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: value > 0,
+}
 
 
 def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any) -> None:
@@ -36,11 +45,11 @@ def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any,
         "max-new-tokens": (max_new_tokens, partial(_is_whole, 1, MAX_NEW_TOKENS), f"1 to {MAX_NEW_TOKENS:,}"),
         "temperature": (
             temperature,
-            lambda value: value == 0 or MIN_TEMPERATURE <= value < math.inf,
+            lambda value: BOUNDS["temperature"](value) and not 0 < value < MIN_TEMPERATURE,
             f"0 (greedy), or at least {MIN_TEMPERATURE:g}",
         ),
-        "top-p": (top_p, lambda value: 0 < value <= 1, "more than 0, at most 1"),
-        "top-k": (top_k, partial(_is_whole, 0, MAX_WHOLE), "at least 1, or 0 for all tokens"),
+        "top-p": (top_p, BOUNDS["top_p"], "more than 0, at most 1"),
+        "top-k": (top_k, BOUNDS["top_k"], "at least 1, or 0 for all tokens"),
         "seed": (seed, partial(_is_whole, 0, MAX_WHOLE), "0 to 2**63 - 1"),
     }
     for name, (value, is_right, expected) in checked.items():
