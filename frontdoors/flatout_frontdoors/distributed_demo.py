@@ -79,10 +79,11 @@ def _data(path: str, subset: str | None, max_tokens: int) -> dict[str, Any]:
     source: dict[str, Any] = {} if subset is None else {"subset": subset}
     row: Mapping[str, Any] = next(iter(open_source(SourceConfig(path=path, **source)).rows())).columns
     if "text" not in row and {"instruction", "output"} <= row.keys():
-        return {**data_of(path, max_tokens, format="alpaca", **source), "template": "alpaca", "loss_type": "all"}
+        data = data_of(path, max_tokens, format="alpaca", **source)
+        return {**data, "template": "alpaca", "loss_type": "all", "too_long": "split"}
     column = "text" if "text" in row else next(iter(row))
     source |= {"format": "text", "columns": {} if column == "text" else {"text": column}}
-    return {**data_of(path, max_tokens, **source), "loss_type": "all"}
+    return {**data_of(path, max_tokens, **source), "loss_type": "all", "too_long": "split"}
 
 
 def _track(args: argparse.Namespace, script: str) -> dict[str, Any]:

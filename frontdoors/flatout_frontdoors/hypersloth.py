@@ -206,7 +206,9 @@ class RunConfig(Settings):
             own["num_procs"] = procs
         if twice := (given := settings.get("data", {})).keys() & own.keys():
             raise UsageError(f"the training arguments set data.{min(twice)}, which the data's own section sets")
-        return make_config({**settings, "data": {**given, **own}}, origin=type(self).__name__)
+        # rows over the limit lose their end, as there; a data set that was built keeps its own policy
+        too_long = {"too_long": "truncate"} if "sources" in own else {}
+        return make_config({**settings, "data": {**too_long, **given, **own}}, origin=type(self).__name__)
 
 
 class HyperConfig(RunConfig):

@@ -96,7 +96,7 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = (), *, counts
         "name": "turbo-tune",
         "device": device(),
         **settings,
-        "data": {**settings["data"], **data, "template": "plain"},
+        "data": {"too_long": "truncate", **settings["data"], **data, "template": "plain"},
     }
     if given.get("use_packing") and counts_rows:
         return with_rows_per_step(settings, overrides, settings["batch"]["samples_per_step"])

@@ -85,7 +85,16 @@ class Manifest:
             assert row["how"] in manifest.cases, where
             assert row["expected"] == "ran" or row["expected"].startswith("error: "), where
             assert row["expected"] != "ran" or row.get("check"), f"{where} observes nothing"
+            for check in checks_of(row):
+                is_listed = isinstance(check.get("is"), list) and any(isinstance(part, dict) for part in check["is"])
+                # sources gain fields, which are no concern of a document
+                assert not is_listed, f"{where}: check the fields that matter, such as data.sources.0.path"
         return manifest
+
+
+def checks_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    checks = row.get("check", [])
+    return checks if isinstance(checks, list) else [checks]
 
 
 @cache
@@ -179,8 +188,7 @@ def problem(case: dict[str, Any], row: dict[str, Any], outcome: Outcome, runner:
         return None if squeezed(reason) in squeezed(outcome.output) else f"the error does not say {reason!r}"
     if outcome.run is not None and code == 0 and not is_complete(outcome.run):
         return "the run is not complete"
-    checks = row["check"] if isinstance(row["check"], list) else [row["check"]]
-    return next((why for check in checks if (why := unseen(check, outcome, runner, system))), None)
+    return next((why for check in checks_of(row) if (why := unseen(check, outcome, runner, system))), None)
 
 
 def unseen(check: dict[str, Any], outcome: Outcome, runner: Runner, system: str) -> str | None:
@@ -188,7 +196,7 @@ def unseen(check: dict[str, Any], outcome: Outcome, runner: Runner, system: str)
     if "setting" in check:
         found: Any = outcome.settings
         for part in check["setting"].split("."):
-            found = found[part]
+            found = found[int(part) if isinstance(found, list) else part]
         return None if found == check["is"] else f"{check['setting']} is {found!r}, expected {check['is']!r}"
     if "prints" in check:
         return None if squeezed(check["prints"]) in squeezed(outcome.output) else f"does not print {check['prints']!r}"

@@ -76,7 +76,9 @@ def settings_of(tiny: Any, texts: Path) -> Any:
         ("fsdp", "--cpu-offload", {"strategy": "fsdp", "sharding.offload": True}),
         ("ddp", "--num-epochs 3 --lr 1e-4 --seed 5", {"batch.epochs": 3.0, "optim.lr": 1e-4, "seed": 5}),
         ("ddp", "--log-freq 10 --ckpt-freq 20", {"log_every_steps": 10, "checkpoint.every_steps": 20}),
-        ("ddp", "--seq-length 32 optim.weight_decay=0", {"data.max_tokens": 32, "optim.weight_decay": 0}),
+        ("ddp", "--seq-length 32 optim.weight_decay=0", {
+            "data.max_tokens": 32, "data.too_long": "split", "optim.weight_decay": 0,
+        }),
     ],
 )  # fmt: skip
 def test_each_flag_becomes_a_setting(settings_of: Any, script: str, flags: str, expected: dict[str, Any]) -> None:
@@ -121,7 +123,7 @@ def test_the_text_column_then_alpaca_then_the_first_column(
     [source] = found["data.sources"]
     assert {name: source[name] for name in expected} == expected
     assert found["data.template"] == ("alpaca" if expected["format"] == "alpaca" else None)
-    assert found["data.loss_type"] == "all"
+    assert (found["data.loss_type"], found["data.too_long"]) == ("all", "split")
 
 
 @pytest.mark.parametrize(
