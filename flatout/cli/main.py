@@ -51,14 +51,21 @@ _VERBS_OF_OTHERS = {
     "train": "fine-tune finetune sft dpo fit tune run",
     "chat": "generate infer inference predict ask prompt",
     "init": "new create config",
-    "data": "dataset prepare preprocess tokenize",
+    "data build": "dataset prepare preprocess tokenize",
+    "data show": "show preview inspect view head",
+    "plan": "check validate estimate lint dry-run",
+    "report": "compare plot",
     "eval": "evaluate test score bench benchmark",
-    "export": "gguf quantize save deploy",
+    "export": "gguf quantize save deploy serve convert-gguf",
     "push": "upload publish",
     "runs": "list ls history",
     "studio": "ui webui web gui dashboard",
     "watch": "log logs status tail",
     "--version": "version -v -V",
+}
+_WITHOUT_A_VERB = {
+    "stop kill cancel abort": "press Ctrl-C where the run was started, or send SIGTERM to the pid in its .lock",
+    "delete rm remove clean": "a run is a folder, so rm -r deletes it",
 }
 GROUPS = {
     "Start": ("demo", "init", "convert", "studio"),
@@ -139,10 +146,11 @@ def _overview() -> str:
 
 
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
-    settings = Path("runs", *argv[1:2], "config.yaml")
+    run = Path(*argv[1:2])
+    settings = (run if (run / "config.yaml").is_file() else Path("runs") / run) / "config.yaml"
     if argv[0] in ("resume", "continue", "restart"):
         known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
-        if argv[1:] and argv[1] not in known and known:
+        if argv[1:] and not settings.is_file() and known:
             step = next_steps((f"train runs/{known[0]}/config.yaml instead of {shlex.join(argv[:2])}", "for example"))
             raise UsageError(
                 f"there is no run {argv[1]}, and no verb {argv[0]!r}: training a run's config.yaml continues it; the "
@@ -152,12 +160,14 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
         raise UsageError(
             f"there is no verb {argv[0]!r}; `flatout train` continues an interrupted run automatically{step}"
         )
+    if how := next((how for others, how in _WITHOUT_A_VERB.items() if argv[0].lower() in others.split()), None):
+        raise UsageError(f"there is no verb {argv[0]!r}: {how}")
     named = [ours for ours, others in _VERBS_OF_OTHERS.items() if argv[0].lower() in others.lower().split()]
     if near := named or difflib.get_close_matches(argv[0].lower(), VERBS, n=1):
         step = next_steps((f"{near[0]} instead of {argv[0]}", ""))
-        if near[0] == "eval" and len(argv) == 2:  # it needs an option
-            words = ["eval", argv[1], "--tasks", "arc_easy", "instead", "of", *argv]
-            step = next_steps((shlex.join(words), "for example"))
+        needed = {"eval": "--tasks arc_easy", "export": "--to gguf --out out"}.get(near[0])
+        if needed and len(argv) == 2:
+            step = next_steps((shlex.join([near[0], argv[1], *needed.split(), "instead", "of", *argv]), "for example"))
         raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
     words = [*argv[0].split(" "), *argv[1:]]
     at = next((at for at, word in enumerate(words) if word in VERBS and (at == 0 or words[at - 1] == "flatout")), None)

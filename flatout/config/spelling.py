@@ -100,13 +100,18 @@ class Caller:
             call = re.sub(r"\b(\w+=\{)([^{}]*)\}, \1", r"\1\2, ", ", ".join(changes))
             first = f'{{"data": {{{section}}}}}, ...' if of_data else "..." if "=" in call else ""
             return f"flatout.{function}({', '.join(filter(None, [first, call]))})"
+        # what stands together is replaced there alone: of `--nnodes 2 --node-rank 2`, the second 2
+        gone = words[of + 2 :]
+        ats = [at for at in range(len(self.words) - 1) if len(gone) > 1 and [*self.words[at : at + len(gone)]] == gone]
+        if places := {*range(ats[0], ats[0] + len(gone))} if ats else set():
+            removed -= {*gone} - {_parts(word)[0] for word in added}
         # a value may be what is replaced: data=chts.jsonl
         named = [
             f"{_parts(word)[0]}=" if _parts(word)[1] in removed and word not in removed else "" for word in self.words
         ]
         stays = [
-            word not in removed and _parts(word)[0] not in removed and not key
-            for word, key in zip(self.words, named, strict=True)
+            at not in places and word not in removed and _parts(word)[0] not in removed and not key
+            for at, (word, key) in enumerate(zip(self.words, named, strict=True))
         ]
         has_value = {one for one, after in pairwise(added) if one[:1] == "-" and after[:1] != "-" and "=" not in after}
         values = {at + 1 for at, word in enumerate(self.words) if word in has_value}

@@ -100,7 +100,8 @@ def load(root: Path) -> dict[str, Entry]:
 
 def find(root: Path, name: str) -> Entry:
     """Return the entry of that name. Raises DataError with the nearest and all known names if there is none."""
-    built_dir(root, name)
+    if not Path(name).suffix:  # a file is named below
+        built_dir(root, name)
     entries = load(root)
     if name in entries:
         return entries[name]
@@ -117,6 +118,7 @@ def find(root: Path, name: str) -> Entry:
                 else f"build one with `flatout data build {name} --tokenizer Qwen/Qwen3-0.6B --name {stem}`"
             )
         )
+    built_dir(root, name)
     if name == "default":  # no data was named
         there = [*entries, *files_of_rows(), "chats.jsonl"]
         raise DataError(f"no data is named; for example, set data: {there[0]}")

@@ -12,6 +12,7 @@ from flatout.checkpoint.final import verify_final
 from flatout.errors import ResourceError, UsageError, reason_of
 from flatout.export.card import loss_svg, model_card
 from flatout.io.durable_io import DurableIO
+from flatout.io.hub import is_path
 from flatout.io.redact import redacted
 from flatout.models.export import load_merged, publish_model
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
@@ -47,7 +48,7 @@ def push(
     results_files = verify_final(folder).files
     is_adapter = trained.adapter is not None and not merged
     name = base or trained.base
-    if is_adapter and Path(name).exists():
+    if is_adapter and (Path(name).exists() or is_path(name)):
         raise UsageError(
             f"the adapter's base model is the folder {name}, which others do not have; name it as it is on the hub by "
             "--base ORG/NAME, or push the whole model with --merged"

@@ -20,6 +20,11 @@ _FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json", ".json
 ASK_EVERY_S = 60.0
 
 
+def is_path(name: str) -> bool:
+    """Whether a name is that of a folder, which may be missing, as no hub id looks like it."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
     """Return a model's folder or hub id and its revision unchanged, or its cached folder if the hub does not answer.
 

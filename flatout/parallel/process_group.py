@@ -114,6 +114,10 @@ class _Meeting:
             thread.join(CONNECT_S)
         if isinstance(self._error, dist.DistError):
             why, index = first_line(self._error), self._rank.index
+            if self._is_host and "EADDRINUSE" in why:
+                raise ResourceError(
+                    f"MASTER_PORT is {self._port}, where another process of this node listens; choose a free port"
+                ) from self._error
             raise PeerLostError(
                 f"rank {index} lost rank 0 before all ranks joined ({why}); see its log", 0
             ) from self._error

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from flatout.errors import CheckpointError, ResourceError, UsageError, next_steps, reason_of
-from flatout.io.hub import hub_errors, hub_source
+from flatout.io.hub import hub_errors, hub_source, is_folder, is_path
 from flatout.io.json_file import read_json
 from flatout.models.blocks import decoder_layers
 from flatout.models.load.auto_class import is_scoring
@@ -92,6 +92,19 @@ def _refuse_base(base: str | None, target: str) -> None:
         raise UsageError(f"--base {base}: {target} has no adapter, it is a whole model; leave --base out{step}")
 
 
+def _refuse_absent(base: str, adapter: Path) -> None:
+    """Raise UsageError if an adapter's base model is a folder that is not there, as after a run was moved."""
+    if is_folder(base):
+        return
+    parents = (*adapter.parents, *adapter.absolute().parents)
+    near = next((at / base for at in parents if (at / base / "config.json").is_file()), None)
+    if near is not None or is_path(base):
+        step = next_steps((shlex.join(["--base", str(near or "FOLDER")]), "" if near else "where that model is now"))
+        raise UsageError(
+            f"{adapter}: its base model is the folder {base}, which is not here; name it with --base{step}"
+        )
+
+
 def saved_scoring(adapter: Path) -> Scoring | None:
     """Return what an adapter of PEFT's task SEQ_CLS scores, by the config.json beside it; None for other adapters.
 
@@ -135,6 +148,8 @@ def load_trained(
     if sibling and (sibling[0].base, sibling[0].revision) == (trained.base, trained.revision):
         model = share_base(sibling[1])
     if model is None:
+        if trained.adapter is not None:
+            _refuse_absent(trained.base, trained.adapter)
         model = load_for_inference(
             trained.base, revision=trained.revision, device=device, device_map=device_map, scoring=scoring
         )

@@ -17,7 +17,7 @@ from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
 from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError, next_steps
 from flatout.io.durable_io import FileFacts, digest
-from flatout.io.hub import hub_file, is_folder
+from flatout.io.hub import hub_file, is_folder, is_path
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import read_own, write_own
 from flatout.io.near_path import other_model
@@ -54,7 +54,7 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     requests code at any depth: remote classes, hub kernels, internals.
     """
     folder = Path(name)
-    if not is_folder(name) and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+    if not is_folder(name) and is_path(name):
         url = re.fullmatch(r"https?://[^/]+/([\w.-]+/[\w.-]+)(?:/.*)?", name)
         near = f"{next_steps((f'{url[1]} instead of {name}', ''))}" if url else other_model(name)
         raise UsageError(

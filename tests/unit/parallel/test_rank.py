@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.environment import allocator_env, keep_compiled_kernels
 from flatout.errors import ResourceError, UsageError
-from flatout.parallel.process_group import choose_device
+from flatout.parallel.process_group import choose_device, join_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import strategy_class
 from flatout.parallel.strategies.single import Single
@@ -129,3 +130,13 @@ import torch
     env = {name: value for name, value in os.environ.items() if name[:4] not in ("OMP_", "GOMP", "KMP_")} | own
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == str(own or {"OMP_WAIT_POLICY": "passive"})
+
+
+def test_a_taken_port_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's port, which another program has; ranks that meet at a free one are in tests/distributed."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ResourceError, match=rf"^MASTER_PORT is {port}, where another process of this node listens"):
+            join_group(Rank(0, 2, 0), torch.device("cpu"), join_s=30)
