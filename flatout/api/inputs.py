@@ -223,7 +223,8 @@ def _write_rows(data: Any, kind: str, path: Path) -> None:
 
         try:
             table = pyarrow.Table.from_pandas(data, preserve_index=False) if kind == "pandas.DataFrame" else data
-            table = pyarrow.table(table)
+            # by its own method, polars gives types that a file of parquet can hold
+            table = data.to_arrow() if hasattr(data, "to_arrow") else pyarrow.table(table)
         except pyarrow.ArrowException as error:  # a column of several types, or of objects
             why = ": ".join(map(str, reversed(error.args)))
             raise DataError(f'data: {why}; pass a list of rows, such as data=data.to_dict("records")') from error
