@@ -102,7 +102,7 @@ def test_adapters_of_experts_agree_with_peft_on_every_strategy(tiny: Any, tmp_pa
     config = tiny.config(tmp_path / "run", model=model, data={"tokenizer": str(tiny.model_dir)}, lora=lora)
     code, report = run_verify(config, tmp_path, "--ranks", "2", "--fp64")
     strategies = {row["case"] for row in report["rows"] if row["num_ranks"] == 2}
-    assert (code, strategies) == (0, {"ddp", "zero1", "zero2", "zero3", "fsdp"})
+    assert (code, strategies) == (0, {"ddp", "zero1", "zero2", "zero3", "fsdp", "ddp, context.parallel 2"})
     assert max(row["worst_difference"] for row in wide_rows(report)) < 1e-12
 
 
