@@ -23,6 +23,7 @@ from flatout.errors import FlatoutError, PreemptedError, UsageError, next_steps
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
+from flatout.io.stop_signals import end_threads_at_exit
 from flatout.track.tolerant_stream import tolerant_output
 
 # verb -> what it does; flatout/cli/<verb>.py has add_arguments(parser) and run(args) -> exit code
@@ -87,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_idle_threads_sleep()
     if argv is not None:
         return _run_verb(argv)
-    code = _run_verb(sys.argv[1:])
+    exit_with = end_threads_at_exit()
+    exit_with(code := _run_verb(sys.argv[1:]))
     if code == PreemptedError.exit_code:
         # Python restores the default action of handled signals while it exits, and a launcher may signal again then:
         # without this, "stopped and saved" would become "killed by SIGTERM"

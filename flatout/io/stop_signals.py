@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -94,3 +97,22 @@ def announcing_stop(announce: Callable[[], None], numbers: Collection[int]) -> I
         signal.set_wakeup_fd(before)
         # the thread reads the end of the pipe, and ends
         os.close(writer)
+
+
+def end_threads_at_exit() -> Callable[[int], None]:
+    """Return what to call with the exit code: the process then ends without threads that Python would leave to C++.
+
+    A daemon thread that comes back from torch while Python exits is ended in the middle of C++, which aborts the
+    process. Call it before other exit handlers are registered, as they run in reverse order.
+    """
+    codes: list[int] = []
+
+    def end() -> None:
+        if codes and threading.active_count() > 1:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(codes[0])
+
+    atexit.register(end)
+    return codes.append

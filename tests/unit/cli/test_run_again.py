@@ -53,6 +53,30 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+THREADED = """
+import threading, torch
+from flatout.objectives.cross_entropy import CrossEntropy
+
+class Own(CrossEntropy):
+    pass
+
+def work():
+    while True:
+        torch.zeros(100_000).sum()
+
+threading.Thread(target=work, daemon=True).start()
+"""
+
+
+def test_a_thread_inside_torch_does_not_turn_a_finished_run_into_a_crash(here: Path) -> None:
+    (here / "own.py").write_text(THREADED)
+    words = ["train", "run.yaml", "name=threads", "objective.path=own.py:Own", "batch.max_steps=1", "eval.fraction=0"]
+    command = [sys.executable, "-m", "flatout", *words]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "final" in run.stdout
+
+
 def test_other_settings_end_in_two_commands_that_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here / "runs" / "run")
     assert main(["train", "run.yaml", "optim.lr=1e-4"]) == 4
