@@ -33,6 +33,7 @@ def prepare(job: dict[str, Any]) -> None:
         UNSLOTH_DISABLE_STATISTICS="1",
         WANDB_DISABLED="true",
         TOKENIZERS_PARALLELISM="false",
+        **job.get("env", {}),
     )
     wanted = [path for path in job["paths"] if job.get("fa2") or Path(path).name != "fa_shim"]
     sys.path[:0] = wanted
