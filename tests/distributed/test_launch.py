@@ -208,7 +208,7 @@ def has_started(pid: int, run_dir: Path, tokenizes: bool) -> bool:
     for child in processes_under(pid):
         with suppress(FileNotFoundError, ProcessLookupError):
             commands.append(Path(f"/proc/{child}/cmdline").read_bytes())
-    return sum(b"multiprocessing.spawn" in command for command in commands) >= 2
+    return sum(b"flatout.data.workers" in command for command in commands) >= 2
 
 
 def test_a_second_signal_ends_ranks_at_once(tiny: Any, tmp_path: Path) -> None:

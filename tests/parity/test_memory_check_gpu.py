@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from flatout.config.schema import Config
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory import estimate
-from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.callback import Callback, MemoryCallback, Reporter
+from flatout.track.record import StepRecord
 from flatout.trainer.memory_check import read_record
 from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.run import train
@@ -221,16 +223,32 @@ def test_pictures_are_as_planned(tmp_path: Path, method: str) -> None:
     assert_planned_within(config, peak_bytes, share=0.05 if frozen else 0.08)
 
 
-def test_low_scores_have_finite_gradients(tiny: Any, tmp_path: Path) -> None:
-    """64 patches that see each other, all scores near -100, by torch's attention as a run leaves it."""
-    train(tiny.config(tmp_path / "run", device="cuda", compile="off", batch={"samples_per_step": 2, "max_steps": 1}))
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 16, 64, 72, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    query[..., 0], key[..., 0] = 29.0, -29.0
-    query.requires_grad_(True)
-    torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
-    assert query.grad is not None
-    assert query.grad.isfinite().all()
+class LowScores(Callback):
+    """At each step, the gradient of 64 patches that see each other, all scores near -100, by torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_finite: list[bool] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        make = partial(torch.randn, 1, 16, 64, 72, device="cuda", dtype=torch.bfloat16, generator=generator)
+        query, key, value = make(), make(), make()
+        query[..., 0], key[..., 0] = 29.0, -29.0
+        query.requires_grad_(True)
+        torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+        assert query.grad is not None
+        self.are_finite.append(bool(query.grad.isfinite().all()))
+
+
+def test_low_scores_have_finite_gradients_in_a_run(tiny: Any, tmp_path: Path) -> None:
+    """A run turns torch's cuDNN attention off, whose gradients would be NaN, and leaves torch as it was."""
+    scores, before = LowScores(), torch.backends.cuda.cudnn_sdp_enabled()
+    config = tiny.config(tmp_path / "run", device="cuda", compile="off", batch={"samples_per_step": 2, "max_steps": 1})
+    train(config, callbacks=[scores])
+    assert scores.are_finite
+    assert all(scores.are_finite)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
