@@ -67,7 +67,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LossHistory:
-    """Number, mean and variance of the losses so far, exponential over the last ones (`step_guards.judge`)."""
+    """Number, mean and variance of the losses so far, exponential over the last ones (`step_guards.py`)."""
 
     count: int = 0
     mean: float = 0.0
