@@ -123,8 +123,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
             groups[2 if number == "0" else 1] = path.rstrip("/")
     for count in OOM_COUNTS:
         # inside a container the group's folder is the root of the mount
-        for launch_mode in (count.format("", groups[1], groups[2]), count.format("", "", "")):
-            for line in _lines_of(root / launch_mode):
+        for file in (count.format("", groups[1], groups[2]), count.format("", "", "")):
+            for line in _lines_of(root / file):
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
                     return int(value)

@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 3251,
     "compat": 3076,
     "config": 3123,
-    "data": 10933,
+    "data": 10932,
     "demo": 594,
     "doctor": 395,
     "environment": 191,

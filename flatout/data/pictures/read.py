@@ -78,10 +78,9 @@ def read_picture(
 ) -> PictureFile:
     """Return the file of a picture, decoded once to see that it is whole.
 
-    A relative path is below `media_root`, or below the folder of the file of rows, or where the process was started for
-    rows from memory; the bytes at a URL are those that
-    `download` returns. Raises DataError for a picture that is missing, broken, of none of FORMATS, animated, too large,
-    or of a mode of color that has no exact RGB form.
+    A relative path is below `media_root`, or below the folder of the file of rows; for rows from memory, below the
+    working folder. The bytes at a URL are those that `download` returns. Raises DataError for a picture that is
+    missing, broken, of none of FORMATS, animated, too large, or of a mode of color that has no exact RGB form.
     """
     where = f"{origin}: {source.place}"
     if isinstance(source.value, str) and not _DATA_URI.match(source.value):
