@@ -51,38 +51,38 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 # functions with more parameters than a reader keeps in mind; lower the number when one has become narrower
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
-# lines of each package, rounded up; lower a number when its package has shrunk
+# lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
+MAX_LINES = 65_000
 MAX_PACKAGE_LINES = {
-    "__init__": 60,
-    "__main__": 10,
-    "api": 1059,
-    "bench": 105,
-    "checkpoint": 1485,
-    "cli": 3251,
-    "compat": 3076,
-    "config": 3123,
-    "data": 10932,
-    "demo": 594,
-    "doctor": 395,
-    "environment": 191,
-    "errors": 150,
-    "eval": 238,
-    "export": 935,
-    "io": 2031,
-    "kernels": 4071,
-    "launch": 1165,
-    "models": 9258,
-    "objectives": 1017,
-    "optim": 653,
-    "parallel": 1724,
-    "planner": 3356,
-    "profile": 303,
-    "rollout": 1379,
-    "studio": 1405,
-    "track": 2672,
-    "trainer": 6245,
-    "verifier": 1217,
-    "view": 1544,
+    "__init__": 500,
+    "__main__": 500,
+    "api": 1_500,
+    "checkpoint": 1_500,
+    "cli": 3_500,
+    "compat": 3_500,
+    "config": 3_500,
+    "data": 11_500,
+    "demo": 1_000,
+    "doctor": 500,
+    "environment": 500,
+    "errors": 500,
+    "eval": 500,
+    "export": 1_000,
+    "io": 2_500,
+    "kernels": 4_500,
+    "launch": 1_500,
+    "models": 9_500,
+    "objectives": 1_500,
+    "optim": 1_000,
+    "parallel": 2_000,
+    "planner": 3_500,
+    "profile": 500,
+    "rollout": 1_500,
+    "studio": 1_500,
+    "track": 3_000,
+    "trainer": 6_500,
+    "verifier": 1_500,
+    "view": 2_000,
 }
 
 
@@ -259,4 +259,5 @@ def test_no_package_outgrows_its_budget() -> None:
         parts = Path(path).parts
         lines[parts[1].removesuffix(".py")] += len((ROOT / path).read_text(encoding="utf-8").splitlines())
     grown = {name: count for name, count in lines.items() if count > MAX_PACKAGE_LINES.get(name, 0)}
-    assert not grown, "a package may only shrink: make room, or say in the commit why its budget grows"
+    assert not grown, "change the structure, or raise the limit and write why in docs/architecture.md"
+    assert sum(lines.values()) <= MAX_LINES
