@@ -78,7 +78,7 @@ GROUPS = {
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
 _NEED_A_FILE = ("convert",)
 LONGEST_LINE = 700
-OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
+OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 # in the place of a configuration file: all settings are on the command line
 NO_FILE = "-"
 

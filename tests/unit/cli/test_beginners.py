@@ -143,6 +143,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml method=dora", 2, "method: input should be 'lora' or 'full', got 'dora'; set lora.dora=true", "train run.yaml lora.dora=true"),
     ("train run.yaml method=sft", 2, "method: input should be 'lora' or 'full', got 'sft'; supervised fine-tuning is the default; leave it out", "train run.yaml"),
     ("train run.yaml load_in_4bit=true", 2, "load_in_4bit: unknown key; did you mean base.storage: nf4?", "train run.yaml base.storage=nf4"),
+    ("train model=tiny data=chats.jsonl load_in_4bit=true", 2, "load_in_4bit: unknown key; did you mean base.storage: nf4?", "train model=tiny data=chats.jsonl base.storage=nf4"),
     ("train run.yaml load_in_8bit=true", 2, "(8-bit integers are not offered; fp8 is the nearest)", "train run.yaml base.storage=fp8"),
     ("train run.yaml base.storage=4bit", 2, "base.storage: input should be 'model', 'fp8' or 'nf4', got '4bit'; set base.storage=nf4", "train run.yaml base.storage=nf4"),
     ("train run.yaml base.storage=int8", 2, "set base.storage=fp8 (8-bit integers are not offered; fp8 is the nearest)", "train run.yaml base.storage=fp8"),
