@@ -24,6 +24,7 @@ from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
 from flatout.config.yaml_faults import refuse_line, yaml_fault
 from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
+from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
 
@@ -323,6 +324,7 @@ def _read_deepspeed(name: str, folder: Path, *, is_override: bool) -> dict[str, 
     with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
         path = next((file for file in (path, folder / name) if file.is_file()), path)
     try:
+        require_allowed(path)
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
         stage = next(iter(re.findall(r"[123]", name)), "3")

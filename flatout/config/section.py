@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -60,11 +60,13 @@ def paths_of(value: Any, is_path: bool = False) -> Iterator[str]:
     """Yield every text in a configuration that its schema declares to be a path, without the class behind a file."""
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
-            yield from paths_of(getattr(value, name), Path in [*nested_kinds(field.annotation), *field.metadata])
+            held, kinds = getattr(value, name), [*nested_kinds(field.annotation), *field.metadata]
+            if isinstance(held, list):  # one beside a path is not of paths, as in eval.prompts
+                kinds = [part for kind in kinds if get_origin(kind) is list for part in nested_kinds(kind)]
+            yield from paths_of(held, Path in kinds)
     elif isinstance(value, Mapping | list):
-        # a list beside a path is not of paths, as in eval.prompts
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from paths_of(part, is_path and isinstance(value, Mapping))
+            yield from paths_of(part, is_path)
     elif is_path and isinstance(value, str | Path):
         yield re.sub(r"(\.py):\w+$", r"\1", str(value))
 

@@ -24,6 +24,7 @@ from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again
 from flatout.errors import DataError
+from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
 
@@ -234,6 +235,7 @@ class TokenStore:
         first reads one. A store whose every shard was found whole is not hashed again while its files are the same.
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
+        require_allowed(folder)
         manifest = read_manifest(folder)
         while True:
             try:

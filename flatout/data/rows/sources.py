@@ -16,6 +16,7 @@ from flatout.config.schema import SourceConfig
 from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, most_rows, raise_error, row_type, table_rows, total_rows
 from flatout.errors import DataError, next_steps
+from flatout.io.allowed import require_allowed
 from flatout.io.durable_io import digest
 from flatout.io.near_path import did_you_mean, expand_home, has_rows, unknown_user
 from flatout.io.redact import redacted
@@ -259,6 +260,9 @@ def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | Re
     Files listed one by one, or all from one split, are used as given unless `split` is set.
     """
     files = list(listing.files)
+    for file in files:
+        if isinstance(file, Path):  # a glob or a folder may hold links
+            require_allowed(file)
     # `datasets` saved each split to its own folder
     saved = listing.is_folder and (expand_home(source.path) / "dataset_dict.json").exists()
     splits = {file: path.parts[0] if saved else _split_of(path) for file, path in listing.files.items()}
