@@ -84,6 +84,9 @@ class EvalConfig(Section):
 
     fraction: float = Field(default=0.0, ge=0.0, le=0.5)
     """Share of the data set held out for evaluation, drawn with `seed`."""
+    split_by: Literal["auto", "row", "prompt"] = "auto"
+    """What `fraction` keeps on one side. row: the samples of a row; prompt: also rows that are equal up to their first
+    answer; auto: prompt for pairs and labeled answers, row for others."""
     data: str | list[str] | None = None
     """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]. Metrics
     are recorded for each; the mean over all label tokens determines the best state."""
@@ -120,6 +123,8 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        if not self.fraction:
+            refuse_unused(self, ("split_by",), "needs a share of the rows; set eval.fraction: 0.05")
         if self.fraction and self.data:
             raise ValueError("fraction and data are both given; keep one: leave eval.fraction out")
         if self.patience and not self.every_steps:

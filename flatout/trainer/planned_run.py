@@ -294,7 +294,7 @@ def report_objective(config: Config, plan: TrainingPlan, reporter: Reporter, nor
     """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
     objective, part = normalizers.objective, "third" if config.method == "full" else "half"
     for note in objective.notes({name: float(values.sum()) for name, values in normalizers.values.items()}):
-        reporter.stage("objective", note)
+        reporter.event("objective", {"notes": note})
     if REFERENCE in objective.columns:
         num_steps = min(plan.num_steps, plan.steps_per_epoch)
         cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from flatout.data.conversation import PICTURE, Message, ToolCall
 from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
-from flatout.data.tokenizer import TokenizerFacts
+from flatout.data.tokenizer import TokenizerFacts, begins_with_bos
 from flatout.errors import DataError, FlatoutError, first_line, next_steps, reason_of
 from flatout.io.near_path import near_path
 
@@ -229,7 +229,9 @@ def template_text(
             "or to a .jinja file"
         )
     if template in OURS:
-        return template, Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
+        text = Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
+        begins = tokenizer.begins_with_bos if isinstance(tokenizer, TokenizerFacts) else begins_with_bos(tokenizer)
+        return template, "{{- bos_token -}}\n" * (begins and template == "plain") + text
     path = Path(template)
     try:
         if path.suffix == ".jinja" and path.exists():
