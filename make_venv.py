@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,8 +40,12 @@ class Progress:
         self.tail: collections.deque[str] = collections.deque(maxlen=30)
         self._file = ""
 
-    def read(self, line: str) -> None:
-        """Read one line of pip's output."""
+    def read(self, lines: Iterable[str]) -> None:
+        """Read pip's output to its end."""
+        for line in lines:
+            self._read_line(line)
+
+    def _read_line(self, line: str) -> None:
         size = _BYTES.match(line)
         if size:
             done, total = (int(number) / 1e6 for number in size.groups())
@@ -54,7 +59,7 @@ class Progress:
             self.doing = f"downloading {self._file}"
         elif line.startswith(_INSTALL):
             self.doing = f"installing {line.count(',') + 1} packages"
-        elif not line.startswith(("Requirement already", "WARNING")):
+        elif not self.doing.startswith("installing") and not line.startswith(("Requirement already", "WARNING")):
             self.doing = line.strip()[:70]
 
 
@@ -71,7 +76,7 @@ def run(what: str, command: list[str], *, check: bool = True) -> None:
         errors="replace",
     )
     assert process.stdout is not None
-    reader = threading.Thread(target=lambda lines: [progress.read(line) for line in lines], args=[process.stdout])
+    reader = threading.Thread(target=progress.read, args=[process.stdout])
     reader.start()
     while reader.is_alive():
         reader.join(LINE_S)
@@ -151,7 +156,7 @@ def main(venv: Path, extra: str) -> int:
         run("Installing torch", [*pip, "--no-deps", *index, "torch"])
     run(f"Installing flatout with its extra `{extra}`", [*pip, "-e", f".[{extra}]"])
     # pip compiles in one process, and what few programs import too; a few files of other packages are no Python 3
-    compile_all = [python, "-m", "compileall", "-qq", "-j", "0", "-x", _RARE, str(venv / "lib")]
+    compile_all = [python, "-m", "compileall", "-j", "0", "-x", _RARE, str(venv / "lib")]
     run("Compiling", compile_all, check=False)
     print(f"{venv} is ready. To use the command flatout in this shell: . {venv}/bin/activate")
     return 0
