@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     write_new(args.to, comment + dump_config(config, only_given=True))
     if "{%" in template:
         write_new(args.to.with_suffix(".jinja"), template)
-    print(f"wrote {args.to}; next: flatout plan {args.to}")
+    print(f"wrote {args.to}; next: flatout plan {shlex.quote(str(args.to))}")
     return 0
 
 

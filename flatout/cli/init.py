@@ -63,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
     config = config.model_copy(update={"data": _with_columns(config.data, args)})
+    file = shlex.quote(str(path))
     intro = [
         "Written by `flatout init`; `--all` writes more settings. [] shows the allowed values.",
         "Where a comment names no default, the value is the default and you can delete the line.",
-        f"  flatout plan {path}      print what the run will do, without a GPU",
-        f"  flatout train {path}     train; run the same command again to resume",
-        f"  flatout train {path} optim.lr=1e-4 batch.epochs=2     change settings for one run",
+        f"  flatout plan {file}      print what the run will do, without a GPU",
+        f"  flatout train {file}     train; run the same command again to resume",
+        f"  flatout train {file} optim.lr=1e-4 batch.epochs=2     change settings for one run",
     ]
     if model is None:
         back = [f"{name}: {default}" for name, default in changed_settings(config) if not name.startswith(OF_ANY_MODEL)]
@@ -104,10 +105,11 @@ def _require_local(data: str | None, model: str | None) -> None:
 
 def _next(path: Path, data: str | None, model: str | None) -> str:
     """Return what to do with the file that was written."""
+    file = shlex.quote(str(path))
     if data is not None and _is_name(data) and data not in registry.load(DataConfig().root):
-        build = f"flatout data build FILE --tokenizer {model} --name {data}"
-        return f"data set {data} is not built; wrote {path}; next: {build}, then flatout plan {path}"
-    return f"wrote {path}; next: flatout plan {path}, then flatout train {path}"
+        build = f"flatout data build FILE --tokenizer {shlex.quote(str(model))} --name {data}"
+        return f"data set {data} is not built; wrote {path}; next: {build}, then flatout plan {file}"
+    return f"wrote {path}; next: flatout plan {file}, then flatout train {file}"
 
 
 def _is_name(data: str) -> bool:

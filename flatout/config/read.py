@@ -283,7 +283,7 @@ def _instead_of(path: Path) -> str:
     there.sort(key=lambda file: (file != "run.yaml", file))
     listing = f"; files here include {', '.join(there[:4])}" if there else ""
     step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
-    return f"{path}: {user or f'no such file{listing}; `flatout init {path}` writes one'}{step}"
+    return f"{path}: {user or f'no such file{listing}; `flatout init {shlex.quote(str(path))}` writes one'}{step}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def load_stopped(folder: Path, device: torch.device) -> tuple[PreTrainedModel, A
     weights or with new tokens, or that scores texts; CheckpointError for a damaged one.
     """
     config = load_config(folder / "config.yaml")
-    resume = f"resume it: flatout train {folder / 'config.yaml'}"
+    resume = f"resume it: flatout train {shlex.quote(str(folder / 'config.yaml'))}"
     saved = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None).newest()
     if saved is None:
         raise UsageError(f"{folder} has no final/ and no checkpoint yet; {resume}")

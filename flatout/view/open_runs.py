@@ -48,7 +48,8 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_published: bool = Fals
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
     end = _one_of(known, target, runs)
     if is_published and known:
-        resume = f"finish {'one' if known[1:] else 'it'} first: `flatout train {runs / known[0] / 'config.yaml'}`"
+        settings = shlex.quote(str(runs / known[0] / "config.yaml"))
+        resume = f"finish {'one' if known[1:] else 'it'} first: `flatout train {settings}`"
         end = f"{end.partition(chr(10))[0]}; {'name a finished one' if finished_runs(runs) else resume}"
     raise UsageError(f"{target}: no such folder, and no run of that name{end}")
 

@@ -58,7 +58,7 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
         raise UsageError(f"{target:.100}: {reason_of(error)}; give a folder or a hub id such as org/model") from error
     if is_run:
         if not (folder / results).is_dir():
-            why = f"the run is not finished; resume it: flatout train {folder / 'config.yaml'}"
+            why = f"the run is not finished; resume it: flatout train {shlex.quote(str(folder / 'config.yaml'))}"
             why = why if results == FINAL_DIR else f"no evaluation was better than the last; use {FINAL_DIR}/"
             raise UsageError(f"{folder} has no {results}/: {why}")
         file, folder = folder / "config.yaml", folder / results

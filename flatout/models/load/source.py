@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -63,9 +64,8 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-        raise UsageError(
-            f"{name} is a run, not a model; write its model: flatout merge {folder} --out {folder.name}-merged"
-        )
+        merge = shlex.join(["flatout", "merge", str(folder), "--out", f"{folder.name}-merged"])
+        raise UsageError(f"{name} is a run, not a model; write its model: {merge}")
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
         raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")
