@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, refuse_rows, tokenizer_folder
 from flatout.api.restart import move_aside
 from flatout.api.run import Run
+from flatout.config.folders import run_identity
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
@@ -131,7 +132,7 @@ def train(
 
         with _TRAINS, _without_bars():
             return Run(train_here(resolved, callbacks=callbacks).folder)
-    DurableIO().make_dir(resolved.folder)
+    run_identity(resolved.folder)
     file, text = resolved.folder / "python.yaml", dump_config(resolved, only_given=True)
     if redacted(text) != text:
         raise UsageError("config: an address contains a password, which would be written to disk; remove it")
@@ -196,7 +197,8 @@ def start_ranks(
     rendezvous: Rendezvous
     with ExitStack() as stack:
         if nodes.index == 0:
-            # refuse a second run here, before it touches the logs of the first
+            # refuse another program's folder and a second run here, before the logs of the first are touched
+            run_identity(config.folder)
             with RunLock(config.folder):
                 pass
             # the run lives on between two attempts

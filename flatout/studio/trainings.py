@@ -15,6 +15,7 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
+from flatout.config.folders import run_identity
 from flatout.config.names import as_yaml
 from flatout.config.read import flatten, load_config, make_config, read_text
 from flatout.config.schema import NAME_PATTERN, Config
@@ -74,7 +75,7 @@ class Trainings:
             if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final")):
                 raise UsageError(f"{shown} already holds a run; resume it, or choose another name")
             intro = [f"Written by flatout studio. From a terminal: flatout train {shown}/{CONFIG_FILE}"]
-            DurableIO().make_dir(folder)
+            run_identity(folder)
             DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, which="first").encode())
             self._spawn(folder, folder / CONFIG_FILE)
         return shown

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flatout.checkpoint.final import publish
 from flatout.checkpoint.write import Checkpoints
+from flatout.config.folders import run_identity
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
@@ -162,6 +163,7 @@ def open_run(
 ) -> tuple[Reporter, list[OnPeerLost]]:
     """Lock the run folder within `stack`; return the first rank's reporter, and what to call once a peer is lost."""
     require_folders(config.folder)
+    run_identity(config.folder)
     lock = stack.enter_context(RunLock(config.folder))
     shown = console or stack.enter_context(open_console(every_record=config.log_every_steps != 1))
     folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)

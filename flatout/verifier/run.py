@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from flatout.config.folders import run_identity
 from flatout.config.objective import ObjectiveConfig
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
@@ -80,7 +81,7 @@ def verify(
     device = choose_device(config.wanted_device, Rank())
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
         raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
-    DurableIO().make_dir(config.folder)
+    run_identity(config.folder)
     rows: list[Comparison] = []
     # an exception, so that a signal leaves neither processes nor the folder behind
     signals = StopSignals(lambda: None, on_first=lambda: sys.exit(SIGNAL_EXIT_CODE + (signals.number or 0)))
