@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatout.config.folders import free_folder
+from flatout.config.folders import free_folder, is_run_folder
 from flatout.config.read import make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
 from flatout.config.section import paths_of
@@ -21,7 +21,6 @@ from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import open_lock, take_lock
-from flatout.track.run_log import RUN_FILES
 
 UPLOADS = "uploads"
 MAX_UPLOAD_BYTES = 2 << 30
@@ -93,7 +92,7 @@ class Workspace:
                 break
             folder = Path(parent)
             is_model = {"config.json", "tokenizer.json"} <= set(files)
-            if not {*RUN_FILES}.isdisjoint(files):
+            if is_run_folder(folder):
                 survey.runs.append(self.relative(folder))
             elif is_model:
                 survey.models.append(self.relative(folder))
