@@ -60,8 +60,8 @@ def run_identity(run_dir: Path, durable_io: DurableIO | None = None) -> str:
     if (content := _identity(run_dir)) is None:
         return mark_run(run_dir, secrets.token_hex(8), durable_io)
     if (run_id := _run_id(content)) is None:
-        found = content.get("run_id")
-        raise CheckpointError(f"{run_dir / RUN_NAME}: run_id: found {found!r}, expected 8 to 32 hex digits")
+        shown = repr(content.get("run_id"))
+        raise CheckpointError(f"{run_dir / RUN_NAME}: run_id: found {shown}, expected 8 to 32 hex digits")
     return run_id
 
 

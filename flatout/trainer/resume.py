@@ -232,8 +232,8 @@ def _accepted_changes(
     # the same base model or rows, read from another place
     places = [*("model.name", "model.revision") * (saved["model"] == now["model"])]
     places += ["data.sources"] * (saved["data"] == now["data"])
-    same = {"effect": "harmless", "why": "the content is the same"}
-    changes = [replace(change, **same) if change.key in places else change for change in changes]
+    why = "the content is the same"
+    changes = [replace(one, effect="harmless", why=why) if one.key in places else one for one in changes]
     refuse_changes(changes, allow)
     refuse_other_model(saved.pop("model"), now.pop("model"), allow)
     refuse_other_data(saved, now, allow=allow, explained_by=changes)
