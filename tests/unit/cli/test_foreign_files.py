@@ -250,15 +250,14 @@ def test_comments_in_a_runs_settings_stay(here: Path) -> None:
     assert file.read_text() == dump_config(load_config(file))
 
 
-def test_a_data_set_replaces_its_own_folder_alone(here: Path, tiny: Tiny) -> None:
-    build = (
-        f"data build {tiny.chats} --tokenizer {tiny.model_dir} --max-tokens 400 --root data --replace --name".split()
-    )
+def test_a_data_set_replaces_its_own_folder_alone(here: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    build = ["data", "build", str(tiny.chats), "--tokenizer", str(tiny.model_dir), "--max-tokens", "400", "--replace"]
     a_file(here / "data" / "built_dataset" / "mine" / "rows.csv")
     a_file(here / "data" / "built_dataset" / "chats" / "notes.md")
     before = state(here / "data" / "built_dataset" / "mine")
     kept = state(here / "data" / "built_dataset" / "chats" / "notes.md")
     assert main([*build, "--name", "mine"]) == 2
+    assert "data/built_dataset/mine is not a built data set" in capsys.readouterr().err
     for change in (["data.name=mine"], ["data.name=mine", "run_dir=runs/x"]):
         assert main(["train", "run.yml", *change]) == 2
     with pytest.raises(FlatoutError, match="is not a built data set"):
