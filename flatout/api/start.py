@@ -58,7 +58,7 @@ def resolve_config(
     """
     origin = str(config) if isinstance(config, str | Path) else "config"
     if isinstance(config, str | Path):
-        values = long_forms(load_values(Path(config)))
+        values = long_forms(load_values(Path(config), settings))
     elif isinstance(config, Config):
         values = config.model_dump(mode="json", exclude_unset=True)
     else:

@@ -148,15 +148,16 @@ def _overview() -> str:
 
 
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
+    from flatout.config.folders import is_run_folder  # lazy, so that --help stays instant
+
     run = Path(*argv[1:2])
-    settings = (run if (run / "config.yaml").is_file() else Path("runs") / run) / "config.yaml"
+    settings = (run if is_run_folder(run) else Path("runs") / run) / "config.yaml"
     if argv[0] in ("resume", "continue", "restart"):
-        known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
+        known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml") if is_run_folder(file.parent))
         if argv[1:] and not settings.is_file() and known:
-            step = next_steps((f"train runs/{known[0]}/config.yaml instead of {shlex.join(argv[:2])}", "for example"))
             raise UsageError(
                 f"there is no run {argv[1]}, and no verb {argv[0]!r}: training a run's config.yaml continues it; the "
-                f"runs here: {', '.join(known[:8])}{step}"
+                f"runs here: {', '.join(known[:8])}"
             )
         step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
         raise UsageError(

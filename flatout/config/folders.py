@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 from collections.abc import Iterator, Sequence
+from glob import iglob
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import CheckpointError, UsageError, next_steps
 from flatout.io.durable_io import DurableIO
-from flatout.io.file_lock import last_holder_of
+from flatout.io.file_lock import holder_of, last_holder_of
 from flatout.io.json_file import now_utc, read_json
 from flatout.io.own_output import is_own_output
 
@@ -58,8 +60,8 @@ def run_identity(run_dir: Path, durable_io: DurableIO | None = None) -> str:
     if (content := _identity(run_dir)) is None:
         return mark_run(run_dir, secrets.token_hex(8), durable_io)
     if (run_id := _run_id(content)) is None:
-        found = content.get("run_id")
-        raise CheckpointError(f"{run_dir / RUN_NAME}: run_id: found {found!r}, expected 8 to 32 hex digits")
+        shown = repr(content.get("run_id"))
+        raise CheckpointError(f"{run_dir / RUN_NAME}: run_id: found {shown}, expected 8 to 32 hex digits")
     return run_id
 
 
@@ -69,6 +71,15 @@ def mark_run(run_dir: Path, run_id: str, durable_io: DurableIO | None = None) ->
     durable_io.make_dir(run_dir)
     durable_io.write_json(run_dir / RUN_NAME, {"run_id": run_id, "created": now_utc(), "cwd": str(Path.cwd())})
     return run_id
+
+
+def how_to_finish(folder: Path) -> str:
+    """Say how a run without results gets them: by waiting for it while it trains, else by training its settings."""
+    if (holder := holder_of(folder)) is not None and holder.trains:
+        return f"it trains now, as {holder}; wait for it: flatout watch {shlex.quote(str(folder))}"
+    if (settings := next((one for name in SETTINGS_FILES if (one := folder / name).is_file()), None)) is None:
+        return "it ended before its first step; run the command that started it again"
+    return f"resume it: flatout train {shlex.quote(str(settings))}"
 
 
 def require_own(run_dir: Path) -> None:
@@ -154,8 +165,28 @@ def _run_id(content: Any) -> str | None:
     return run_id if isinstance(run_id, str) and re.fullmatch(_HASH, run_id) else None
 
 
+def path_of_run(path: str, folder: Path, old: Path) -> str:
+    """Return where a path of a run's settings is, which name the run's folder `old`: in `folder`, where the run is now,
+    or as seen from where it started.
+    """
+    if not path:
+        return path
+    try:
+        content = _identity(folder)
+        start = Path(str(content.get("cwd", "")) if _is_ours(content) else "")
+        whole, before, after = (os.path.abspath(start / one) for one in (path, old, folder.absolute()))  # noqa: PTH100
+        is_inside = before != after and Path(whole).is_relative_to(before)
+        if not is_inside and next(iglob(path), None):  # noqa: PTH207
+            return path
+        new = str(folder / Path(whole).relative_to(before)) if Path(whole).is_relative_to(before) else whole
+        return new if next(iglob(new), None) else path  # noqa: PTH207
+    except (CheckpointError, OSError, ValueError):
+        return path
+
+
 def free_folder(folder: Path, ending: str = "-", first: int = 2) -> Path:
     """Return the first of NAME-2, NAME-3 ... beside a folder that does not exist, with this ending and first number."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
     return next(one for n in count(first) if not (one := folder.with_name(f"{folder.name}{ending}{n}")).exists())
 
 
@@ -166,7 +197,7 @@ def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence
     here, folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
     other = Path("runs/run")
     other = free_folder(other) if other.exists() else other
-    if folder in (here, *here.parents):
+    if folder in (here, *here.parents) and not is_run_folder(folder):
         return f"run_dir: {run_dir} is the current folder, or holds it; set run_dir: {other}, or another folder"
     if taken[0] == taken[1]:
         return f"data.root: {data_root} is the model's folder; set data.root: data, or another folder"

@@ -9,7 +9,7 @@ import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from flatout.config.folders import SETTINGS_FILES, is_run_folder, path_of_run
 from flatout.config.names import OF_OTHERS, as_yaml, why_of
 from flatout.config.problems import describe_error, steps_of, without
 from flatout.config.schema import Config
+from flatout.config.section import with_paths
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
 from flatout.config.yaml_faults import refuse_line, yaml_fault
-from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
+from flatout.errors import FlatoutError, ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
@@ -110,12 +112,39 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return _run_python(path, overrides)
     if path == NO_FILE:
         return make_config({}, overrides, origin="the command line")
-    return make_config(_read_yaml(path), overrides, origin=str(path), folder=path.parent)
+    given = [text.partition("=")[0] for text in overrides]
+    return make_config(load_values(path, given), overrides, origin=str(path), folder=path.parent)
 
 
-def load_values(path: Path) -> dict[str, Any]:
-    """Return the settings of a file, unchecked if it is YAML. Raises as `load_config` does."""
-    return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else _read_yaml(path)
+def load_values(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of a file, unchecked if it is YAML. Raises as `load_config` does.
+
+    Settings that lie in a run's folder are that run's, also after it was moved or copied, and their paths lead to where
+    its files are now; `run_dir`, or a `name` for settings without a run_dir, among the settings that are `given`
+    besides them, is of another run.
+    """
+    if path.suffix == ".py":
+        return _run_python(path, ()).model_dump(mode="json")
+    values, folder = _read_yaml(path), path.parent
+    if path.name not in SETTINGS_FILES or not is_run_folder(folder):
+        return values
+    old = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
+    is_of_another = "run_dir" in given or ("name" in given and not values.get("run_dir"))
+    try:
+        if not is_of_another and old.resolve() != folder.resolve():
+            holds_here = Path.cwd().is_relative_to(folder.resolve())
+            values["run_dir"] = str(folder.resolve() if holds_here else folder)
+        config = make_config(values, origin=str(path), folder=folder)
+    except (FlatoutError, OSError, ValueError):  # what is given besides may mend them
+        return values
+    return paths_in_place(config, folder, old).model_dump(mode="json", exclude_unset=True)
+
+
+def paths_in_place(config: Config, folder: Path, old: Path) -> Config:
+    """Return the settings of the run in `folder`, which named that folder `old`, with paths to where its files are."""
+    run_dir = config.run_dir
+    config = with_paths(config.model_copy(update={"run_dir": None}), lambda path: path_of_run(path, folder, old))
+    return config.model_copy(update={"run_dir": run_dir})
 
 
 def load_with_files(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Path]]:
@@ -230,6 +259,14 @@ def dump_config(config: Config, *, only_given: bool = False) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
+def is_as_dumped(text: str) -> bool:
+    """Whether a text is YAML as `dump_config` writes it: without a person's comments and layout."""
+    try:
+        return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, allow_unicode=True) == text
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+
+
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each setting with its dotted name, such as `lora.rank`."""
     for name, value in settings.items():
@@ -265,7 +302,8 @@ def _instead_of(path: Path) -> str:
     """Say that a path is a folder or does not exist, and what to name instead: one that is there, or a new one."""
     for file in (path / "config.yaml", path / "run.yaml", Path("runs") / path / "config.yaml"):
         if file.is_file():
-            return f"{path} is a run; its settings are in {file}{next_steps((f'{file} instead of {path}', ''))}"
+            what = "run" if is_run_folder(file.parent) else "folder"
+            return f"{path} is a {what}; its settings are in {file}{next_steps((f'{file} instead of {path}', ''))}"
     if (path / "config.json").is_file():
         words = f"model={path} data={(files_of_rows() or ['chats.jsonl'])[0]} instead of {path}"
         return f"{path} is a model, not a YAML file; pass it as model={path}{next_steps((words, 'for example'))}"

@@ -30,7 +30,7 @@ from flatout.data.rows.sources import RowSource, local_source, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
 from flatout.data.store_writer import StoreWriter, append_chunk, new_store
 from flatout.data.templates.template import template_text
-from flatout.data.token_store import StoreMeta, TokenStore
+from flatout.data.token_store import MANIFEST, StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, tokenize_chunks, usable_procs
@@ -94,12 +94,18 @@ def open_or_build(
         old = [text for text in config.added_tokens if text in known]
         line = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(line + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
+    registry.load(config.root)  # one that flatout did not write ends here
     sources = [open_source(source, log) for source in config.sources]
     meta, content = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
         if folder.exists():
+            if not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UsageError(
+                    f"{folder} is not a built data set, and {config.name!r} would replace it; choose another name, or "
+                    "move it away"
+                )
             store, change = _kept_store(meta, content, folder, trained_on, log)
             if store and reads_again and store.num_pictures:
                 store, change = None, "its pictures are read again"

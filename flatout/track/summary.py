@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
+from flatout.config.folders import SETTINGS_FILES
 from flatout.errors import STEP
 from flatout.io.redact import printable
 from flatout.track.record import BAD_RESULTS, EvalRecord, StepRecord
@@ -167,14 +168,15 @@ def _number(event: Mapping[str, object], name: str) -> float:
 
 
 def next_commands(log: RunLog) -> list[str]:
-    """Return three commands worth typing next, by how the run ended."""
+    """Return at most three commands worth typing next, by how the run ended."""
     folder = shlex.quote(str(log.folder))
-    again = f"flatout train {shlex.quote(str(log.folder / 'config.yaml'))}"
+    files = [file for name in SETTINGS_FILES if (file := log.folder / name).is_file()]
+    again = [f"flatout train {shlex.quote(str(file))}" for file in files[:1]]
     watch, report = f"flatout watch {folder}", f"flatout report {folder}"
     if log.state in ("running", "not ended"):
-        return [watch, report, again]
+        return [watch, report, *again]
     if log.state != "complete":
-        return [again, report, watch]
+        return [*again, report, watch]
     last = f"flatout eval {folder} --tasks arc_easy"
     scores = log.start is not None and log.start.scores
     if log.start is None or log.start.method == "lora":

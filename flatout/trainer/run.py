@@ -6,7 +6,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flatout.checkpoint.final import publish
 from flatout.checkpoint.write import Checkpoints
-from flatout.config.folders import run_identity
-from flatout.config.read import dump_config
+from flatout.config.folders import free_folder, run_identity
+from flatout.config.read import dump_config, is_as_dumped, load_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError, reason_of
@@ -204,7 +204,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
         return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
-        DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
+        write_settings(config, reporter)
     if checkpoint is not None:
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
@@ -218,6 +218,19 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.start(run_start(run, gpus))
     run_to_end(run, final_dir)
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+
+
+def write_settings(config: Config, reporter: Reporter) -> None:
+    """Write config.yaml, unless it has these settings; an earlier one that a person has edited is kept beside it."""
+    file, text = config.folder / "config.yaml", redacted(dump_config(config))
+    with suppress(FlatoutError):
+        if redacted(dump_config(load_config(file))) == text:
+            return
+    if file.exists() and not is_as_dumped(file.read_text(encoding="utf-8", errors="replace")):
+        aside = free_folder(file, ".old-", 1)
+        DurableIO().rename(file, aside)
+        reporter.event("kept", {"path": str(aside), "why": "settings with comments, which this run does not have"})
+    DurableIO().write_bytes(file, text.encode())
 
 
 def run_to_end(run: TrainingRun, final_dir: Path) -> None:

@@ -14,6 +14,7 @@ import xxhash
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
+from flatout.config.folders import is_run_folder
 from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
 from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError, next_steps
@@ -63,7 +64,7 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
         )
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
-    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
+    if is_run_folder(folder) and not (folder / "config.json").is_file():
         merge = shlex.join(["flatout", "merge", str(folder), "--out", f"{folder.name}-merged"])
         raise UsageError(f"{name} is a run, not a model; write its model: {merge}")
     file = hub_file(name, "config.json", revision)

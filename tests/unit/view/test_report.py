@@ -13,6 +13,7 @@ import pytest
 from synthetic_run import write_synthetic_run
 
 from flatout.cli.main import main
+from flatout.config.folders import run_identity
 from flatout.track.record import Answer, AnswersRecord
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
@@ -150,7 +151,7 @@ def no_steps_yet(folder: Path) -> Path:
 
 
 def only_settings(folder: Path) -> Path:
-    folder.mkdir()
+    run_identity(folder)
     (folder / "train.log").write_text("")
     (folder / "config.yaml").write_text("method: lora\nmodel: {name: tiny}\n")
     return folder
