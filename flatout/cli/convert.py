@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.init import write_new
+from flatout.cli.init import require_yaml, write_new
 from flatout.cli.screen import rows
 from flatout.compat.axolotl import translate_axolotl
 from flatout.compat.command import Command, read_command
 from flatout.compat.llamafactory import translate_llamafactory
 from flatout.compat.preference import SYSTEMS, method_of
+from flatout.compat.script_calls import read_script, translate_script
 from flatout.compat.swift import translate_swift, translate_swift_sft
 from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
-from flatout.config.read import ROW_TYPES, dump_config, load_values, make_config
+from flatout.config.read import ROW_TYPES, dump_config, make_config, merge_overrides, read_yaml
 from flatout.config.schema import Config
+from flatout.config.shortcuts import long_forms
 from flatout.errors import UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
@@ -63,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
     """
+    if args.to is not None:
+        require_yaml(args.to)
     command = _read(args.file)
     given = command.values
     left_out = [name for name in args.without.split(",") if name]
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     num_gpus = int(command.num_ranks) if args.gpus is None else args.gpus
     if num_gpus < 1:
         raise UsageError(f"{args.file}: {num_gpus} GPUs; give --gpus N, of all nodes, at least 1")
-    translation = _translate(system, given, num_gpus, args.file.parent)
+    translation = _translate(system, command, num_gpus, args.file.parent)
     # what needs a decision stands first
     outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
@@ -99,7 +103,12 @@ def run(args: argparse.Namespace) -> int:
         if args.to is None:
             raise UsageError(f"{args.file}: the chat template is written to a file beside the YAML: give --to OUT.yaml")
         settings["data"]["template"] = str(args.to.with_suffix(".jinja"))
-    config = make_config(settings, args.overrides, origin=str(args.file), folder=args.file.parent)
+    # data=FILE names other rows, which are read as the translated ones
+    rows_given = [text for text in args.overrides if text.startswith("data=")]
+    other_rows = long_forms(merge_overrides({}, rows_given)[0])
+    settings = {**settings, **{name: {**settings.get(name, {}), **value} for name, value in other_rows.items()}}
+    overrides = [text for text in args.overrides if len(rows_given) > 1 or text not in rows_given]
+    config = make_config(settings, overrides, origin=str(args.file), folder=args.file.parent)
     checks = [f"CHECK {outcome.name}: {outcome.note}" for outcome in translation.outcomes if outcome.check]
     intro = [f"Translated by `flatout convert` from {args.file} ({system}).", *checks]
     comment = "".join(textwrap.fill(line, 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for line in intro)
@@ -129,7 +138,10 @@ def _read(file: Path) -> Command:
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)
-    return read_command(file) if file.suffix == ".sh" else Command(load_values(file))
+    if file.suffix in (".py", ".ipynb"):
+        values, calls = read_script(file)
+        return Command(values, "script", calls=calls)
+    return read_command(file) if file.suffix == ".sh" else Command(read_yaml(file))
 
 
 def _of_no_system(file: Path, given: Mapping[str, Any]) -> UsageError:
@@ -178,7 +190,8 @@ def _remove(given: dict[str, Any], name: str, file: Path) -> None:
     del given[last]
 
 
-def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Path) -> Translation:
+def _translate(system: str, command: Command, num_gpus: int, folder: Path) -> Translation:
+    given = command.values
     if system == "axolotl":
         return translate_axolotl(given, num_gpus)
     if system == "llama-factory":
@@ -187,6 +200,8 @@ def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Pat
         return translate_swift(given, num_gpus)
     if system.startswith("ms-swift"):
         return translate_swift_sft(given, num_gpus, is_pretraining=system == "ms-swift-pt")
+    if system == "script":
+        return translate_script(given, command.calls, num_gpus)
     if system.startswith("trl"):
         return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
     return translate_training_arguments(given, num_gpus=num_gpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,20 @@ def method_of(given: Mapping[str, Any]) -> str:
     if not method and "beta" in given:
         raise UsageError(f"beta is read by several trainers of TRL; name yours by --from {'|'.join(SYSTEMS)}")
     return method
+
+
+_ROLLOUTS = re.compile(
+    r"(dr_)?(grpo|gspo|dapo|rloo|ppo|online_?dpo|nash_?md|xpo|async_grpo)(config|trainer|$)", re.IGNORECASE
+)
+
+
+def refuse_rollouts(where: str, name: str) -> None:
+    """Raise UsageError if a name is that of training on answers that the model writes meanwhile."""
+    if _ROLLOUTS.match(name):
+        raise UsageError(
+            f"{where}: {name} trains on answers that the model writes meanwhile (rollouts), which flatout does not do; "
+            "it trains on answers and pairs that are there: docs/preference.md"
+        )
 
 
 def require_kind(kind: str) -> str:

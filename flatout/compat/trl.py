@@ -106,7 +106,7 @@ def template(names: Mapping[str, str | None]) -> Rule:
     return rule
 
 
-_OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
+OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
 # an entry of `datasets` or of `dataset_mixture` -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
     **t.each("path id", t.to("path")),
@@ -191,7 +191,7 @@ TRL: Mapping[str, Rule] = {
     "model_revision": MODEL_ARGUMENTS["revision"],
     "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
     "tokenizer_name_or_path": _tokenizer,
-    **t.each(_OF_DATA + " dataset_text_field", _sources),
+    **t.each(OF_DATA + " dataset_text_field", _sources),
     "callbacks": _callbacks,
     "dataset_test_split": _evaluates,
     **evaluation(
@@ -212,11 +212,11 @@ def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "")
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
         defaults.pop("max_length")
-    table = {**TRL, **rules_of_method(method), **_judged(row_format(method))} if method else TRL
+    table = {**TRL, **rules_of_method(method), **judged(row_format(method))} if method else TRL
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
 
 
-def _judged(name: str) -> dict[str, Rule]:
+def judged(name: str) -> dict[str, Rule]:
     """Return the rules of data sets whose rows have this format."""
 
     def rule(given: Given) -> Became:
@@ -224,4 +224,4 @@ def _judged(name: str) -> dict[str, Rule]:
         sources = [{**source, "format": name} for source in became.get("data.sources", ())]
         return Became({**became, **({"data.sources": sources} if sources else {})})
 
-    return t.each(_OF_DATA + " dataset_mixture", rule)
+    return t.each(OF_DATA + " dataset_mixture", rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import re
@@ -9,6 +10,7 @@ import runpy
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,7 @@ _OTHER_FILES = {
     b"PK": "it is a zip archive",
 }
 
+YAML_TYPES = (".yaml", ".yml", "")
 # a file of rows, not of settings
 ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 
@@ -109,12 +112,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return _run_python(path, overrides)
     if path == NO_FILE:
         return make_config({}, overrides, origin="the command line")
-    return make_config(_read_yaml(path), overrides, origin=str(path), folder=path.parent)
+    return make_config(read_yaml(path), overrides, origin=str(path), folder=path.parent)
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """Return the settings of a file, unchecked if it is YAML. Raises as `load_config` does."""
-    return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else _read_yaml(path)
+    """Return the settings of a file, unchecked if it is YAML; a .py file runs. Raises as `load_config` does."""
+    return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else read_yaml(path)
 
 
 def load_with_files(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Path]]:
@@ -282,10 +285,13 @@ def _instead_of(path: Path) -> str:
     there.sort(key=lambda file: (file != "run.yaml", file))
     listing = f"; files here include {', '.join(there[:4])}" if there else ""
     step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
-    return f"{path}: {user or f'no such file{listing}; `flatout init {path}` writes one'}{step}"
+    new = path if path.suffix in YAML_TYPES else "run.yaml"
+    written = "" if path.suffix == ".py" else f"; `flatout init {new}` writes one"
+    return f"{path}: {user or f'no such file{listing}{written}'}{step}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file, unchecked. Raises UsageError, or SecurityError as `load_config` does."""
     text = read_text(path)
     try:
         # _StrictLoader is a SafeLoader: it builds plain values only
@@ -343,6 +349,28 @@ def line_of(error: BaseException, path: Path) -> str:
     return f":{line}" if line else ""
 
 
+def _require_own(path: Path) -> None:
+    """Raise UsageError for a file that does not import flatout and set `config`, such as another trainer's script."""
+    sets = imports = False
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            nodes = [*ast.walk(ast.parse(read_text(path)))]
+        sets = any(isinstance(one, ast.Name) and one.id == "config" and isinstance(one.ctx, ast.Store) for one in nodes)
+        modules = [one.module or "" for one in nodes if isinstance(one, ast.ImportFrom)]
+        modules += [alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names]
+        imports = any(name.partition(".")[0] == "flatout" for name in modules)
+    except (SyntaxError, ValueError):
+        return  # Python names the line, and runs nothing of it
+    except (RecursionError, MemoryError):
+        pass
+    if not (sets and imports):
+        step = f"\n  flatout convert {shlex.quote(str(path))} --to ours.yaml"
+        raise UsageError(
+            f"{path}: not run: a configuration imports flatout.Config and must set `config` to one; another trainer's "
+            f"script is translated{step}"
+        )
+
+
 def run_python(path: Path) -> dict[str, Any]:
     """Run a Python file and return its globals. Raises UsageError with the line at which it failed."""
     read_text(path)
@@ -358,6 +386,7 @@ def run_python(path: Path) -> dict[str, Any]:
 
 
 def _run_python(path: Path, overrides: Sequence[str]) -> Config:
+    _require_own(path)
     config = run_python(path).get("config")
     if not isinstance(config, Config):
         raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(config)}")

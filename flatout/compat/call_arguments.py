@@ -14,8 +14,13 @@ from flatout.track.callback import Callback
 
 _PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
+# what get_peft_model trains without being told
+PEFT_DEFAULTS = {
+    "r": 16, "lora_alpha": 16,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
 _ENDS = ("embed_tokens", "lm_head")
-_COLLATORS = (
+COLLATORS = (
     "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType",
     "UnslothVisionDataCollator",
 )  # fmt: skip
@@ -54,7 +59,7 @@ def _saved(given: Given) -> Became:
 
 
 def _collator(given: Given) -> Became:
-    if type(given.value).__name__ not in _COLLATORS or getattr(given.value, "mlm", False):
+    if type(given.value).__name__ not in COLLATORS or getattr(given.value, "mlm", False):
         raise RefusedError("batches are made without padding; use train_on_responses_only for masks")
     return Became()
 
