@@ -25,7 +25,7 @@ from flatout.config.schema import Config
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
 from flatout.config.yaml_faults import refuse_line, yaml_fault
-from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
+from flatout.errors import OF_OWN_CODE, ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
 
@@ -378,7 +378,7 @@ def run_python(path: Path) -> dict[str, Any]:
         return runpy.run_path(str(path))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except OF_OWN_CODE as error:
         raise UsageError(
             f"{path}{line_of(error, path)}: the configuration's own code failed with {type(error).__name__}: "
             f"{error}; fix it, or write the settings as YAML"
