@@ -16,7 +16,7 @@ from flatout.cli.screen import rows
 from flatout.compat.axolotl import translate_axolotl
 from flatout.compat.command import Command, read_command
 from flatout.compat.llamafactory import translate_llamafactory
-from flatout.compat.preference import SYSTEMS, method_of
+from flatout.compat.preference import SYSTEMS, method_of, refuse_rollouts
 from flatout.compat.script_calls import read_script, translate_script
 from flatout.compat.swift import translate_swift, translate_swift_sft
 from flatout.compat.training_arguments import translate_training_arguments
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     system = (
         args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     )
+    refuse_rollouts(str(args.file), *given, *(given.get(name) for name in ("rl", "rlhf_type", "stage")))
     if system is None:
         raise _of_no_system(args.file, given)
     _find_deepspeed(given, args.file.parent)

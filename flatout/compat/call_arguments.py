@@ -41,12 +41,12 @@ def _storage(given: Given) -> Became:
 
 
 def _targets(given: Given) -> Became:
-    value = given.value
-    if value is None:
+    value, experts = given.all.get("target_modules"), [*(given.all.get("target_parameters") or ())]
+    if value is None and not experts:
         raise RefusedError("name linear layers of the decoder, or write all-linear")
     if isinstance(value, str):
-        return Became({"lora.targets": value})
-    return Became({"lora.targets": sorted({*value} - {*_ENDS}), **_saved(given).settings})
+        return Became({"lora.targets": [value, *experts] if experts else value})
+    return Became({"lora.targets": sorted({*(value or ())} - {*_ENDS}) + experts, **_saved(given).settings})
 
 
 def _saved(given: Given) -> Became:
@@ -84,7 +84,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
     # get_peft_model, and PEFT's LoraConfig
-    "target_modules": _targets,
+    **t.each("target_modules target_parameters", _targets),
     "modules_to_save": _saved,
     "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
     # trainers

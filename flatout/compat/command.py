@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from flatout.compat.preference import SYSTEMS
+from flatout.compat.preference import SYSTEMS, refuse_rollouts
 from flatout.compat.shell import assignments, commands_of, plain, replaced
 from flatout.config.read import read_yaml
 from flatout.errors import UsageError
@@ -76,6 +76,7 @@ def read_command(file: Path) -> Command:
         names = " and ".join(name for name, _ in commands)
         raise UsageError(f"{file}: starts {names}; a configuration is of one run: leave one of them in the file")
     name, words = commands[0] if commands else ("", [])
+    refuse_rollouts(str(file), *name.split())
     if name not in _KNOWN:
         what = f"{name} is not supported" if commands else "starts no trainer"
         raise UsageError(

@@ -93,8 +93,7 @@ def read_script(file: Path) -> tuple[dict[str, Any], Set[str]]:
     script = Script(file)
     calls = [call for call in script.calls() if call.name not in script.defined]
     names = {call.name for call in calls}
-    for name in sorted(names):
-        refuse_rollouts(str(file), name)
+    refuse_rollouts(str(file), *sorted(names))
     if len(trainers := sorted(names & _TRAINERS.keys())) > 1:
         raise UsageError(
             f"{file}: calls {' and '.join(trainers)}; a configuration is of one run: leave one in the file"

@@ -19,7 +19,8 @@ from flatout.compat.training_arguments import (
 )
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 
-_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora lora_target_modules"
+_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora"
+_TARGETS = ("lora_target_modules", "lora_target_parameters")
 
 
 def names_of(value: object) -> list[str]:
@@ -36,6 +37,19 @@ def saved_modules(given: Given) -> Became:
     return Became({"lora.modules_to_save": names, "lora.keep_tied": tying})
 
 
+def with_experts(modules: str, parameters: str) -> Rule:
+    """Translate names of linear layers, and beside them the fused matrices of experts, as PEFT's target_parameters."""
+
+    def rule(given: Given) -> Became:
+        layers, experts = given.all.get(modules), given.all.get(parameters)
+        if not experts:
+            return Became({"lora.targets": layers} if layers else {})
+        named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+        return Became({"lora.targets": [*named, *names_of(experts)]})
+
+    return rule
+
+
 def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
     """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
 
@@ -46,7 +60,7 @@ def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
         **t.renamed(_SHAPE),
         "lora_bias": t.only(("none",), "biases are not trained"),
         **t.each("lora_modules_to_save modules_to_save", saved_modules),
-        "lora_target_parameters": t.off("only linear layers get adapters"),
+        **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
         "init_lora_weights": t.only((True,), "B starts at zero; other starts are not supported"),
         **t.each("lora_task_type lora_fan_in_fan_out lora_on_cpu", t.any_value("read from the model")),
         **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),

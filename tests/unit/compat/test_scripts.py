@@ -185,7 +185,7 @@ def test_a_script_that_is_read_has_the_settings_of_one_that_is_run(
         ("SFTTrainer(m, callbacks=[Own()])", "callbacks: line 4: [Own()] is not a constant"),
         ("SFTConfig('o', True)", "SFTConfig[1]: line 4: write the argument with its name"),
         ("DPOTrainer(m, beta=0.1)", "calls DPOTrainer and SFTTrainer; a configuration is of one run"),
-        ("GRPOConfig('o')", "GRPOConfig trains on answers that the model writes meanwhile (rollouts)"),
+        ("GRPOConfig('o')", "GRPOConfig: this trains on answers that the model writes meanwhile (rollouts)"),
         ("x = (", "sft.py: line 4: not Python 3: '(' was never closed"),
         ("a = b\nb = a\nSFTConfig(a)", "output_dir: line 6: a is not a constant"),
     ],
