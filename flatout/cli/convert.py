@@ -94,21 +94,14 @@ def run(args: argparse.Namespace) -> int:
     table += [
         (name, f"not converted: it does not train{ours and f'; see {ours}'}") for name, ours in command.beside.items()
     ]
-    print(
-        rows(table, 32),
-        file=sys.stdout if args.to else sys.stderr,
-    )
+    print(rows(table, 32), file=sys.stdout if args.to else sys.stderr)
     settings = translation.checked(str(args.file), _without(translation, given, args.without))
     template = settings.get("data", {}).get("template") or ""
     if "{%" in template:  # text of a template
         if args.to is None:
             raise UsageError(f"{args.file}: the chat template is written to a file beside the YAML: give --to OUT.yaml")
         settings["data"]["template"] = str(args.to.with_suffix(".jinja"))
-    # data=FILE names other rows, which are read as the translated ones
-    rows_given = [text for text in args.overrides if text.startswith("data=")]
-    other_rows = long_forms(merge_overrides({}, rows_given)[0])
-    settings = {**settings, **{name: {**settings.get(name, {}), **value} for name, value in other_rows.items()}}
-    overrides = [text for text in args.overrides if len(rows_given) > 1 or text not in rows_given]
+    settings, overrides = _with_rows(settings, args.overrides)
     config = make_config(settings, overrides, origin=str(args.file), folder=args.file.parent)
     checks = [f"CHECK {outcome.name}: {outcome.note}" for outcome in translation.outcomes if outcome.check]
     intro = [f"Translated by `flatout convert` from {args.file} ({system}).", *checks]
@@ -121,6 +114,17 @@ def run(args: argparse.Namespace) -> int:
         write_new(args.to.with_suffix(".jinja"), template)
     print(f"wrote {args.to}; next: flatout plan {args.to}")
     return 0
+
+
+def _with_rows(settings: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with the rows of a `data=FILE`, which are read as the translated ones, and the others."""
+    rows_given = [text for text in overrides if text.startswith("data=")]
+    if len(rows_given) != 1:
+        return settings, overrides
+    data = long_forms(merge_overrides({}, rows_given)[0])["data"]
+    return {**settings, "data": {**settings.get("data", {}), **data}}, [
+        one for one in overrides if one not in rows_given
+    ]
 
 
 def _read(file: Path) -> Command:
@@ -139,7 +143,9 @@ def _read(file: Path) -> Command:
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)
-    if file.suffix in (".py", ".ipynb"):
+    if file.suffix == ".ipynb":
+        raise UsageError(f"{file}: a notebook; write its code into a script: jupyter nbconvert --to script {file}")
+    if file.suffix == ".py":
         values, calls = read_script(file)
         return Command(values, "script", calls=calls)
     return read_command(file) if file.suffix == ".sh" else Command(read_yaml(file))

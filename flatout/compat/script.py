@@ -1,4 +1,4 @@
-"""Python scripts and notebooks, read and never run: their calls, and the constants that arguments come to."""
+"""Python scripts, read and never run: their calls, and the constants that arguments come to."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from flatout.compat.translation import RefusedError, Unread
 from flatout.config.read import MAX_VALUES, read_text
 from flatout.errors import UsageError
-from flatout.io.json_file import read_json
 
 _SUMS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow,
 }  # fmt: skip
-# larger numbers and powers are no settings, and may take for ever
-_MAX_NUMBER, _MAX_POWER = 1e18, 64
 _DTYPES = ("bfloat16", "float16", "float32")
 _BF16_QUESTIONS = ("is_bfloat16_supported", "is_bf16_supported")
 # functions that change none of their arguments
@@ -44,31 +39,25 @@ class Script:
 
     def __init__(self, file: Path) -> None:
         """Read a file. Raises UsageError for one that is not Python."""
-        text, self._cells = _notebook(file) if file.suffix == ".ipynb" else (read_text(file), [])
         self.file, self._num_values = file, 0
         try:
-            self._tree = _parsed(text)
+            with warnings.catch_warnings(action="ignore"):
+                self._tree = ast.parse(read_text(file))
             self._nodes = [*ast.walk(self._tree)]
         except SyntaxError as error:
-            raise UsageError(f"{file}: {self.where(error.lineno or 1)}: not Python 3: {error.msg}") from None
+            raise UsageError(f"{file}:{error.lineno}: not Python 3: {error.msg}") from None
         except (ValueError, RecursionError, MemoryError):
             raise UsageError(f"{file}: cannot be read as Python; pass the script that trains") from None
         imports = [node for node in self._nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         named = [one for node in imports for one in node.names]
         self._aliases = {one.asname: one.name.rpartition(".")[2] for one in named if one.asname}
-        modules = [one.name for node in imports if isinstance(node, ast.Import) for one in node.names]
-        modules += [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
+        modules = {getattr(node, "module", None) or one.name for node in imports for one in node.names}
         self.modules = {name.partition(".")[0] for name in modules}
-        self.defined = {node.name for node in self._nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        self.classes = [node for node in self._nodes if isinstance(node, ast.ClassDef)]
         self._bound, self._changed = Counter(_bound(self._nodes)), {*_changed(self._nodes)}
         self._assigned = {
             target.id: value for target, value in self._assignments() if isinstance(target, ast.Name) and value
         }
-
-    def where(self, line: int) -> str:
-        """Return the place of a line of the text, in a notebook its cell and the line there."""
-        cell = sum(start <= line for start in self._cells)
-        return f"cell {cell}, line {line + 1 - self._cells[cell - 1]}" if cell else f"line {line}"
 
     def attributes(self) -> Iterator[tuple[ast.Attribute, ast.expr]]:
         """Yield the attributes that are set, and their new values; not those of modules and of `self`."""
@@ -131,7 +120,7 @@ class Script:
         text = "the value"
         with suppress(RecursionError):
             text = " ".join(ast.unparse(node).split())
-        return Unread(f"{self.where(node.lineno)}: {text:.60} is not a constant; write its value there")
+        return Unread(f"line {node.lineno}: {text:.60} is not a constant; write its value there")
 
     def _value(self, node: ast.expr | None) -> Any:
         self._num_values += 1
@@ -176,10 +165,8 @@ def _refuse() -> Any:
 
 def _sum(sign: type[ast.operator], left: Any, right: Any) -> Any:
     is_text = isinstance(left, str) and isinstance(right, str) and sign is ast.Add
-    limit = _MAX_POWER if sign is ast.Pow else _MAX_NUMBER
-    if sign not in _SUMS or not (is_text or (abs(left) <= _MAX_NUMBER and abs(right) <= limit)):
-        raise RefusedError
-    return _SUMS[sign](left, right)
+    are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
+    return _SUMS[sign](left, right) if sign in _SUMS and (is_text or are_numbers) else _refuse()
 
 
 def _bound(nodes: list[ast.AST]) -> Iterator[str]:
@@ -205,29 +192,3 @@ def _changed(nodes: list[ast.AST]) -> Iterator[str]:
                 function[:1].islower() and function not in _READERS
             ):
                 yield from (part.id for part in parts if isinstance(part, ast.Name))
-
-
-def _parsed(text: str) -> ast.Module:
-    with warnings.catch_warnings(action="ignore"):
-        return ast.parse(text)
-
-
-def _notebook(file: Path) -> tuple[str, list[int]]:
-    """Return the Python of a notebook's cells, and the line on which each begins."""
-    content = read_json(file, UsageError)
-    cells = content.get("cells") if isinstance(content, dict) else None
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-        raise UsageError(f"{file}: a notebook has `cells`, and this file has none; save it as version 4")
-    texts = [_python_of("".join(cell.get("source") or ())) * (cell.get("cell_type") == "code") for cell in cells]
-    return "\n".join(texts), [*accumulate((text.count("\n") + 1 for text in texts), initial=1)][:-1]
-
-
-def _python_of(cell: str) -> str:
-    """Return the Python of a cell: `pass` for shell and magic lines, nothing of a cell that is for another program."""
-    lines = [line[: -len(line.lstrip())] + "pass" if line.lstrip()[:1] in ("%", "!") and line else line
-             for line in cell.split("\n")]  # fmt: skip
-    for text in (cell, "\n".join(lines)):
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            _parsed(text)
-            return text
-    return "\n" * cell.count("\n") if cell.startswith("%%") else cell

@@ -1,9 +1,8 @@
-"""What the calls of a Python script or notebook that trains with TRL, transformers or Unsloth become."""
+"""What the calls of a Python script that trains with TRL, transformers or Unsloth become."""
 
 from __future__ import annotations
 
 import ast
-import shlex
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,10 @@ _NOT_RUN: Mapping[str, Rule] = {
         "add_special_tokens add_tokens setup_chat_format add_callback requires_grad_ requires_grad", _refused(_WEIGHTS)
     ),
 }
-# attributes that change no update of the weights here
-_HARMLESS = {"pad_token", "pad_token_id", "padding_side", "truncation_side", "use_cache", "pretraining_tp"}
+# attributes and calls that change no update of the weights here
+_HARMLESS = {"pad_token", "pad_token_id", "padding_side", "truncation_side", "use_cache", "pretraining_tp"} | {
+    "GenerationConfig", "GenerationConfig.from_pretrained",
+}  # fmt: skip
 _OF_SCRIPTS: Mapping[str, Rule] = {
     **SHARED,
     **{name: TRL[name] for name in (*OF_DATA.split(), "dataset_text_field", "tokenizer_name_or_path")},
@@ -91,19 +92,16 @@ def read_script(file: Path) -> tuple[dict[str, Any], Set[str]]:
     Raises UsageError for a file without a trainer that is known here.
     """
     script = Script(file)
-    calls = [call for call in script.calls() if call.name not in script.defined]
+    calls = script.calls()
     names = {call.name for call in calls}
     refuse_rollouts(str(file), *sorted(names))
-    if len(trainers := sorted(names & _TRAINERS.keys())) > 1:
-        raise UsageError(
-            f"{file}: calls {' and '.join(trainers)}; a configuration is of one run: leave one in the file"
-        )
+    trainers, known = sorted(name for name in names if name.endswith("Trainer")), ", ".join(_TRAINERS)
+    if len(trainers) > 1 or not {*trainers} <= {*_TRAINERS}:
+        raise UsageError(f"{file}: calls {' and '.join(trainers)}; one of {known} can be read")
     if not names & {*_TRAINERS, *_CONFIGS, *_PLAIN_CONFIGS}:
-        if "flatout" in script.modules and not {"HyperConfig", "OpenSlothConfig"} & names:
-            step = f"\n  flatout train {shlex.quote(str(file))}"
-            raise UsageError(f"{file} is already in flatout's form; nothing to convert{step}")
-        what = f"has no call of {', '.join([*_TRAINERS][:6])}, with arguments that can be read without running it"
-        raise UsageError(f"{file}: {what}; HyperSloth, OpenSloth and Unsloth have docs/front-doors.md")
+        if "flatout" in script.modules:
+            raise UsageError(f"{file} imports flatout, so it needs no translation; see docs/front-doors.md")
+        raise UsageError(f"{file}: calls none of {known}, whose arguments can be read without running it")
     return _Arguments(script, calls).given, names
 
 
@@ -119,12 +117,10 @@ def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 
     if is_unsloth:
         is_whole = any(given.get(name) is True for name in ("full_finetuning", "load_in_16bit", "load_in_fp8"))
         defaults |= {"load_in_4bit": not is_whole, "max_length": 2048}
-    # how long samples may be: as the trainer says, else the model, else the default
-    unread = (
-        "max_seq_length" if "max_length" in given else "max_length" if "max_seq_length" in {*given, *defaults} else ""
-    )
-    defaults.pop(unread, None)
-    given.pop(unread, None)
+    if {"max_length", "max_seq_length"} & {*given}:  # the trainer's counts, else the model's, else a default
+        unread = "max_seq_length" if "max_length" in given else "max_length"
+        defaults.pop(unread, None)
+        given.pop(unread, None)
     if "LoraConfig" in calls:
         defaults |= {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     elif is_unsloth and given.get("full_finetuning") is not True:
@@ -149,16 +145,20 @@ class _Arguments:
             elif name == "train_on_responses_only":
                 self._put("assistant_only_loss", True, line, call.condition)
             elif name in _NOT_RUN:
-                self.given[name] = script.where(line)
+                self.given[name] = f"line {line}"
+            elif name.endswith((".from_pretrained", "Config")) and name not in _HARMLESS:
+                self.given[name] = Unread(f"line {line}: this call is not known here")
+        for one in (one for one in script.classes if {script.name_of(base) for base in one.bases} & _TRAINERS.keys()):
+            self.given[one.name] = Unread(f"line {one.lineno}: it is not run; pass an objective to flatout.train")
         self._read_rows([call for call in calls if call.name == "load_dataset"])
         for target, value in script.attributes():
             if target.attr in _NOT_RUN:
-                self.given[target.attr] = script.where(target.lineno)
+                self.given[target.attr] = f"line {target.lineno}"
             elif target.attr not in _HARMLESS | _OBJECTS:
                 self._put(target.attr, script.value(value), target.lineno)
 
     def _put(self, name: str, value: Any, line: int, condition: str = "") -> None:
-        where, name = self.script.where(line), _ALIASES.get(name, name)
+        where, name = f"line {line}", _ALIASES.get(name, name)
         if condition and not isinstance(value, Unread):
             value = Unread(f"{where}: set only {condition}; leave one branch in the file")
         before = self.given.get(name, value)
@@ -172,7 +172,7 @@ class _Arguments:
         """Yield the arguments of a call by name; those of a `**` are put as they are."""
         for place, node in enumerate(call.node.args):
             if place >= len(places) or isinstance(node, ast.Starred):
-                unread = Unread(f"{self.script.where(node.lineno)}: write the argument with its name")
+                unread = Unread(f"line {node.lineno}: write the argument with its name")
                 self._put(f"{call.name}[{place}]", unread, node.lineno)
             elif places[place]:
                 yield places[place], node

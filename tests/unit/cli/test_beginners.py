@@ -291,7 +291,7 @@ COMMANDS: list[Row] = [
     ("train run.yaml name=run run_dir=model", 2, "run_dir: model holds the run's model or data; set run_dir=runs/run-2, or another folder", "train run.yaml name=run run_dir=runs/run-2"),
     ("train run.yaml batch.layout=padded", 2, "batch.layout: input should be 'auto', 'packed' or 'rows', got 'padded'; set batch.layout=rows", "train run.yaml batch.layout=rows"),
     ("train run.yaml recompute=everything", 2, "recompute: input should be 'auto', 'none', 'selective', 'budget', 'full' or 'offload', got", "train run.yaml recompute=full"),
-    ("train run.yaml objective.kind=ppo", 2, "objective.kind: kind 'ppo' is not offered; leave it out, or for rows with chosen and rejected answers set objective=dpo; known: cross_entropy (ordinary fine-tuning), w", "train run.yaml objective=dpo"),
+    ("train run.yaml objective.kind=ppo", 2, "objective.kind: kind 'ppo' trains on answers that the model writes meanwhile (rollouts), which flatout does not do; leave it out, or for rows with chosen and rejected answers set objective=dpo; known: cross_entropy (ordinary fine-tuning), w", "train run.yaml objective=dpo"),
     ("train run.yaml eval.prompts=hello", 2, "eval: prompts needs rows to evaluate on; set eval.fraction=0.05, or eval.data to a data set", "train run.yaml eval.prompts=hello eval.fraction=0.05"),
     ("train run.yaml checkpoint.keep=0", 2, "checkpoint.keep: input should be greater than or equal to 1, got 0", "train run.yaml checkpoint.keep=2"),
     ("train run.yaml max_grad_norm=1", 2, "max_grad_norm: unknown key; did you mean optim.max_grad_norm?", "train run.yaml optim.max_grad_norm=1"),

@@ -1,8 +1,7 @@
-"""`flatout convert` on Python scripts and notebooks, as typed: they are read and never run."""
+"""`flatout convert` on Python scripts, as typed: they are read and never run."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -116,25 +115,13 @@ def refused(folder: Path, text: str, capsys: pytest.CaptureFixture[str], *words:
     return capsys.readouterr().err
 
 
-def notebook(text: str) -> str:
-    cells = [
-        {"cell_type": "markdown", "source": ["# Not (Python"]},
-        {"cell_type": "code", "source": "%%bash\nrm -rf x; if"},
-        {"cell_type": "code", "source": ["%%capture\n", "!pip install trl\n", CANARY]},
-        {"cell_type": "code", "source": text.splitlines(keepends=True)},
-    ]
-    return json.dumps({"cells": cells, "nbformat": 4})
-
-
-def test_a_script_and_a_notebook_are_read_and_not_run(
+def test_a_script_is_read_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert converted(tmp_path, CANARY + SFT) == SFT_SETTINGS
     assert "# CHECK eval_dataset: not evaluated yet" in (tmp_path / "out.yaml").read_text()
     assert "secret" not in capsys.readouterr().out
-    (tmp_path / "out.yaml").unlink()
-    assert converted(tmp_path, notebook(SFT), name="sft.ipynb") == SFT_SETTINGS
     # the canary sings when it runs
     exec(compile(CANARY, "sft.py", "exec"), {})
     assert Path("CANARY").exists()
@@ -184,9 +171,13 @@ def test_a_script_that_is_read_has_the_settings_of_one_that_is_run(
         ("SFTTrainer(m, data_collator=DataCollatorForCompletionOnlyLM(t))", "data_collator: line 4"),
         ("SFTTrainer(m, callbacks=[Own()])", "callbacks: line 4: [Own()] is not a constant"),
         ("SFTConfig('o', True)", "SFTConfig[1]: line 4: write the argument with its name"),
-        ("DPOTrainer(m, beta=0.1)", "calls DPOTrainer and SFTTrainer; a configuration is of one run"),
+        ("DPOTrainer(m, beta=0.1)", "calls DPOTrainer and SFTTrainer; one of SFTTrainer, DPOTrainer"),
+        ("class Own(SFTTrainer):\n    def compute_loss(self): ...", "Own: line 4: it is not run; pass an objective"),
+        ("class OwnTrainer(SFTTrainer): ...\nOwnTrainer()", "calls OwnTrainer and SFTTrainer; one of SFTTrainer"),
+        ("PeftModel.from_pretrained(m, 'a')", "PeftModel.from_pretrained: line 4: this call is not known here"),
+        ("SFTTrainer(m, peft_config=IA3Config())", "IA3Config: line 4: this call is not known here"),
         ("GRPOConfig('o')", "GRPOConfig: this trains on answers that the model writes meanwhile (rollouts)"),
-        ("x = (", "sft.py: line 4: not Python 3: '(' was never closed"),
+        ("x = (", "sft.py:4: not Python 3: '(' was never closed"),
         ("a = b\nb = a\nSFTConfig(a)", "output_dir: line 6: a is not a constant"),
     ],
 )
@@ -221,9 +212,9 @@ def test_the_proposed_command_leaves_out_what_cannot_be_read(
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("import flatout\nconfig = flatout.Config(model='m')\n", "already in flatout's form; nothing to convert"),
-        ("print(1)\n", "has no call of SFTTrainer, DPOTrainer"),
-        ("class SFTTrainer: ...\nSFTTrainer()\n", "has no call of SFTTrainer"),
+        ("import flatout\nconfig = flatout.Config(model='m')\n", "imports flatout, so it needs no translation"),
+        ("print(1)\n", "calls none of SFTTrainer, DPOTrainer"),
+        ("Trainer2Trainer()\n", "calls Trainer2Trainer; one of SFTTrainer"),
         ("-" * 200_000 + "1", "cannot be read as Python"),
         ("SFTTrainer(a0)\na40 = 1\n" + "".join(f"a{k} = [a{k + 1}, a{k + 1}]\n" for k in range(40)), "write them out"),
     ],
