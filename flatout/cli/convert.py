@@ -50,9 +50,8 @@ _NEEDED = frozenset(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` or `swift` command"
-    )
+    what = "YAML or JSON of the other trainer, a script with its `trl` or `swift` command, or Python (it is not run)"
+    parser.add_argument("file", type=Path, help=what)
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
     parser.add_argument("--from", dest="system", choices=_SYSTEMS, help="system of FILE, if not recognized")

@@ -30,7 +30,7 @@ from flatout.track.tolerant_stream import tolerant_output
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented config file that runs unmodified",
-    "convert": "translate a config from Axolotl, LLaMA-Factory, ms-swift, TRL or TrainingArguments",
+    "convert": "translate a config or script from Axolotl, LLaMA-Factory, ms-swift, TRL or Unsloth",
     "data": "build, show or list tokenized data sets",
     "plan": "print what a run will do, without a GPU",
     "verify": "check that packing, accumulation, ranks and strategies do not change this run's step",

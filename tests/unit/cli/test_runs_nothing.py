@@ -407,9 +407,13 @@ def test_what_is_asked_for_runs(
         assert main(words) == 0, words
         assert canary.exists(), words
         canary.unlink()
-    # the settings alone are read without the loss
-    assert main(["plan", "run.yaml", "objective.path=loss.py:Own"]) == 0
-    assert canary.exists()
+    ways = [["plan", "run.yaml"], ["verify", "run.yaml"], ["train", "run.yaml", "run_dir=new"]]
+    for words in ways:
+        # what is loaded once is kept, by the content of the file
+        (here / "loss.py").write_text((here / "loss.py").read_text() + "#\n")
+        canary.unlink(missing_ok=True)
+        assert main([*words, "objective.path=loss.py:Own"]) == 0, words
+        assert canary.exists(), words
     for words in (["convert", "own.py"], ["data", "build", "own.py", "--tokenizer", "model", "--name", "x"]):
         canary.unlink(missing_ok=True)
         assert main(words) != 0, words
