@@ -90,4 +90,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def text_of(value: str) -> str:
     """Return a text that Markdown shows as it is: no HTML, link or picture of it counts."""
-    return html.escape(printable(value), quote=False).replace("[", "\\[")
+    return html.escape(printable(value), quote=False).replace("](", "]\\(")

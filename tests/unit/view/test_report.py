@@ -216,7 +216,7 @@ def test_markdown_shows_what_people_wrote_as_text(tmp_path: Path, capsys: pytest
     (folder / "notes.json").write_text(json.dumps({"note": note, "tags": []}))
     assert report(folder, "--format", "md") == 0
     said = capsys.readouterr().out
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; !\\[x](http://host/x.png) plain | text" in said
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; ![x]\\(http://host/x.png) plain | text" in said
     assert "<script" not in said
 
 
