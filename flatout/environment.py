@@ -51,10 +51,11 @@ def require_docstrings() -> None:
         raise UsageError(f"Python runs with {why}; unset it, or set it to 1")
 
 
-def let_children_import_flatout() -> None:
+def let_children_import_flatout(working_folder: str) -> None:
     """Name the folder of this package in PYTHONPATH if it is imported from the working folder, which -P leaves out."""
     root = str(Path(__file__).parents[1])
-    if not sys.flags.safe_path and sys.path[0] == root and root not in sys.path[1:]:
+    if working_folder == root and root not in sys.path:
+        sys.path.append(root)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 

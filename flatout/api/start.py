@@ -24,7 +24,7 @@ from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
 from flatout.config.spelling import Caller, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
-from flatout.errors import FlatoutError, ResourceError, UsageError
+from flatout.errors import OF_OWN_CODE, FlatoutError, ResourceError, UsageError, exit_refused
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
@@ -228,7 +228,7 @@ class _Following(Thread):
 
     def __init__(self, folder: Path, callbacks: Sequence[Callback]) -> None:
         super().__init__(daemon=True)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._folder, self._callbacks, self._is_over = folder, callbacks, Event()
         self._started_at = time.time()
         paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
@@ -253,8 +253,8 @@ class _Following(Thread):
             self._deliver()
             if (end := read_side_files(self._folder).end) is not None and end.ended_at >= self._started_at:
                 self._call(lambda callback: callback.on_end(end))
-        except Exception as error:  # noqa: BLE001  (a user's callback may raise anything; train() raises it)
-            self.error = error
+        except OF_OWN_CODE as error:  # a user's callback may raise anything; train() raises it
+            self.error = exit_refused(error) or error
             # the supervisor handles it: the ranks save and stop
             if not self._is_over.is_set() and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
                 signal.raise_signal(signal.SIGTERM)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.cli.screen import COLUMN_FORM, pairs_of, with_columns
+from flatout.config.read import YAML_TYPES
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
+    require_yaml(path)
     _require_local(args.data, model)
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
@@ -174,6 +176,14 @@ def _names_all(file: Path, columns: Iterable[str]) -> bool:
     with file.open("rb") as lines:
         first = lines.readline(1 << 20)
     return all(column.encode() in first for column in columns)
+
+
+def require_yaml(path: Path) -> None:
+    """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
+    if path.suffix not in YAML_TYPES:
+        named = path.with_suffix(".yaml")
+        step = next_steps((shlex.join([str(named), "instead", "of", str(path)]), ""))
+        raise UsageError(f"{path}: a configuration is YAML; name it {named}{step}")
 
 
 def write_new(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flatout import __version__
 from flatout.cli.parser import Parser, arguments_of, example_of, options_of
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import FlatoutError, PreemptedError, UsageError, next_steps
+from flatout.errors import FlatoutError, PreemptedError, UsageError, exits_refused, next_steps
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
@@ -30,7 +30,7 @@ from flatout.track.tolerant_stream import tolerant_output
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented config file that runs unmodified",
-    "convert": "translate a config from Axolotl, LLaMA-Factory, ms-swift, TRL or TrainingArguments",
+    "convert": "translate a config or script from Axolotl, LLaMA-Factory, ms-swift, TRL or Unsloth",
     "data": "build, show or list tokenized data sets",
     "plan": "print what a run will do, without a GPU",
     "verify": "check that packing, accumulation, ranks and strategies do not change this run's step",
@@ -136,7 +136,8 @@ def _parse_and_run(argv: list[str]) -> int:
         parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[:1] != "-"]
         _refuse_unknown_options(argv, parser, subparser)
     args = parser.parse_args(argv)
-    return int(module.run(args))
+    with exits_refused():
+        return int(module.run(args))
 
 
 def _overview() -> str:

@@ -25,7 +25,7 @@ from flatout.config.section import with_paths
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
 from flatout.config.yaml_faults import refuse_line, yaml_fault
-from flatout.errors import FlatoutError, ProblemsError, SecurityError, UsageError, next_steps
+from flatout.errors import OF_OWN_CODE, FlatoutError, ProblemsError, SecurityError, UsageError, next_steps
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
@@ -46,6 +46,7 @@ _OTHER_FILES = {
     b"PK": "it is a zip archive",
 }
 
+YAML_TYPES = (".yaml", ".yml", "")
 # a file of rows, not of settings
 ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 
@@ -117,7 +118,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_values(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of a file, unchecked if it is YAML. Raises as `load_config` does.
+    """Return the settings of a file, unchecked if it is YAML; a .py file runs. Raises as `load_config` does.
 
     Settings that lie in a run's folder are that run's, also after it was moved or copied, and their paths lead to where
     its files are now; `run_dir`, or a `name` for settings without a run_dir, among the settings that are `given`
@@ -125,7 +126,7 @@ def load_values(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
     """
     if path.suffix == ".py":
         return _run_python(path, ()).model_dump(mode="json")
-    values, folder = _read_yaml(path), path.parent
+    values, folder = read_yaml(path), path.parent
     if path.name not in SETTINGS_FILES or not is_run_folder(folder):
         return values
     old = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
@@ -321,10 +322,13 @@ def _instead_of(path: Path) -> str:
     there.sort(key=lambda file: (file != "run.yaml", file))
     listing = f"; files here include {', '.join(there[:4])}" if there else ""
     step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
-    return f"{path}: {user or f'no such file{listing}; `flatout init {shlex.quote(str(path))}` writes one'}{step}"
+    new = path if path.suffix in YAML_TYPES else "run.yaml"
+    written = "" if path.suffix == ".py" else f"; `flatout init {shlex.quote(str(new))}` writes one"
+    return f"{path}: {user or f'no such file{listing}{written}'}{step}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file, unchecked. Raises UsageError, or SecurityError as `load_config` does."""
     text = read_text(path)
     try:
         # _StrictLoader is a SafeLoader: it builds plain values only
@@ -383,6 +387,17 @@ def line_of(error: BaseException, path: Path) -> str:
     return f":{line}" if line else ""
 
 
+def _require_own(path: Path) -> None:
+    """Raise UsageError for a file that does not import flatout and set `config`, such as another trainer's script."""
+    needed = (r"(?:import|from) flatout\b", r"config\b[^=\n]*=")
+    if not all(re.search(rf"^[ \t]*{pattern}", read_text(path), re.MULTILINE) for pattern in needed):
+        step = f"\n  flatout convert {shlex.quote(str(path))} --to ours.yaml"
+        raise UsageError(
+            f"{path}: not run: a configuration imports flatout.Config and must set `config` to one; another trainer's "
+            f"script is translated{step}"
+        )
+
+
 def run_python(path: Path) -> dict[str, Any]:
     """Run a Python file and return its globals. Raises UsageError with the line at which it failed."""
     read_text(path)
@@ -390,7 +405,7 @@ def run_python(path: Path) -> dict[str, Any]:
         return runpy.run_path(str(path))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except OF_OWN_CODE as error:
         raise UsageError(
             f"{path}{line_of(error, path)}: the configuration's own code failed with {type(error).__name__}: "
             f"{error}; fix it, or write the settings as YAML"
@@ -398,6 +413,7 @@ def run_python(path: Path) -> dict[str, Any]:
 
 
 def _run_python(path: Path, overrides: Sequence[str]) -> Config:
+    _require_own(path)
     config = run_python(path).get("config")
     if not isinstance(config, Config):
         raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(config)}")

@@ -15,7 +15,7 @@ from flatout.errors import PeerLostError, PreemptedError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
-from flatout.launch.attempt import RESTARTABLE, AttemptOutcome, RankReport, classify_attempt
+from flatout.launch.attempt import RESTARTABLE, UNCAUGHT_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
 from flatout.launch.ranks import count_gpus, count_oom_kills, kill, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous
@@ -131,7 +131,8 @@ class Supervisor:
                 step, phase = (board and board.read(rank - info.first_rank)) or (None, None)
                 report = replace(report, killed_by=-code, step=step, phase=phase)
             elif report.exit_code is None:
-                report = replace(report, exit_code=code)
+                why = "its process ended before the run, with exit code 0: code such as os._exit(0) ended it"
+                report = replace(report, exit_code=code or UNCAUGHT_EXIT_CODE, error=report.error if code else why)
             reports[rank] = report
         ended = [reports[rank] for rank in self._ranks]
         self._ranks = {}

@@ -21,7 +21,16 @@ from flatout.config.folders import free_folder, run_identity
 from flatout.config.read import dump_config, is_as_dumped, load_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError, reason_of
+from flatout.errors import (
+    OF_OWN_CODE,
+    FlatoutError,
+    PreemptedError,
+    ResourceError,
+    UsageError,
+    exit_refused,
+    exits_refused,
+    reason_of,
+)
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
@@ -125,7 +134,7 @@ def train(
                 result = set_up_and_train(config, reporter, rank, watch, reuse_checks)
             leave_group()
         except BaseException as raised:
-            error = host_memory_error(raised) or raised
+            error = host_memory_error(raised) or exit_refused(raised) or raised
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
             end = ended_by(error)
             with errors_printed():
@@ -139,7 +148,8 @@ def train(
                 raise
             raise error from raised
         final_dir = str(result.final_dir)
-        reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
+        with exits_refused():
+            reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
         return result
 
 
@@ -349,7 +359,7 @@ def errors_printed() -> Iterator[None]:
     """Print an error and go on: the one that ended the run must stay the one that is raised."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  (a callback may raise anything)
+    except OF_OWN_CODE as error:  # a callback may raise anything
         to_stderr(f"at the end of the run: {type(error).__name__}: {redacted(str(error))}")
 
 

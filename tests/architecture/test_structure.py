@@ -59,7 +59,7 @@ MAX_PACKAGE_LINES = {
     "api": 1_500,
     "checkpoint": 1_500,
     "cli": 3_500,
-    "compat": 3_500,
+    "compat": 4_000,
     "config": 3_500,
     "data": 11_500,
     "demo": 1_000,

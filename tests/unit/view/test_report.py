@@ -211,6 +211,16 @@ def test_every_state_of_a_run_has_a_page(make, tmp_path: Path, capsys: pytest.Ca
     json.loads(capsys.readouterr().out.split("MB\n")[1].partition("{")[2].join(("{", "")))
 
 
+def test_markdown_shows_what_people_wrote_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = one_step_of_one_rank(tmp_path / "run")
+    note = "<script>alert(1)</script> ![x](http://host/x.png) plain | text"
+    (folder / "notes.json").write_text(json.dumps({"note": note, "tags": []}))
+    assert report(folder, "--format", "md") == 0
+    said = capsys.readouterr().out
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; ![x]\\(http://host/x.png) plain | text" in said
+    assert "<script" not in said
+
+
 def test_a_setting_that_was_emptied_is_a_change() -> None:
     changed = changed_settings({"model.name": "tiny", "eval.prompts": [], "unknown": {}})
     assert changed["eval.prompts"] == ([], None)
