@@ -20,6 +20,8 @@ WIDTH = 80
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
 ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up"}
+# events that say in words what is wrong with a run's result
+WARNINGS = {"adapter_differs", "diverged"}
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
 # an evaluation counts as worse if it lost more than this share of what training had gained
@@ -267,6 +269,7 @@ def _warnings(log: RunLog) -> list[str]:
     losses = [step.loss for step in log.steps]
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
         warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
+    warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in WARNINGS)
     slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
     if slow:
         warnings.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
+from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError, reason_of
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
@@ -30,7 +30,8 @@ from flatout.io.redact import redacted
 from flatout.io.stop_signals import announcing_stop
 from flatout.models.export import copy_processor, save_model
 from flatout.models.load.source import fingerprint_model
-from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
+from flatout.models.lora.adapter import adapter_parameters, save_adapter
+from flatout.models.lora.read_back import read_back
 from flatout.models.stops import GENERATION_CONFIG, give_template, set_stops, stop_token_ids
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
@@ -281,7 +282,6 @@ def export(run: TrainingRun, folder: Path) -> None:
     if gather or any(is_sharded(parameter) for parameter in (*parameters.values(), *run.model.parameters())):
         group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
         state = global_tensors(parameters, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
-        state = in_peft_shapes(state) if is_lora else state
 
     def write(half_done: Path) -> None:
         tokenizer = tokenizer_of(run.config.data, run.config.model.name)
@@ -296,8 +296,7 @@ def export(run: TrainingRun, folder: Path) -> None:
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(scoring.padding_id)
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
-            save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
-            run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
+            save_adapter(run.model, half_done, base_name=base_name, config=lora, live=state)
             if scoring is None:
                 # servers of adapters take the tokens that end an answer from there
                 run.model.generation_config.to_json_file(half_done / GENERATION_CONFIG)
@@ -313,6 +312,21 @@ def export(run: TrainingRun, folder: Path) -> None:
             copy_processor(meta.tokenizer, half_done)
 
     group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))
+    if is_lora:
+        run.reporter.phase("comparing with PEFT")
+        group.run_on_first_rank(lambda: report_reading(run, folder, state))
+
+
+def report_reading(run: TrainingRun, folder: Path, live: Mapping[str, Tensor] | None) -> None:
+    """Tell whether PEFT reads an exported adapter as trained; the result stands, whatever comes of it."""
+    try:
+        text, is_same = read_back(run.model, folder, live=live)
+    except Exception as error:  # noqa: BLE001  (PEFT may raise anything, and memory may be short)
+        text, is_same = f"could not be compared with what PEFT reads: {reason_of(error)}", False
+    if is_same:
+        run.reporter.stage(folder.name, text)
+    else:
+        run.reporter.event("adapter_differs", {"folder": str(folder), "why": text})
 
 
 @contextmanager
