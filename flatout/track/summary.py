@@ -12,16 +12,14 @@ from typing import Literal
 
 from flatout.errors import STEP
 from flatout.io.redact import printable
-from flatout.track.record import EvalRecord, StepRecord
+from flatout.track.record import BAD_RESULTS, EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
 
 WIDTH = 80
 # steps after each start that allocate, compile and fill caches; rates leave them out
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
-ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up"}
-# events that say in words what is wrong with a run's result
-WARNINGS = {"adapter_differs", "diverged"}
+ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up", "learning_rate"}
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
 # an evaluation counts as worse if it lost more than this share of what training had gained
@@ -269,7 +267,7 @@ def _warnings(log: RunLog) -> list[str]:
     losses = [step.loss for step in log.steps]
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
         warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
-    warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in WARNINGS)
+    warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in BAD_RESULTS)
     slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
     if slow:
         warnings.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")

@@ -48,8 +48,8 @@ from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
 from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, hold_out_samples, plan_training
 
-# a learning rate above so many times that of the loss's papers is told
-UNUSUAL_LR = 5.0
+# a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
+UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
 # what ranks compare, in words
@@ -167,14 +167,27 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
             raise UsageError(f"objective.reference.adapter has no effect with {why}; remove it")
     if config.objective != ObjectiveConfig():
         ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
-        usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
-        if usual and lr > UNUSUAL_LR * usual:
-            ran += f"; optim.lr {lr:g} is {lr / usual:.0f} times the usual {usual:g}, which optim.lr=auto takes"
-        pairs_lr = Preference.usual_lr[config.method]
-        if config.objective.path and isinstance(objective, Preference) and lr > UNUSUAL_LR * pairs_lr:
-            ran += f"; losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
         reporter.stage("objective", f"{objective.line}{ran}")
+    if note := lr_note(config, objective):
+        reporter.event("learning_rate", {"why": note})
     return objective
+
+
+def lr_note(config: Config, objective: Objective) -> str:
+    """Return what is odd about a learning rate far above the usual; empty for others.
+
+    The usual rates are AdamW's, for pretrained weights.
+    """
+    usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
+    if not usual or config.optim.name == "sgd" or config.model.init == "random":
+        return ""
+    pairs_lr = Preference.usual_lr[config.method]
+    if config.objective.path and isinstance(objective, Preference) and UNUSUAL_LR * pairs_lr < lr <= UNUSUAL_LR * usual:
+        return f"losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
+    most = UNUSUAL_LR_OF_CROSS_ENTROPY if config.objective == ObjectiveConfig() else UNUSUAL_LR
+    if lr <= most * usual:
+        return ""
+    return f"optim.lr {lr:g} is {lr / usual:,.0f} times the usual {usual:g}, which optim.lr=auto takes"
 
 
 def open_data(config: Config, reporter: Reporter, rank: Rank) -> RunData:

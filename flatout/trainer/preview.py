@@ -66,7 +66,8 @@ class PlanSummary:
             yield f"on {device.name}", memory.reason
             yield "longest document", f"{self.longest_document_tokens:,} tokens, alone in a micro-batch"
         for kind, facts in events:
-            yield kind, ", ".join(f"{name} {value}" for name, value in facts.items())
+            said = facts.get("why") if len(facts) == 1 else None
+            yield kind, said or ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, str]:

@@ -320,13 +320,13 @@ def export(run: TrainingRun, folder: Path) -> None:
 def report_reading(run: TrainingRun, folder: Path, live: Mapping[str, Tensor] | None) -> None:
     """Tell whether PEFT reads an exported adapter as trained; the result stands, whatever comes of it."""
     try:
-        text, is_same = read_back(run.model, folder, live=live)
+        text, is_same = read_back(run.model, folder, live=live, has_diverged=run.state.has_diverged)
     except Exception as error:  # noqa: BLE001  (PEFT may raise anything, and memory may be short)
         text, is_same = f"could not be compared with what PEFT reads: {reason_of(error)}", False
     if is_same:
         run.reporter.stage(folder.name, text)
     else:
-        run.reporter.event("adapter_differs", {"folder": str(folder), "why": text})
+        run.reporter.event("adapter_differs", {"folder": str(folder), "why": f"{folder}: {text}"})
 
 
 @contextmanager
