@@ -19,6 +19,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.model import resolve_precision
+from flatout.objectives.load import load_objective
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.prefixes import make_bundles
@@ -26,6 +27,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun
+from flatout.trainer.start_check import check_start
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
@@ -80,6 +82,8 @@ def verify(
     device = choose_device(config.wanted_device, Rank())
     if device.type == "cuda" and num_ranks > torch.cuda.device_count():
         raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
+    # the rows below change settings, such as lora.dropout
+    check_start(config, load_objective(config.objective), on_cpu=device.type == "cpu", reads_peft=True)
     DurableIO().make_dir(config.folder)
     rows: list[Comparison] = []
     # an exception, so that a signal leaves neither processes nor the folder behind
