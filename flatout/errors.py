@@ -100,6 +100,11 @@ def next_steps(*steps: tuple[str, str]) -> str:
     return "".join(f"\n{STEP}{words}  {why}" for words, why in steps)
 
 
+def counted(number: float, noun: str, form: str = ",") -> str:
+    """Return a number with its noun: 1 step, 2 steps."""
+    return f"{number:{form}} {noun}{'' if number == 1 else 's'}"
+
+
 def install(extras: str) -> str:
     """Return the command that adds packages of flatout's extras, such as `images`, to this installation.
 

@@ -14,7 +14,7 @@ import torch
 from flatout.config.objective import ObjectiveConfig
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
-from flatout.errors import NumericError, ResourceError, UsageError
+from flatout.errors import NumericError, ResourceError, UsageError, counted
 from flatout.io.durable_io import DurableIO
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
 from flatout.models.arch_quirks import whole_document_problem
@@ -61,7 +61,7 @@ def require_equal(rows: Sequence[Comparison]) -> None:
     why = worst.note or f"differs by {worst.largest:.1e} (limit {worst.limit:.0e}){where}"
     raise NumericError(
         f"verify: {len(failed)} of {len(rows)} ways to compute this step do not match the reference, such as "
-        f"{worst.case} on {worst.num_ranks} rank(s): {why}; do not train with them"
+        f"{worst.case} on {counted(worst.num_ranks, 'rank')}: {why}; do not train with them"
     )
 
 
@@ -80,8 +80,8 @@ def verify(
     what loading the model or the data raises. A row above its limit raises nothing here.
     """
     device = choose_device(config.wanted_device, Rank())
-    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
-        raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
+    if device.type == "cuda" and num_ranks > (num_gpus := torch.cuda.device_count()):
+        raise ResourceError(f"--ranks is {num_ranks}, but there is {counted(num_gpus, 'visible GPU')}; use fewer")
     # the rows below change settings, such as lora.dropout
     check_start(config, load_objective(config.objective), on_cpu=device.type == "cpu", reads_peft=True)
     DurableIO().make_dir(config.folder)
