@@ -172,6 +172,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
         reporter.stage("objective", f"{objective.line}{ran}")
     if note := lr_note(config, objective):
         reporter.event("learning_rate", {"why": note})
+    if config.method == "lora" and config.model.init == "random":
+        why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method: full"
+        reporter.event("random_base", {"why": why})
     return objective
 
 

@@ -179,6 +179,10 @@ def choose_micro_batch(
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
         what = "a whole step (full.update: backward)" if whole_step else single
+        if config.model.precision == "auto" and model.precision == "fp32":
+            half = config.model_copy(update={"model": config.model.model_copy(update={"precision": "fp16"})})
+            size = memory_model(half, shape, device, parallel_layout).estimate(tokens.micro_batch(num_tokens), level)
+            smaller = f"model.precision: fp16 (about {size.total_bytes / (1 - MARGIN) / GIB:.1f} GiB), {smaller}"
         smaller += "" if parallel_layout.shards_state else ", shard its state over several GPUs (strategy: fsdp)"
         smaller += "" if whole_step else ", share samples among ranks (context.parallel)"
         raise ResourceError(

@@ -139,6 +139,18 @@ def test_what_cannot_fit_says_what_to_do():
     assert chosen(139, **backward).micro_batch_tokens == 21000
 
 
+def test_a_card_without_bf16_is_told_of_fp16():
+    card = Device("a T4", 24 * GIB, has_bf16=False, has_fp8=False)
+    with pytest.raises(ResourceError, match=r"set model\.precision: fp16 \(about ([\d.]+) GiB\)") as error:
+        choose_micro_batch(config_of(), SHAPE, TOKENS, card)
+    gib = float(re.search(r"fp16 \(about ([\d.]+) GiB", str(error.value))[1])
+    half = config_of(model={"name": "m", "precision": "fp16"})
+    choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib + 0.1) * GIB)))
+    with pytest.raises(ResourceError) as error:
+        choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib - 0.1) * GIB)))
+    assert "fp16 (about" not in str(error.value)
+
+
 def test_a_sample_that_just_fits_is_not_rounded_away():
     """The number of tokens is rounded down, but never below the longest sample."""
     fits = [length for length in range(10_000, 40_000, 100) if _is_taken(TokenStatistics(length, 10**6, 0.6, 1e6))]

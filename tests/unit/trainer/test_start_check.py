@@ -136,3 +136,33 @@ def test_what_peft_cannot_read_is_said_by_plan(tiny: Any, tmp_path: Path, capsys
     assert code == 2
     assert "cannot read adapters of model.layers.1.mlp.shared_experts" in message
     assert said_by("train", path, [], capsys) == (code, message)
+
+
+def test_an_adapter_is_no_model_and_the_message_names_both(
+    tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(tiny.config(tmp_path / "run", batch={"max_steps": 1})))
+    assert main(["train", str(path), f"model.name={places['adapter']}"]) == 2
+    error = capsys.readouterr().err
+    assert "is an adapter, not a model" in error
+    (step,) = [line for line in error.splitlines() if "lora.continue_from" in line]
+    assert main(shlex.split(step, comments=True)[1:]) == 0
+    assert "continues from" in capsys.readouterr().out
+
+
+def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "run.yaml", tmp_path / "run"
+    path.write_text(dump_config(tiny.config(run, batch={"max_steps": 1}, model={"init": "random"})))
+    assert main(["train", str(path)]) == 0
+    assert "which no file keeps, measures speed only" in " ".join(capsys.readouterr().out.split())
+    assert main(["merge", str(run), "--out", str(tmp_path / "merged")]) == 2
+    assert "trained over random weights (model.init: random), which no file keeps" in capsys.readouterr().err
+    # what it says instead works
+    full = tiny.config(tmp_path / "full", batch={"max_steps": 1}, model={"init": "random"}, method="full")
+    path.write_text(dump_config(full))
+    assert main(["train", str(path)]) == 0
+    assert "measures speed only" not in capsys.readouterr().out
+    assert main(["chat", str(tmp_path / "full"), "--prompt", "Hi", "--max-new-tokens", "2"]) == 0
