@@ -129,6 +129,11 @@ def exits_refused() -> Iterator[None]:
         raise refused from error
 
 
+def counted(number: float, noun: str, form: str = ",") -> str:
+    """Return a number with its noun: 1 step, 2 steps."""
+    return f"{number:{form}} {noun}{'' if number == 1 else 's'}"
+
+
 def install(extras: str) -> str:
     """Return the command that adds packages of flatout's extras, such as `images`, to this installation.
 

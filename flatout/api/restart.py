@@ -89,21 +89,16 @@ def _check(config: Config, mode: LaunchMode) -> None:
         console.on_phase("checking before anything is moved")
         import torch
 
-        from flatout.models.load.source import check_source, fingerprint_model
-        from flatout.models.lora.adapter_file import read_adapter
-        from flatout.trainer.model_shape import check_trained
-        from flatout.trainer.planned_run import plan_run
+        from flatout.models.load.source import fingerprint_model
+        from flatout.trainer.planned_run import open_data, plan_run
 
         num_gpus, num_ranks = torch.cuda.device_count(), 1
         if isinstance(mode, SpawnRanks):
             num_ranks = mode.nodes.num_max * (max(num_gpus, 1) if mode.num_procs == "gpu" else mode.num_procs)
-        check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
         fingerprint_model(config.model)
-        check_trained(config)
-        for adapter in filter(None, {config.lora.continue_from, config.objective.reference.adapter}):
-            read_adapter(adapter)
         # only a plan for a GPU can need one pass for a step
         device = max(DEVICES.values(), key=lambda one: one.memory_bytes)
         needs_device = config.full.update == "backward" and num_gpus > 0 and config.wanted_device != "cpu"
-        reporter = Reporter(PhaseCallback(console))
-        plan_run(config, reporter, Rank(0, num_ranks), device if needs_device else None)
+        reporter, rank = Reporter(PhaseCallback(console)), Rank(0, num_ranks)
+        data = open_data(config, reporter, rank, starts=True)
+        plan_run(config, reporter, rank, device if needs_device else None, data=data)

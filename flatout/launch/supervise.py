@@ -11,7 +11,7 @@ from typing import TextIO
 
 from flatout.config.parallel import FaultsConfig
 from flatout.environment import LAUNCHED
-from flatout.errors import PeerLostError, PreemptedError
+from flatout.errors import PeerLostError, PreemptedError, counted
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
@@ -104,7 +104,7 @@ class Supervisor:
             lost_before, crashed_before = outcome.rank, outcome.crashed_at
             num_restarts += 1
             left = f"restart {num_restarts} of {self._faults.max_restarts}"
-            self._log(f"{outcome.why}; {left} with {mode.num_procs} rank(s) here, logs in {folder}")
+            self._log(f"{outcome.why}; {left} with {counted(int(mode.num_procs), 'rank')} here, logs in {folder}")
             time.sleep(PAUSE_S)
 
     def _attempt(self, mode: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.cuda import device_count
 from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.resume_check import config_changes
@@ -46,6 +47,7 @@ from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
+from flatout.trainer.start_check import check_start
 from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, hold_out_samples, plan_training
 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
@@ -132,7 +134,7 @@ def plan_run(
     of a model that its config would allow to pack and to share prefixes.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    objective, shape, split, scoring = data or open_data(config, reporter, rank)
+    objective, shape, split, scoring = data or open_data(config, reporter, rank, starts=False)
     store = split.store
     plan, layout, memory, sharing = plan_training(config, shape, split, rank, device, reporter, inexact_reasons)
     if config.full.update == "backward":
@@ -170,6 +172,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
         reporter.stage("objective", f"{objective.line}{ran}")
     if note := lr_note(config, objective):
         reporter.event("learning_rate", {"why": note})
+    if config.method == "lora" and config.model.init == "random":
+        why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method: full"
+        reporter.event("random_base", {"why": why})
     return objective
 
 
@@ -190,13 +195,19 @@ def lr_note(config: Config, objective: Objective) -> str:
     return f"optim.lr {lr:g} is {lr / usual:,.0f} times the usual {usual:g}, which optim.lr=auto takes"
 
 
-def open_data(config: Config, reporter: Reporter, rank: Rank) -> RunData:
-    """Read the loss and the model's sizes, open the data or build it, and check that they fit."""
+def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:
+    """Read the loss and the model's sizes, open the data or build it, and check that they fit.
+
+    First raises what a start on these settings would (`check_start`). A run that `starts` does so on this machine;
+    others may be planned for another.
+    """
     objective = checked_objective(config, reporter)
     check_context(config, rank, objective)
     reporter.phase("reading the model's configuration")
     model, scores = config.model, objective.reads == "scores"
     shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
+    on_cpu = config.wanted_device == "cpu" or (starts and config.wanted_device == "auto" and not device_count())
+    check_start(config, objective, on_cpu=on_cpu, reads_peft=not starts)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
     scoring = scoring_of(config, objective, store)

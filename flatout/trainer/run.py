@@ -194,7 +194,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    data = open_data(config, reporter, rank)
+    data = open_data(config, reporter, rank, starts=True)
     if rank.world > 1:
         reporter.phase("waiting for all ranks")
     group = watch.join(rank, choose_device(config.wanted_device, rank))

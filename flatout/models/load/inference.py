@@ -65,13 +65,7 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
             raise UsageError(f"{folder} has no {results}/: {why}")
         file, folder = folder / "config.yaml", folder / results
         if base is None and (folder / ADAPTER_CONFIG).is_file():
-            try:
-                section = ModelConfig.long_form(load_values(file)["model"])
-                base, revision = section["name"], section.get("revision")
-                if not isinstance(base, str) or not isinstance(revision, str | None):
-                    raise TypeError("not text")
-            except (FlatoutError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
+            base, revision = _base_of_run(file)
     if not (folder / ADAPTER_CONFIG).is_file():
         name = str(folder) if folder.is_dir() else target
         _refuse_base(base, target)
@@ -85,6 +79,23 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
             raise UsageError(f"{file} does not name a base model; give --base, or copy the adapter again")
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else base
     return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
+
+
+def _base_of_run(file: Path) -> tuple[str, str | None]:
+    """Return the name and revision of the model that a run's adapter is for, by its config.yaml."""
+    try:
+        section = ModelConfig.long_form(load_values(file)["model"])
+        base, revision, init = section["name"], section.get("revision"), section.get("init")
+        if not isinstance(base, str) or not isinstance(revision, str | None):
+            raise TypeError("not text")
+    except (FlatoutError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
+    if init == "random":
+        raise UsageError(
+            f"{file.parent}: its adapter was trained over random weights (model.init: random), which no file keeps; "
+            "train with method: full to use what is trained"
+        )
+    return base, revision
 
 
 def _refuse_base(base: str | None, target: str) -> None:

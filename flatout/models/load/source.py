@@ -69,7 +69,10 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
         raise UsageError(f"{name} is a run, not a model; write its model: {merge}")
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")
+        content = read_json(folder / "adapter_config.json", UsageError)
+        base = str(content.get("base_model_name_or_path") or "BASE") if isinstance(content, dict) else "BASE"
+        step = next_steps((shlex.join([f"model.name={base}", f"lora.continue_from={folder}"]), "train it further"))
+        raise UsageError(f"{folder} is an adapter, not a model; give its base model, and name it separately{step}")
     if file is None:
         raise UsageError(
             f"{name} has no config.json; give a folder or a hub id of a transformers model{other_model(name)}"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flatout.config.schema import BatchConfig
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, UsageError, counted
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import Families, permute
 from flatout.planner.steps.planned_samples import PlannedSamples
@@ -178,11 +178,13 @@ class TrainingPlan(PlannedSamples):
         balance = sum(step.balance for step in steps) / len(steps)
         padding = padding_share(steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
-        ranks = "rank(s)" if ranks_per_group == 1 else f"group(s) of {ranks_per_group} ranks"
+        num_groups = self.batch_layout.num_ranks
+        ranks = counted(num_groups, "rank") if ranks_per_group == 1 else counted(num_groups, "group")
+        ranks += "" if ranks_per_group == 1 else f" of {ranks_per_group} ranks"
         unit, samples = ("samples", "") if self.unit_offsets is None else ("units", f" ({self.num_samples:,} samples)")
         return (
-            f"{self.num_steps:,} steps of {self.batch.samples_per_step} {unit}, {epochs:.4g} epochs of "
-            f"{self.num_units:,}{samples}; {self.batch_layout.num_ranks} {ranks}, balance {balance:.3f}, "
+            f"{counted(self.num_steps, 'step')} of {self.batch.samples_per_step} {unit}, "
+            f"{counted(epochs, 'epoch', '.4g')} of {self.num_units:,}{samples}; {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 
