@@ -90,16 +90,18 @@ def widened(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, **own, "text_config": text, "vision_config": vision}
 
 
-def draw(height: int, width: int, seed: int = 0, kind: str = "PNG", **options: Any) -> bytes:
-    """Return the file of a picture of random blocks."""
+def draw(height: int, width: int, seed: int = 0, kind: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:
+    """Return the file of a picture of random pixels, whose alpha is random too if the mode has one."""
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    shape = {"RGB": (3,), "RGBA": (4,), "LA": (2,), "L": ()}[mode]
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, *shape), np.uint8)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **options)
+    Image.fromarray(pixels, mode).save(file, kind, **options)
     return file.getvalue()
 
 
+MODES = ("RGBA", "RGB", "LA")
 SIZES = ((20, 30), (33, 17), (16, 16), (48, 24), (9, 40), (25, 25))
 
 
@@ -107,7 +109,7 @@ def write_rows(folder: Path) -> Path:
     """Write a file of rows: texts only, one picture, several pictures in several turns; and the pictures beside it."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for number, (height, width) in enumerate(SIZES):
-        (folder / "pictures" / f"{number}.png").write_bytes(draw(height, width, number))
+        (folder / "pictures" / f"{number}.png").write_bytes(draw(height, width, number, mode=MODES[number % 3]))
 
     def part(number: int) -> dict[str, str]:
         return {"type": "image", "path": f"pictures/{number % len(SIZES)}.png"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,13 +43,11 @@ def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def plain_inputs(
     processor: Any, row: list[dict[str, Any]], folder: Path, *, blank: bool = False
 ) -> dict[str, torch.Tensor]:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     text = processor.tokenizer.apply_chat_template(in_parts(row), tokenize=False)
     paths = [p["path"] for m in row if not isinstance(m["content"], str) for p in m["content"] if p["type"] == "image"]
-    images = [
-        ImageOps.exif_transpose(Image.open(io.BytesIO((folder / path).read_bytes()))).convert("RGB") for path in paths
-    ]
+    images = [Image.open(folder / path) for path in paths]
     images = [Image.new("RGB", image.size) if blank else image for image in images]
     given = dict(processor(text=[text], images=images or None, return_tensors="pt"))
     given.pop("attention_mask")

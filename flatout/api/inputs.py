@@ -16,6 +16,7 @@ import xxhash
 from flatout.config.folders import folder_problem, run_identity
 from flatout.data import registry
 from flatout.data.conversation import Origin
+from flatout.data.pictures.read import require_pillow
 from flatout.data.prompt_file import Prompt, shown_prompt
 from flatout.errors import DataError, FlatoutError, UsageError
 from flatout.io.durable_io import DurableIO, digest
@@ -143,11 +144,12 @@ def _data_uri(value: Any) -> str:
         return f"data:;base64,{base64.b64encode(value).decode()}"
     if not type(value).__module__.startswith("PIL."):
         raise TypeError(f"a value is a {type(value).__name__}")
-    file = io.BytesIO()
-    try:  # a format without loss that has this mode of color
-        value.save(file, format="TIFF" if value.mode in ("CMYK", "YCbCr", "LAB") else "PNG")
-    except OSError as error:
-        raise TypeError(f"a picture has pixels of mode {value.mode}; convert it to RGB") from error
+    file, without_loss = io.BytesIO(), "TIFF" if value.mode in ("CMYK", "YCbCr", "LAB") else "PNG"
+    try:
+        require_pillow().ImageOps.exif_transpose(value).save(file, format=without_loss)
+    except (OSError, ValueError) as error:
+        mode = "RGBA" if value.has_transparency_data else "RGB"
+        raise TypeError(f"a picture has pixels of mode {value.mode}; convert it to {mode}") from error
     return _data_uri(file.getvalue())
 
 

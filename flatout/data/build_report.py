@@ -253,9 +253,7 @@ class BuildReport:
             "duplicates": "samples are duplicates; they are kept",
         }
         if counts["pictures"]:
-            texts["transparent_pictures"] = (
-                "pictures have transparent parts, which show their hidden color, often black"
-            )
+            texts["transparent_pictures"] = "pictures have transparent parts; the image processor fills them"
         if counts["pairs"] or counts["labelled"]:
             texts |= {
                 "too_long": "rows lost units: an answer is too long, and only whole units are kept",

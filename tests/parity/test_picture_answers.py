@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from picture_families import SOME_FAMILIES
-from picture_world import SIZES, draw, make_picture_model, write_rows
+from picture_world import MODES, SIZES, draw, make_picture_model, write_rows
 from PIL import Image
 from plain_pictures import plain_processor
 
@@ -28,7 +28,7 @@ from flatout.rollout.sampler import pictures_of
 from flatout.trainer.eval_prompts import choose_rows
 from flatout.trainer.picture_inputs import processor_of
 
-PICTURES = [draw(*size, seed) for seed, size in enumerate(SIZES)]
+PICTURES = [draw(*size, seed, mode=MODES[seed % 3]) for seed, size in enumerate(SIZES)]
 TEXTS = {"what is shown?": PICTURES[:1], "two <image> and <image>": PICTURES[1:3], "is it red?": []}
 # no grouped product of experts in fp64; transformers' own generate fails
 NOT_GENERATED = ("qwen3_vl_moe", "ovis2")
@@ -58,7 +58,7 @@ def plain_inputs(processor: Any, text: str, files: list[bytes]) -> dict[str, tor
         parts += [{"type": "image"}, *([{"type": "text", "text": piece}] if piece else [])]
     turns = [{"role": "user", "content": parts}]
     written = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+    images = [Image.open(io.BytesIO(file)) for file in files]
     given = dict(processor(text=[written], images=images or None, return_tensors="pt"))
     if not images:
         given.pop("mm_token_type_ids", None)

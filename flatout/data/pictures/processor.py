@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flatout.data.conversation import PICTURE, Conversation
 from flatout.data.encode import Span
 from flatout.data.loss_mask.mask import MaskedText
-from flatout.data.pictures.read import PictureFile, decoded, read_picture, require_pillow
+from flatout.data.pictures.read import PictureFile, decoded, is_transparent, read_picture, require_pillow
 from flatout.data.templates.template import ChatTemplate
 from flatout.errors import DataError, FlatoutError, reason_of
 from flatout.io.durable_io import DurableIO
@@ -88,7 +88,7 @@ class PictureProcessor:
                 f"{name!r} has no image processor ({' or '.join(_FILES)}), so its model reads none; choose a "
                 "vision-language model, or set keys: {images: ignored} if the texts stand alone"
             )
-        self._name, self._tokenizer, num_tokens = name, tokenizer, len(tokenizer)
+        self._name, self._file, self._tokenizer, num_tokens = name, files[0], tokenizer, len(tokenizer)
         try:
             self.processor = _load(name, files, tokenizer)
         except FlatoutError:
@@ -119,7 +119,7 @@ class PictureProcessor:
         for source in conversation.pictures:
             file = read_picture(source, conversation.origin, media_root, download)
             where = f"{conversation.origin}: {source.place}"
-            standing = self.standing(file.height, file.width, where)
+            standing = self.standing(file.height, file.width, where, has_alpha=file.has_alpha)
             if self._num_compared < _NUM_COMPARED:
                 self._num_compared += 1
                 self._require_same(file, standing, where)
@@ -127,17 +127,24 @@ class PictureProcessor:
             pictures.append((picture, standing.text, file.has_alpha))
         return pictures
 
-    def standing(self, height: int, width: int, where: str = "a picture") -> Standing:
-        """Return what stands for a picture of this size. Raises DataError for a size that the processor refuses."""
+    def standing(self, height: int, width: int, where: str = "a picture", *, has_alpha: bool = False) -> Standing:
+        """Return what stands for a picture of this size. Raises DataError for one that the processor refuses."""
         try:
-            return self._standing(height, width)
+            standing = self._standing(height, width, "RGB")
         except _REFUSALS as error:
             raise DataError(
                 f"{where}: the image processor refuses {height} x {width} pixels: {reason_of(error)}; crop or resize it"
             ) from None
+        with suppress(*_REFUSALS):
+            if not has_alpha or self._standing(height, width, "RGBA") == standing:
+                return standing
+        raise DataError(
+            f"{where}: has transparent parts, which the image processor of {self._name} does not convert; save it on a "
+            f"background, or set do_convert_rgb: true in {self._file.name}"
+        )
 
-    def _of_size(self, height: int, width: int) -> Standing:
-        return self._make(require_pillow().Image.new("RGB", (width, height)))
+    def _of_size(self, height: int, width: int, mode: str) -> Standing:
+        return self._make(require_pillow().Image.new(mode, (width, height)))
 
     def _make(self, image: Any) -> Standing:
         made = self.processor(
@@ -173,8 +180,10 @@ class PictureProcessor:
             raise DataError(
                 f"the chat template shows {len(pieces) - 1} of {len(files)} pictures; use one of the model's family"
             )
-        sizes = [(image.height, image.width) for image in map(decoded, files)]
-        texts = [self.standing(*size, f"picture {number}").text for number, size in enumerate(sizes, start=1)]
+        texts = [
+            self.standing(image.height, image.width, f"picture {number}", has_alpha=is_transparent(image)).text
+            for number, image in enumerate(map(decoded, files), start=1)
+        ]
         return "".join(part for pair in zip(["", *texts], pieces, strict=True) for part in pair)
 
     def image_of(self, pixels: NDArray[np.uint8]) -> Any:

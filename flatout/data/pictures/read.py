@@ -47,9 +47,9 @@ _DAMAGES = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, E
 
 
 class PictureFile(NamedTuple):
-    """A picture's file; height and width are those of the picture as it is shown, and `has_alpha` if parts let through.
+    """A picture's file; height and width are those of the picture as it is shown.
 
-    `digest` is xxh3-128 of the file.
+    `digest` is xxh3-128 of the file, and `has_alpha` is set if a pixel is not opaque.
     """
 
     content: bytes
@@ -100,7 +100,7 @@ def read_picture(
                 _check(image, where)
                 image.load()  # a PNG may have its EXIF behind the pixels
                 height, width = shown_size(image)
-                has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+                has_alpha = is_transparent(image)
     except DataError:
         raise
     except pil.UnidentifiedImageError:
@@ -121,11 +121,22 @@ def shown_size(image: Any) -> tuple[int, int]:
     return (width, height) if is_turned else (height, width)
 
 
+def is_transparent(image: Any) -> bool:
+    """Return whether a pixel of an image of Pillow's is not opaque."""
+    return image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+
+
 def decoded(content: bytes) -> Any:
-    """Return the pixels of a file that `read_picture` has read, as an RGB image of Pillow's that stands upright."""
+    """Return a file that `read_picture` has read as an upright image of Pillow's, for the model's own processor.
+
+    It is RGB, as transformers' `load_image` returns it; but with transparent pixels, it is as the file has it, because
+    only the processor knows the background that it shows them on.
+    """
     pil = require_pillow()
     with pil.Image.open(io.BytesIO(content), formats=FORMATS) as image:
         upright = pil.ImageOps.exif_transpose(image)
+        if is_transparent(upright):
+            return upright
         # the same colors; Pillow warns if a palette with transparency loses that in one step
         return (upright.convert("RGBA") if "transparency" in upright.info else upright).convert("RGB")
 

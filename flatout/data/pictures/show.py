@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from flatout.data.pictures.read import decoded
+from flatout.data.pictures.read import decoded, require_pillow
 from flatout.data.token_store import TokenStore
 
 # a longer run of one token stands for a picture
@@ -57,8 +57,10 @@ def thumbnails(pictures: Sequence[bytes], most_pixels: int = 256) -> list[str]:
     """Return small copies of pictures as data URIs, which are at most so wide and high."""
     images = []
     for content in pictures:
-        image, file = decoded(content), io.BytesIO()
+        image, file = decoded(content).convert("RGBA"), io.BytesIO()
         image.thumbnail((most_pixels, most_pixels))
-        image.save(file, format="JPEG", quality=80)
+        ground = require_pillow().Image.new("RGBA", image.size, "white")
+        ground.alpha_composite(image)
+        ground.convert("RGB").save(file, format="JPEG", quality=80)
         images.append(f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}")
     return images

@@ -288,18 +288,6 @@ def test_a_picture_on_its_side_is_read_upright(build: Build) -> None:
     assert np.array_equal(np.asarray(decoded(turned.pictures(0)[0])), pixels)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("mode", "transparency"), [("P", bytes(range(256))), ("P", 3), ("L", 7), ("RGB", (1, 2, 3))])
-def test_transparency_is_dropped_without_a_warning(build: Build, mode: str, transparency: Any) -> None:
-    from flatout.data.pictures.read import decoded
-
-    image, file = Image.open(io.BytesIO(CONTENT)).convert(mode), io.BytesIO()
-    image.save(file, "PNG", transparency=transparency)
-    store = build([bad(file.getvalue())])
-    assert np.array_equal(np.asarray(decoded(store.pictures(0)[0])), np.asarray(image.convert("RGB")))
-    assert store.meta.counts["transparent_pictures"] == 1
-
-
 def test_a_row_with_pictures_is_dropped_whole_or_stays(build: Build) -> None:
     length = len(build([FORMS["path"]]).sample(0).token_ids)
     texts = [{"messages": [{"role": "user", "content": f"q{number}"}, ANSWER]} for number in range(40)]
