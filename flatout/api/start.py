@@ -48,6 +48,18 @@ POLL_S = 0.2
 _TRAINS = RLock()
 
 
+def refuse_unnamed(verb: str, config: ConfigLike, unnamed: Sequence[object]) -> None:
+    """Raise UsageError for arguments without a name beside the configuration."""
+    if unnamed:
+        values = ", ".join(
+            f"{name}={one!r:.60}" for name, one in zip(("model", "data"), (config, *unnamed), strict=False)
+        )
+        raise UsageError(
+            f"flatout.{verb} takes one value without a name, the configuration; name the others: "
+            f"flatout.{verb}({values})"
+        )
+
+
 def resolve_config(
     config: ConfigLike, settings: Mapping[str, Any], *, model: Any = None, tokenizer: Any = None, data: Any = None
 ) -> Config:
@@ -95,7 +107,7 @@ def _merged(old: Any, new: Any) -> Any:
 @spelled_for(Caller("python", ("train",)))
 def train(
     config: ConfigLike = None,
-    *,
+    *unnamed: Any,
     model: Any = None,
     tokenizer: Any = None,
     data: Any = None,
@@ -115,6 +127,7 @@ def train(
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
+    refuse_unnamed("train", config, unnamed)
     callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
     listed: Sequence[object] = callbacks if isinstance(callbacks, list) else [callbacks]
     if odd := [one for one in listed if listed is not callbacks or not isinstance(one, Callback)]:

@@ -96,6 +96,10 @@ def hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
 
     hint = "" if is_folder(name) else did_you_mean(name, is_folder=True)
+    if "$" in name:
+        hint = (
+            "; files have no variables: write the name itself, or give it on the command line, where shells have them"
+        )
     try:
         yield
     except HFValidationError as error:

@@ -83,8 +83,7 @@ def convert_to_float8(
     compiling the layers: uncompiled, the casts cost more than fp8 gains.
     Raises like `find_float8`, and UsageError for fp8 without torchao.
     """
-    on_cpu = model.device.type == "cpu"
-    fitting, num_others, num_experts = find_float8(model, compute, compile_mode=compile_mode, on_cpu=on_cpu)
+    fitting, num_others, num_experts = find_float8(model, compute, compile_mode=compile_mode)
     if is_rowwise := compute == "fp8_rowwise":
         for linear in fitting:
             linear.__class__ = TrainedFp8Linear
@@ -101,7 +100,7 @@ def convert_to_float8(
 
 
 def find_float8(
-    model: PreTrainedModel, compute: Literal["fp8", "fp8_rowwise"], *, compile_mode: CompileMode, on_cpu: bool
+    model: PreTrainedModel, compute: Literal["fp8", "fp8_rowwise"], *, compile_mode: CompileMode, on_cpu: bool = False
 ) -> tuple[set[nn.Linear], int, int]:
     """Return what `fitting_linears` does, and how many experts `experts_to_float8` has converted.
 
@@ -113,7 +112,8 @@ def find_float8(
             f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
             "full.compute: model"
         )
-    if on_cpu or (model.device.type == "cuda" and not has_fp8(model.device)):
+    device = torch.device("cpu") if on_cpu else model.device
+    if device.type != "meta" and not has_fp8(device):
         raise ResourceError(
             f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
         )

@@ -61,5 +61,6 @@ def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_pef
         prepare_biases(model)
     freeze_unreached(model, config.model.trained_parts)
     Routers(model, config.experts)
-    if config.full.compute != "model":
+    # with a trained tower, the plan refuses it on any device
+    if config.full.compute != "model" and not config.model.trained_parts:
         find_float8(model, config.full.compute, compile_mode=config.compile, on_cpu=on_cpu)

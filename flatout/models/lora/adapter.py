@@ -179,7 +179,7 @@ def as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str,
 def _rows_of(model: PreTrainedModel) -> dict[str, list[int]]:
     """Return the ids of trained rows by module name; PEFT ties a tied head itself."""
     rows = {name: module for name, module in saved_modules(model).items() if isinstance(module, TrainedRows)}
-    return {name: module.token_ids.tolist() for name, module in rows.items() if not module.is_tied}
+    return {name: module.listed_ids for name, module in rows.items() if not module.is_tied}
 
 
 def save_adapter(

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import flatout
 from flatout.cli.main import main
 from flatout.config.read import dump_config
+from flatout.errors import UsageError
 from flatout.trainer.run import train
 
 # setting, what is said, and what is accepted instead
@@ -122,6 +124,17 @@ def test_new_tokens_and_tied_weights(tiny: Any, tmp_path: Path, capsys: pytest.C
     assert said_by("train", path, [], capsys) == (0, "")
 
 
+@pytest.mark.parametrize("verb", ["plan", "train", "verify"])
+def test_rows_of_new_tokens_are_accepted(
+    verb: str, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"new_tokens": ["<a>", "<b>"], "name": "new", "root": str(tmp_path / "data")}
+    train(tiny.config(tmp_path / "first", data=data, batch={"max_steps": 1}))
+    path, more = tmp_path / "run.yaml", {"continue_from": str(tmp_path / "first" / "final")}
+    path.write_text(dump_config(tiny.config(tmp_path / "run", data=data, lora=more, batch={"max_steps": 1})))
+    assert said_by(verb, path, [], capsys) == (0, "")
+
+
 def test_what_peft_cannot_read_is_said_by_plan(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -166,3 +179,36 @@ def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(
     assert main(["train", str(path)]) == 0
     assert "measures speed only" not in capsys.readouterr().out
     assert main(["chat", str(tmp_path / "full"), "--prompt", "Hi", "--max-new-tokens", "2"]) == 0
+
+
+VARIABLE, PATH = "${MODEL}", "C:\\Users\\me"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (VARIABLE, "write the name itself, or give it on the command line, where shells have them"),
+        (f'"{PATH}"', "line 2: use single quotes, which keep a backslash as it is"),
+        (f"'{PATH}'", f"there is no folder {PATH}"),
+    ],
+)
+def test_names_that_other_files_may_have(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model:\n  name: {name}\ndata: {{sources: [{{path: '{tiny.chats}'}}]}}\n")
+    code, message = said_by("plan", path, [], capsys)
+    assert code == 2
+    assert said in message
+    assert "name: value" not in message
+    assert said_by("plan", path, [f"model.name={tiny.model_dir}"], capsys)[0] == (2 if "line 2" in said else 0)
+
+
+def test_values_without_names_are_named(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in (flatout.plan, flatout.train):
+        with pytest.raises(UsageError, match="takes one value without a name, the configuration") as raised:
+            verb(str(tiny.model_dir), str(tiny.chats))
+        call = str(raised.value).rpartition(": ")[2].replace(")", ", device='cpu')")
+        if verb is flatout.plan:
+            assert "fits" in str(eval(call))  # noqa: S307  (what the message says to write)
