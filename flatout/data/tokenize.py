@@ -262,6 +262,8 @@ class SampleTokenizer:
         counts = {"empty_answers": sum(map(is_empty, silent))}
         counts |= noticed(sample, texts[-1].text if texts else "", self._control)
         counts["unlike_prompt"] = sum(masked.num_unlike_prompt for masked in texts)
+        if (inline := sum("</think>" in m.content for m in sample.messages if m.role == "assistant")) and texts:
+            counts["reasoning_as_text"] = inline * self.masker.leaves_inline_reasoning
         if len(texts) > 1:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:

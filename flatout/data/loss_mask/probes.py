@@ -77,7 +77,8 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
         tags = [tag[0] for tag in markup.finditer(call) if tag[0] in (*tokens, after_text) or tag[0][1] != "/"][-1:]
         is_cut = bool(call) and (not tags or tags[0] in between)
         if is_cut:
-            tags = [_marker(template, [ASK, CALL], PROBES[1] + call)]
+            answered = [ASK, CALL, RESULT, replace(ANSWER, content="b")]
+            tags = [_marker(template, turns, PROBES[1] + call) for turns in ([ASK, CALL], answered)]
         after_call = (*filter(None, tags), after_text)[0]
         return Stops(after_text, after_call, not last or is_cut, "template")
     if end_of_turn == "none" or not marker:
@@ -87,6 +88,31 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
     # where the result follows inside of the turn, a token of its own closes the call
     closing = [tag for tag, special in tokens.items() if special and closed.endswith(tag) and tag not in between]
     return Stops(marker, (*filter(None, [after_call]), *closing, marker)[0], True, "next turn")
+
+
+def without_asking(template: ChatTemplate) -> ChatTemplate:
+    """Return a template whose texts end with their last message, though it asks for an answer behind each text."""
+    asked, shown = _render(template, [ASK]) or "", _render(template, [ASK], prompt=True) or ""
+    last = (_render(template, [ASK, ANSWER]) or "").partition(PROBES[0])[2]
+    earlier = (_render(template, [ASK, ANSWER, NEXT]) or "").partition(PROBES[0])[2]
+    markup = markup_pattern(template.tokenizer)
+    end = shared_length(last, earlier)
+    end = next((m.start() for m in markup.finditer(last) if m.start() < end < m.end()), end)
+    # both may go on with what opens every turn: the first of a text begins with that
+    opening = {tag[0] for tag in _run(markup, asked)} - {template.tokenizer.eos_token}
+    while (tags := list(markup.finditer(last, 0, end))) and tags[-1].end() == end and tags[-1][0] in opening:
+        end = tags[-1].start()
+    asks = last[end:]
+    is_added = earlier and asks.strip() and asked.endswith(asks) and shown.startswith(asked)
+    return replace(template, asks=asks) if is_added else template
+
+
+def _run(markup: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Yield the tags with which a text begins."""
+    end = 0
+    while match := markup.match(text, len(text) - len(text[end:].lstrip())):
+        yield match
+        end = match.end()
 
 
 def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -143,6 +169,21 @@ def empty_reasoning(template: ChatTemplate) -> re.Pattern[str]:
     """Return a pattern of reasoning without text, whole, or as the close of what the generation prompt opens."""
     begin, close = map(re.escape, reasoning_tags(template))
     return re.compile(rf"\s*(?:{begin}\s*)?{close}\s*")
+
+
+def reasoning_forms(template: ChatTemplate) -> Iterator[str]:
+    """Yield what a template makes of an answer with reasoning in a field, and in <think> tags, if it shows it."""
+    inline = f"<think>\n{THOUGHT}\n</think>\n\n{PROBES[0]}"
+    for answer in (replace(ANSWER, reasoning=THOUGHT), replace(ANSWER, content=inline)):
+        if THOUGHT in (text := _render(template, [ASK, answer]) or ""):
+            yield text
+
+
+def closed_reasoning(template: ChatTemplate) -> re.Pattern[str]:
+    """Return a pattern of what closes reasoning, and nothing else."""
+    tag = reasoning_tags(template)[1]
+    own = () if tag in (_render(template, [ASK]) or "") else (tag,)
+    return re.compile("|".join(["</[^<>/]*think[^<>]*>", *map(re.escape, own)]))
 
 
 def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescription:

@@ -70,9 +70,10 @@ class TurnFinder:
                 "cannot be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
             )
         self._prompt = asked[len(stem) :]
+        rendering = Rendering(template, (), (), "")
+        self._header = self._find_header(rendering)
         # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
         openings: set[tuple[int, str]] = set()
-        rendering = Rendering(template, (), (), "")
         for tail in ([], [user, answer]):
             for fields in (("content",), ("reasoning_content", "thinking")):
                 turns = [answer | dict.fromkeys(fields, probe) for probe in PROBES]
@@ -84,6 +85,14 @@ class TurnFinder:
                         openings.add((shared, opening[shared:]))
         self._openings = sorted(openings, key=lambda item: item[0] + len(item[1]), reverse=True)
 
+    def _find_header(self, rendering: Rendering) -> str:
+        """Return the first tag of the generation prompt that ends no answer, or the last of what asks for one."""
+        user, answer = {"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}
+        asked, both = rendering.attempt([user], prompt=True) or "", rendering.attempt([user, answer, user]) or ""
+        ended = self._markup.findall(both.partition(PROBES[1])[2])[:1]
+        tags = self._markup.findall(self._prompt) or self._markup.findall(asked.rpartition(PROBES[0])[2])[-1:]
+        return next((tag for tag in tags if tag not in ended), "")
+
     @property
     def prompt(self) -> str:
         """What the template adds to ask for an answer to one question."""
@@ -93,6 +102,9 @@ class TurnFinder:
         """Whether a text holds a token; a tag will do if none of `like` is a token. What closes a tag is neither."""
         tags = (match[0] for match in self._markup.finditer(text) if match[0][1] != "/" or match[0] == self._eos)
         return any(tag in self._tokens or self._tokens.isdisjoint(like) for tag in tags)
+
+    def without_tags(self, text: str) -> str:
+        return self._markup.sub("", text)
 
     def shared_whole(self, text: str, prompt: str) -> int:
         """Return the length of the longest common prefix that ends inside no tag and no word of either.
@@ -131,6 +143,35 @@ class TurnFinder:
         if start > end or not holds:
             raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not contain its text")
         return start, end
+
+    def behind_header(self, rendering: Rendering, turn: int, start: int, own_start: int) -> int:
+        """Return where an answer begins behind what inference shows directly before it, if other text precedes that.
+
+        Raises UnprovenMaskError if its header would still carry loss.
+        """
+        shown = rendering.attempt(rendering.messages[:turn], prompt=True) or self._prompt
+        lead = rendering.text[start:own_start]
+        if not rendering.text.startswith(shown):
+            near = "".join(shown[-2 * len(lead) - _MARKUP_CHARS :].split())
+            first = next((tag.end() for tag in self._markup.finditer(lead)), len(lead) + 1)
+            ends = (end for end in range(len(lead), first - 1, -1) if near.endswith("".join(lead[:end].split())))
+            if end := len(lead[: next(ends, 0)].rstrip()):
+                start += end + shared_length(lead[end:], shown[len(shown.rstrip()) :])
+        elif self._prompt and lead.startswith(self._prompt):  # it does not ask for a second answer in a row
+            start += len(self._prompt)
+        if self._opens(rendering.text[start:own_start]):
+            raise UnprovenMaskError(
+                f"messages[{turn}]: it writes {lead!r} before this answer, but {shown[-len(lead) :]!r} where it asks "
+                "for one; use another template (data.template)"
+            )
+        return start
+
+    def asks_for(self, text: str, shown: str, own_start: int) -> bool:
+        """Whether inference shows what stands before the own text of an answer, with its header."""
+        return text.startswith(shown) and not self._opens(text[len(shown) : own_start])
+
+    def _opens(self, text: str) -> bool:
+        return bool(self._header) and self._header in text
 
     def _end_by_prefix(self, rendering: Rendering, turn: int, start: int) -> int | None:
         turns = rendering.messages[: turn + 1]
