@@ -376,7 +376,9 @@ class Masker:
         key += (*(m["role"] for m in messages[asked:turn]), *(text[a:b] for a, b in gaps))
         if (unlike := self._unlike.get(key)) is None:
             shown = rendering.attempt(messages[:turn], prompt=True)
-            unlike = shown is not None and not self._turns.asks_for(text, shown, runs.around(turn)[1])
+            unlike = shown is not None and not text.startswith(shown)
+            if shown is not None and turn and messages[turn - 1]["role"] == "assistant":
+                unlike = not self._turns.asks_again(text, shown, runs.around(turn)[1])
             if len(self._unlike) >= _MAX_EDGES:
                 self._unlike.clear()
             self._unlike[key] = unlike

@@ -69,7 +69,7 @@ class TurnFinder:
                 f"chat template {template.name!r}: the generation prompt changes the text before it, so masks "
                 "cannot be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
             )
-        self._prompt = asked[len(stem) :]
+        self._prompt, self._plain = asked[len(stem) :], plain
         rendering = Rendering(template, (), (), "")
         self._header = self._find_header(rendering)
         # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
@@ -151,27 +151,24 @@ class TurnFinder:
         """
         shown = rendering.attempt(rendering.messages[:turn], prompt=True) or self._prompt
         lead = rendering.text[start:own_start]
-        if not rendering.text.startswith(shown):
-            near = "".join(shown[-2 * len(lead) - _MARKUP_CHARS :].split())
-            first = next((tag.end() for tag in self._markup.finditer(lead)), len(lead) + 1)
-            ends = (end for end in range(len(lead), first - 1, -1) if near.endswith("".join(lead[:end].split())))
-            if end := len(lead[: next(ends, 0)].rstrip()):
-                start += end + shared_length(lead[end:], shown[len(shown.rstrip()) :])
-        elif self._prompt and lead.startswith(self._prompt):  # it does not ask for a second answer in a row
-            start += len(self._prompt)
-        if self._opens(rendering.text[start:own_start]):
+        if rendering.text.startswith(shown):  # it may not ask for a second answer in a row, and yet give it a header
+            return start + len(self._prompt) * lead.startswith(self._prompt)
+        near = "".join(shown[-2 * len(lead) - _MARKUP_CHARS :].split())
+        first = next((tag.end() for tag in self._markup.finditer(lead)), len(lead) + 1)
+        ends = (end for end in range(len(lead), first - 1, -1) if near.endswith("".join(lead[:end].split())))
+        if end := len(lead[: next(ends, 0)].rstrip()):
+            start += end + shared_length(lead[end:], shown[len(shown.rstrip()) :])
+        if self._header and self._header in rendering.text[start:own_start]:
             raise UnprovenMaskError(
                 f"messages[{turn}]: it writes {lead!r} before this answer, but {shown[-len(lead) :]!r} where it asks "
                 "for one; use another template (data.template)"
             )
         return start
 
-    def asks_for(self, text: str, shown: str, own_start: int) -> bool:
-        """Whether inference shows what stands before the own text of an answer, with its header."""
-        return text.startswith(shown) and not self._opens(text[len(shown) : own_start])
-
-    def _opens(self, text: str) -> bool:
-        return bool(self._header) and self._header in text
+    def asks_again(self, text: str, shown: str, own_start: int) -> bool:
+        """Whether inference shows the header of an answer that follows another."""
+        header = self._header or self._prompt
+        return text.startswith(shown) and not (header and header in text[len(shown) : own_start])
 
     def _end_by_prefix(self, rendering: Rendering, turn: int, start: int) -> int | None:
         turns = rendering.messages[: turn + 1]
@@ -209,6 +206,8 @@ class TurnFinder:
     def _start_by_variation(self, rendering: Rendering, turn: int, before: str) -> int | None:
         if rendering.messages[turn]["role"] != "assistant":
             return len(before) if rendering.text.startswith(before) else None
+        if not turn and not self._openings:  # without a header, the first turn begins where a question would
+            return min(self.shared_whole(rendering.text, self._plain), len(before))
         for length, inserted in self._openings:
             base = len(before) - len(inserted) - length
             if before.endswith(self._prompt[:length] + inserted) and rendering.text.startswith(before[:base]):
