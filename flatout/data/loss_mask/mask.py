@@ -377,7 +377,7 @@ class Masker:
         if (unlike := self._unlike.get(key)) is None:
             shown = rendering.attempt(messages[:turn], prompt=True)
             unlike = shown is not None and not text.startswith(shown)
-            if shown is not None and turn and messages[turn - 1]["role"] == "assistant":
+            if shown is not None and turn and messages[turn - 1]["role"] in ("assistant", "tool"):
                 unlike = not self._turns.asks_again(text, shown, runs.around(turn)[1])
             if len(self._unlike) >= _MAX_EDGES:
                 self._unlike.clear()

@@ -9,7 +9,15 @@ from typing import Any
 
 from flatout.data.conversation import Message, ToolCall
 from flatout.data.loss_mask.turns import PROBES, Span, shared_length
-from flatout.data.templates.description import Mismatch, Problem, StopsFrom, TemplateDescription, Treatment
+from flatout.data.templates.description import (
+    EARLIER,
+    Mismatch,
+    Problem,
+    StopsFrom,
+    TemplateDescription,
+    Treatment,
+    brief,
+)
 from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
@@ -17,6 +25,7 @@ from flatout.errors import DataError
 Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
 """Renders messages with tools; returns the text and the ranges of its answers. Raises DataError."""
 
+_SHARED_CHARS = 40  # shown of what two texts have in common
 QUESTION = "AskprobefourMnb"
 ASK, ANSWER, NEXT = Message("user", QUESTION), Message("assistant", PROBES[0]), Message("user", "b")
 CALL = Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": PROBES[1]}, "call00000"),))
@@ -226,14 +235,19 @@ def _treatment(text: str | None, probe: str) -> Treatment:
 
 def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
     """Yield the kinds of answers before which inference shows other text than training does."""
-    kinds = {
-        "the last answer": ([ASK, ANSWER], 1),
-        "an earlier answer": ([ASK, ANSWER, NEXT, replace(ANSWER, content=PROBES[1])], 1),
-        "an answer with reasoning": ([ASK, replace(ANSWER, reasoning=THOUGHT)], 1),
-        "an answer after a tool result": ([ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER], 3),
+    other = replace(ANSWER, content=PROBES[1])
+    kinds: dict[str, tuple[list[Message], int, Sequence[Mapping[str, Any]]]] = {
+        "the last answer": ([ASK, ANSWER], 1, ()),
+        EARLIER: ([ASK, ANSWER, NEXT, other], 1, ()),
+        "an answer with reasoning": ([ASK, replace(ANSWER, reasoning=THOUGHT)], 1, ()),
+        "an answer after a tool result": ([ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER], 3, TOOLS),
+        "an answer with tools": ([ASK, ANSWER], 1, TOOLS),
+        "an answer to a later question": ([ASK, other, NEXT, ANSWER], 3, ()),
     }
-    for kind, (turns, turn) in kinds.items():
-        tools = TOOLS if turn == 3 else ()
+    differs = False  # then answers with more around them do, too
+    for kind, (turns, turn, tools) in kinds.items():
+        if differs and kind in list(kinds)[-2:]:
+            continue
         text, shown = _render(template, turns, tools), _render(template, turns[:turn], tools, prompt=True)
         if text is None or shown is None or text.startswith(shown) or PROBES[0] not in text:
             continue
@@ -242,12 +256,13 @@ def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
         plain = _render(template, turns[:turn], tools) or ""
         base = len(plain) if text.startswith(plain) and shown.startswith(plain) else _last_line(text, shown)
         yield Mismatch(kind, text[base:first], shown[base:])
+        differs |= kind == "the last answer"
 
 
 def _last_line(one: str, two: str) -> int:
-    """Return where the last line begins that two texts share as a whole."""
+    """Return where the last line begins that two texts share as a whole, or a place near the end of a long one."""
     shared = shared_length(one, two)
-    return one.rfind("\n", 0, shared) + 1
+    return max(one.rfind("\n", 0, shared) + 1, shared - _SHARED_CHARS)
 
 
 def _problems(
@@ -264,8 +279,9 @@ def _problems(
             "it carries loss and is added behind the last answer; to choose another, set data.end_of_turn",
         )
     for mismatch in mismatches:
-        what = f"{mismatch.answer} is trained after {mismatch.trained!r}, but inference shows {mismatch.shown!r}"
-        yield Problem(what, _remedy(template, mismatch, unequal))
+        trained, shown = brief(mismatch.trained), brief(mismatch.shown)
+        what = f"{mismatch.answer} is trained after {trained}, but inference shows {shown}"
+        yield Problem(what, _remedy(template, mismatch, unequal), mismatch.answer)
 
 
 def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> str:
@@ -296,9 +312,9 @@ def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> st
                 )
     if for_some:
         return for_some
-    if mismatch.answer == "an earlier answer":
+    if mismatch.answer == EARLIER:
         return "data.lost_reasoning: split (the default) makes each question a sample of its own, as inference shows it"
     return (
-        "no variable of the template makes them equal: set data.template to a copy of it (.jinja) whose generation "
-        "prompt adds the first text"
+        "no variable of the template makes them equal: set data.template to a copy of it (.jinja) that adds the first "
+        "text to ask for an answer"
     )

@@ -151,7 +151,9 @@ class TurnFinder:
         """
         shown = rendering.attempt(rendering.messages[:turn], prompt=True) or self._prompt
         lead = rendering.text[start:own_start]
-        if rendering.text.startswith(shown):  # it may not ask for a second answer in a row, and yet give it a header
+        if turn and rendering.text.startswith(
+            shown
+        ):  # it may not ask for a second answer in a row, and yet give it a header
             return start + len(self._prompt) * lead.startswith(self._prompt)
         near = "".join(shown[-2 * len(lead) - _MARKUP_CHARS :].split())
         first = next((tag.end() for tag in self._markup.finditer(lead)), len(lead) + 1)
@@ -166,7 +168,7 @@ class TurnFinder:
         return start
 
     def asks_again(self, text: str, shown: str, own_start: int) -> bool:
-        """Whether inference shows the header of an answer that follows another."""
+        """Whether inference shows the header of an answer that follows another, or its tool's result."""
         header = self._header or self._prompt
         return text.startswith(shown) and not (header and header in text[len(shown) : own_start])
 
