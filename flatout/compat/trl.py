@@ -110,7 +110,7 @@ def template(names: Mapping[str, str | None]) -> Rule:
             family = re.match("[a-z]{3,}", text)
             # a checkpoint's folder tells no family
             is_its_own = family and (family[0] in model.lower() or (_is_folder(model) and family[0] in _FAMILIES))
-            if is_its_own and not re.search("vl|vision|omni|audio", text):
+            if is_its_own and all(kind in model.lower() for kind in re.findall("vl|vision|omni|audio", text)):
                 return Became({}, OWN_TEMPLATE, check=True)
             known = ", ".join(names)
             raise RefusedError(f"{text!r:.40} is not one of {known}; leave it out to use the tokenizer's own")

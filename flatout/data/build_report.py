@@ -30,7 +30,7 @@ _COUNTED = (
     *_LISTED, "deduped_tokens", "deduped_labels", "rows", "bad", "kept", "samples", "conversations", "duplicates",
     "windows_without_labels",
     "sorted_results", "foreign_markup", "doubled_markup", "media_marks",
-    "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "empty_answers",
+    "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "reasoning_as_text", "empty_answers",
     "split_by_question", "questions", "unlike_prompt", "documents", "template_marks", "learnt_control",
     "repeated_prompt", "several_answers", "tabbed_text",
     "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
@@ -242,6 +242,8 @@ class BuildReport:
             "template writes earlier answers otherwise than inference shows them (data.lost_reasoning: split)",
             "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
+            "reasoning_as_text": "answers have reasoning in <think> tags, which stay as they are; the chat template "
+            "writes reasoning_content otherwise (`flatout data template` shows how)",
             "unlike_prompt": "answers follow other text than inference shows: see the chat template's notes",
             "empty_answers": "answers are empty; they do not contribute to the loss",
             "several_answers": "rows have several answers; the most frequent, or else the first, is trained",

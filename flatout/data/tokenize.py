@@ -24,7 +24,7 @@ from flatout.data.markup import noticed
 from flatout.data.pictures.processor import expanded
 from flatout.data.pictures.rows import RowPictures
 from flatout.data.rows.formats.classify import CLASS
-from flatout.data.templates.description import Problem, TemplateDescription
+from flatout.data.templates.description import EARLIER, Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import begins_with_bos, control_pattern, load_tokenizer
 from flatout.errors import DataError
@@ -152,7 +152,9 @@ class SampleTokenizer:
         masker = self._masker  # made within the limits too, which do not nest
         with bounded(f"chat template {self.options.template_name!r}"):
             description = masker.description
-        problems = list(description.problems)
+        # answers before the last question are in samples of their own, or carry no loss
+        hidden = {EARLIER} if self.options.lost_reasoning != "train" else set()
+        problems = [problem for problem in description.problems if problem.answer not in hidden]
         for stop in description.stops:
             if (num_tokens := len(self.encoder.encode(stop, ()).token_ids)) > 1:
                 problems.append(
@@ -290,6 +292,8 @@ class SampleTokenizer:
         counts |= noticed(sample, texts[-1].text if texts else "", self._control)
         counts["learnt_control"] = int(any(map(_is_learnt, texts)))
         counts["unlike_prompt"] = sum(masked.num_unlike_prompt for masked in texts)
+        if (inline := sum("</think>" in m.content for m in sample.messages if m.role == "assistant")) and texts:
+            counts["reasoning_as_text"] = inline * self.masker.leaves_inline_reasoning
         if len(texts) > 1:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:
