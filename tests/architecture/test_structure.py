@@ -52,7 +52,7 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 65_000
+MAX_LINES = 66_000
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
@@ -61,7 +61,7 @@ MAX_PACKAGE_LINES = {
     "cli": 3_500,
     "compat": 4_000,
     "config": 3_500,
-    "data": 11_500,
+    "data": 12_000,
     "demo": 1_000,
     "doctor": 500,
     "environment": 500,
