@@ -123,7 +123,7 @@ def shown_size(image: Any) -> tuple[int, int]:
 
 def is_transparent(image: Any) -> bool:
     """Return whether a pixel of an image of Pillow's is not opaque."""
-    return image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+    return bool(image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255)
 
 
 def decoded(content: bytes) -> Any:
