@@ -561,7 +561,7 @@ def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace:
     assert client.post("/api/rename", json=rename).json() == {"folder": "runs/after"}
     assert not folder.exists()
     moved = load_config(workspace / "runs" / "after" / "config.yaml")
-    assert (moved.name, moved.folder, moved.model.name) == ("after", Path("runs/after"), "tiny-model")
+    assert (moved.name, moved.folder, moved.model.name) == ("after", workspace / "runs" / "after", "tiny-model")
     # nothing else of the files is changed
     text = (workspace / "runs" / "after" / "studio.yaml").read_text()
     same = own.format("name: before", "data: chats\nrun_dir: null # here").replace("runs/before", "runs/after")
@@ -569,7 +569,7 @@ def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace:
     assert "epochs" not in (workspace / "runs" / "after" / "config.yaml").read_text()
     assert client.post("/api/rename", json={"folder": "runs/after", "name": "on"}).json() == {"folder": "runs/on"}
     moved = load_config(workspace / "runs" / "on" / "studio.yaml")
-    assert (moved.name, moved.folder, moved.lora.rank) == ("on", Path("runs/on"), 4)
+    assert (moved.name, moved.folder, moved.lora.rank) == ("on", workspace / "runs" / "on", 4)
     assert "<h1>on<" in client.get("/api/run", params={"folder": "runs/on"}).json()["html"]
     for name in ("on", "taken"):
         shutil.rmtree(workspace / "runs" / name)
