@@ -372,8 +372,8 @@ class Masker:
         thinks = any(m["role"] == "assistant" and "</think>" in m["content"] for m in earlier)
         # what is before the question counts by its kind: who follows whom, with what
         kinds = frozenset((one["role"], two["role"], *two) for one, two in pairwise([{"role": ""}, *earlier]))
-        key = (bool(rendering.tools), kinds, thinks, turn == len(messages) - 1)
-        key += (*(m["role"] for m in messages[asked:turn]), *(text[a:b] for a, b in gaps))
+        roles, texts = [m["role"] for m in messages[asked:turn]], [text[a:b] for a, b in gaps]
+        key = (bool(rendering.tools), kinds, thinks, turn == len(messages) - 1, *roles, *texts)
         if (unlike := self._unlike.get(key)) is None:
             shown = rendering.attempt(messages[:turn], prompt=True)
             unlike = shown is not None and not text.startswith(shown)
