@@ -317,10 +317,10 @@ class Referee:
 
     def _wrong_start(self, text, start, words, prompt, follows):
         first = min(text.find(word) for word in words)
-        header = max([0, *(m.end() for m in re.finditer(r"Zq\w{3}x", text[:first]))])
-        ends = [m.end() for m in self._marker.finditer(text, header, first) if m[0] == self._opens]
-        asked = text.rfind(self._added, header, first) if self._added else -1
-        header = asked + len(self._added) if asked >= 0 else max([header, *ends])
+        before = max([0, *(m.end() for m in re.finditer(r"Zq\w{3}x", text[:first]))])
+        ends = [m.end() for m in self._marker.finditer(text, before, first) if m[0] == self._opens]
+        asked = text.rfind(self._added, before, first) if self._added else -1
+        header = asked + len(self._added) if asked >= 0 else max([before, *ends])
         if follows and text[start : len(prompt)].strip() and not self.is_marked:
             return f"part of the generation prompt: {text[start : len(prompt)]!r}"
         lead = text[start:first]
@@ -329,8 +329,8 @@ class Referee:
         if not follows and (start < header or is_shown) and not self.is_marked:
             return f"a header before it: {lead!r}"
         # what precedes the range and what is in it: the reasoning's own block is the only one
-        if CLOSES.search(text, header, first) and CLOSES.search(text, first, text.find(words[-1], first)):
-            return f"reasoning behind a closed block: {text[header:first]!r}"
+        if CLOSES.search(text, before, first) and CLOSES.search(text, first, text.find(words[-1], first)):
+            return f"reasoning behind a closed block: {text[before:first]!r}"
         return None
 
     def _wrong_end(self, spelt, turn, text, inside, words):
@@ -457,8 +457,9 @@ def page(results, families):
         "before you build such data, or analyze it with `flatout data template MODEL` ([what it "
         f"prints](masks.md#what-a-template-does)). We tested {len(results)} public chat templates of {len(by_family)} "
         f"families with {len(KINDS)} kinds of conversations. `benchmarks/template_table.py` renders each conversation "
-        "with plain `apply_chat_template`, and compares the text, the position of each answer and its stop token with "
-        "what flatout stores:",
+        "with plain `apply_chat_template`, and compares the text, the position of each answer and its end with what "
+        "flatout stores. Each part of a conversation is a word of its own. Where an answer ends is judged by these "
+        "words, and not by what flatout takes for the stop token:",
         "",
         "| verdict | cells | meaning |",
         "|---|---:|---|",

@@ -31,7 +31,7 @@ from flatout.io.kept_facts import find_facts, keep_facts
 VERSION = 4
 MANIFEST = "manifest.json"
 _AGAIN = "rebuild the data set"
-MASK_RULES = 1
+MASK_RULES = 2
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _FILLED_BY = {
     "label": "write rows with prompt, completion and label (true or false)",

@@ -165,7 +165,9 @@ class Masker:
         if flat != sorted(flat):
             raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
         answers = (k for k, m in enumerate(messages) if k >= since and m.role == "assistant" and m.train is not False)
-        return MaskedText(text, spans, typed, lost_reasoning, sum(self._is_unlike(rendering, runs, k) for k in answers))
+        kinds = _kinds_before(raw)
+        num_unlike = sum(self._is_unlike(rendering, runs, k, kinds) for k in answers)
+        return MaskedText(text, spans, typed, lost_reasoning, num_unlike)
 
     def _typed(self, rendering: Rendering, layout: PartSpans | None) -> tuple[Span, ...]:
         """Return the control tokens that are part of the data: all those inside a part.
@@ -360,20 +362,19 @@ class Masker:
             spans += without_foreign(text, (start - edges[0], end + edges[1]), runs, turn, self.stops.texts)
         return spans
 
-    def _is_unlike(self, rendering: Rendering, runs: PartRuns, turn: int) -> bool:
-        """Return whether an answer follows other text than inference shows; told once for the text before a turn."""
+    def _is_unlike(self, rendering: Rendering, runs: PartRuns, turn: int, kinds: Sequence[Hashable]) -> bool:
+        """Return whether an answer follows other text than inference shows; told once for the text before a turn.
+
+        What precedes its question counts by its `kinds` alone.
+        """
         text, messages = rendering.text, rendering.messages
         if turn not in runs:
             shown = rendering.attempt(messages[:turn], prompt=True)
             return shown is not None and not text.startswith(shown)
         asked = max((k for k in range(turn) if messages[k]["role"] == "user" and k in runs), default=turn)
         _, gaps = runs.between(asked, turn)
-        earlier = messages[:asked]
-        thinks = any(m["role"] == "assistant" and "</think>" in m["content"] for m in earlier)
-        # what is before the question counts by its kind: who follows whom, with what
-        kinds = frozenset((one["role"], two["role"], *two) for one, two in pairwise([{"role": ""}, *earlier]))
-        roles, texts = [m["role"] for m in messages[asked:turn]], [text[a:b] for a, b in gaps]
-        key = (bool(rendering.tools), kinds, thinks, turn == len(messages) - 1, *roles, *texts)
+        key: tuple[Hashable, ...] = (bool(rendering.tools), kinds[asked], turn == len(messages) - 1)
+        key += (*(m["role"] for m in messages[asked:turn]), *(text[a:b] for a, b in gaps))
         if (unlike := self._unlike.get(key)) is None:
             shown = rendering.attempt(messages[:turn], prompt=True)
             unlike = shown is not None and not text.startswith(shown)
@@ -394,6 +395,16 @@ class Masker:
         if rendering.messages[turn]["role"] == "assistant":
             start = self._turns.behind_header(rendering, turn, start, runs.around(turn)[1])
         return start, end
+
+
+def _kinds_before(messages: Sequence[RawMessage]) -> list[frozenset[Hashable]]:
+    """Return what is before each message by its kind: who follows whom, with what."""
+    kinds, known = [frozenset[Hashable]()], frozenset[Hashable]()
+    for one, two in pairwise([{"role": ""}, *messages]):
+        pair = (one["role"], two["role"], "</think>" in two["content"], *two)
+        known = known if pair in known else known | {pair}
+        kinds.append(known)
+    return kinds
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

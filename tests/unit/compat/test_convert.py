@@ -335,6 +335,18 @@ def test_llamafactory_is_refused_by_name(
     assert message in problems(tmp_path, text, capsys)
 
 
+@pytest.mark.parametrize(("model", "is_its_own"), [("Qwen/Qwen2.5-VL-3B-Instruct", True), ("Qwen/Qwen2.5-3B", False)])
+def test_a_template_for_pictures_is_a_vision_models_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, is_its_own: bool
+) -> None:
+    write_dataset_info(tmp_path)
+    settings = yaml.safe_load(LLAMA_FACTORY) | {"template": "qwen2_vl", "model_name_or_path": model}
+    refused = "template: 'qwen2_vl' is not one of llama3"
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["convert", str(tmp_path / "old.yaml")]) == (0 if is_its_own else 2)
+    assert (refused not in " ".join("".join(capsys.readouterr()).split())) == is_its_own
+
+
 @pytest.mark.parametrize(
     ("change", "objective"),
     [
