@@ -101,7 +101,7 @@ def draw(height: int, width: int, seed: int = 0, kind: str = "PNG", mode: str = 
     return file.getvalue()
 
 
-MODES = ("RGBA", "RGB", "LA")
+MODES = ("RGBA", "RGB", "RGB")
 SIZES = ((20, 30), (33, 17), (16, 16), (48, 24), (9, 40), (25, 25))
 
 
