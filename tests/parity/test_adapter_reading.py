@@ -198,6 +198,24 @@ def test_a_run_tells_that_its_adapter_was_read_back(tiny, tmp_path, capsys):
     assert "reads the same adapter: 14 layers, changes within" in capsys.readouterr().out
 
 
+def test_a_full_gpu_leaves_the_comparison_to_the_cpu(tmp_path, monkeypatch):
+    from peft import PeftModel
+
+    ours, config = adapted("qwen3")
+    save_adapter(ours, tmp_path, base_name="tiny", config=config)
+    devices, load = [], PeftModel.from_pretrained
+
+    def full_at_first(*args, torch_device, **options):
+        devices.append(torch_device)
+        if len(devices) == 1:
+            raise torch.OutOfMemoryError
+        return load(*args, torch_device=torch_device, **options)
+
+    monkeypatch.setattr("peft.PeftModel.from_pretrained", full_at_first)
+    assert "reads the same adapter" in reading(ours, tmp_path)
+    assert devices == [str(ours.device), "cpu"]
+
+
 def broken(*args, **options):
     raise RuntimeError("out of memory, say")
 

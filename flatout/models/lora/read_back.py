@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,25 +43,34 @@ def read_back(
     adapts as the live layer of that place does, within CHANGE_TOLERANCE. Over available base weights of 32 bits or
     more, which are used in place, PEFT's logits on 16 tokens must also equal those of the adapter as flatout reads it,
     within LOGIT_TOLERANCES, unless training `has_diverged`: huge weights turn last bits into any logits. This needs
-    memory for the adapter and the change of one layer.
+    memory for the adapter and the change of one layer; where the run has filled its GPU, the CPU compares the changes.
     """
+    live = {name: one.detach() for name, one in adapter_parameters(model).items()} if live is None else live
+    with suppress(torch.OutOfMemoryError):
+        return _read_on(model.device, model, folder, live, has_diverged)
+    torch.cuda.empty_cache()
+    return _read_on(torch.device("cpu"), model, folder, live, has_diverged)
+
+
+def _read_on(
+    device: torch.device, model: PreTrainedModel, folder: Path, live: Mapping[str, Tensor], has_diverged: bool
+) -> PeftReading:
     import peft
 
     parameters = adapter_parameters(model)
-    live = {name: one.detach() for name, one in parameters.items()} if live is None else live
-    plain, ours = plain_copy(model), None
-    if model.dtype in LOGIT_TOLERANCES and not has_diverged and borrow_weights(plain, model):
+    plain, ours, has_logits = plain_copy(model), None, model.dtype in LOGIT_TOLERANCES and not has_diverged
+    if has_logits and device == model.device and borrow_weights(plain, model):
         apply_adapter(plain, folder)
         logits = _outputs_of_short_text(plain.eval())
         remove_adapter(plain)
         plain.set_experts_implementation("eager")
         ours = logits if bool(logits.isfinite().all()) else None
     else:
-        _hold_zeros(plain, model.device)
+        _hold_zeros(plain, device)
     with warnings.catch_warnings(action="ignore"):
-        wrapped = peft.PeftModel.from_pretrained(plain, str(folder)).eval()
+        wrapped = peft.PeftModel.from_pretrained(plain, str(folder), torch_device=str(device)).eval()
     problems = _odd_tensors(peft_state(wrapped), as_written(model, in_peft_shapes(live)))
-    changes = _compare_changes(model, wrapped, {id(one): live[name] for name, one in parameters.items()})
+    changes = _compare_changes(device, model, wrapped, {id(one): live[name] for name, one in parameters.items()})
     if odd := {name: error for name, error in changes.items() if not error <= CHANGE_TOLERANCE}:
         worst = max(odd, key=lambda name: odd[name])
         problems.append(f"{worst} changes its weight by another value: {odd[worst]:.1e} apart ({len(odd)} such layers)")
@@ -95,7 +105,9 @@ def _odd_tensors(read: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> l
 
 
 @torch.no_grad()
-def _compare_changes(model: PreTrainedModel, wrapped: Any, live: Mapping[int, Tensor]) -> dict[str, float]:
+def _compare_changes(
+    device: torch.device, model: PreTrainedModel, wrapped: Any, live: Mapping[int, Tensor]
+) -> dict[str, float]:
     """Return the relative distance between PEFT's change and the live one, of each layer that either adapts.
 
     `live` holds the values of the live parameters by their ids.
@@ -114,8 +126,8 @@ def _compare_changes(model: PreTrainedModel, wrapped: Any, live: Mapping[int, Te
         if name not in theirs:
             errors[name] = float("inf")
             continue
-        a, b = (live[id(factor)].to(model.device) for factor in (layer.lora_a, layer.lora_b))
-        squares = torch.zeros(2, dtype=torch.float64, device=model.device)
+        a, b = (live[id(factor)].to(device) for factor in (layer.lora_a, layer.lora_b))
+        squares = torch.zeros(2, dtype=torch.float64, device=device)
         for own, other in zip(_live_changes(layer, a, b), _peft_changes(theirs[name], layer), strict=True):
             squares += torch.stack([(other.to(own.dtype) - own).square().sum(), own.square().sum()]).double()
         difference, size = squares.sqrt().tolist()
