@@ -90,7 +90,6 @@ def _check(config: Config, mode: LaunchMode) -> None:
 
         from flatout.models.load.source import check_source, fingerprint_model
         from flatout.models.lora.adapter_file import read_adapter
-        from flatout.trainer.load import check_device
         from flatout.trainer.model_shape import check_trained
         from flatout.trainer.planned_run import plan_run
 
@@ -100,8 +99,6 @@ def _check(config: Config, mode: LaunchMode) -> None:
         check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
         fingerprint_model(config.model)
         check_trained(config)
-        if config.wanted_device == "cpu" or not num_gpus:
-            check_device(config, torch.device("cpu"))
         for adapter in filter(None, {config.lora.continue_from, config.objective.reference.adapter}):
             read_adapter(adapter)
         # only a plan for a GPU can need one pass for a step

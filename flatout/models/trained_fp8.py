@@ -83,7 +83,15 @@ def convert_to_float8(
     compiling the layers: uncompiled, the casts cost more than fp8 gains.
     Raises UsageError for fp8 without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
     """
-    require_fp8(compute, model.device, compile_mode=compile_mode)
+    if compile_mode == "off":
+        raise UsageError(
+            f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
+            "full.compute: model"
+        )
+    if not has_fp8(model.device):
+        raise ResourceError(
+            f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
+        )
     fitting, num_others = fitting_linears(model)
     num_experts = experts_to_float8(model)
     if not fitting and not num_experts:
@@ -104,19 +112,6 @@ def convert_to_float8(
         f"{experts}"
         f"{num_others} do not (the first and last decoder layer, routers, other widths)"
     )
-
-
-def require_fp8(compute: str, device: torch.device, *, compile_mode: CompileMode) -> None:
-    """Raise UsageError where nothing is compiled, and ResourceError for a device without fp8."""
-    if compile_mode == "off":
-        raise UsageError(
-            f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
-            "full.compute: model"
-        )
-    if not has_fp8(device):
-        raise ResourceError(
-            f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
-        )
 
 
 def _convert_by_torchao(model: PreTrainedModel, fitting: Collection[nn.Linear], shards: bool) -> None:

@@ -10,37 +10,20 @@ import torch
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
 from flatout.environment import CAPABILITY, ask_for_deterministic_cublas, keep_compiled_kernels, named_capability
-from flatout.models.attention import choose_attention
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import import_compiler
 from flatout.models.experts.router import prepare_biases
 from flatout.models.gradient_paths import freeze_named
-from flatout.models.load.model import LoadedModel, Loading, load_model, resolve_precision, weight_dtype_of
+from flatout.models.load.model import LoadedModel, Loading, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import load_adapter
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
 from flatout.models.lora.saved import rows_of_tokens
 from flatout.models.masters import Dither
-from flatout.models.trained_fp8 import require_fp8
 from flatout.track.callback import Reporter
-from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.proofs import Proofs
 from flatout.trainer.state import Setup
-
-
-def check_device(config: Config, device: torch.device) -> None:
-    """Raise what `load_trainable` raises for precision, attention and fp8 on a device, without any weights.
-
-    On a GPU, an attention kernel is checked where it is loaded.
-    """
-    dtype = resolve_precision(config.model.precision, device)
-    weight_dtype_of(config.method, config.full, dtype)
-    if config.full.compute != "model":
-        require_fp8(config.full.compute, device, compile_mode=config.compile)
-    if device.type == "cpu":
-        text = read_text_config(config.model.name, config.model.revision)
-        choose_attention(config.model.attention, text, device=device, dtype=dtype)
 
 
 def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:

@@ -47,7 +47,6 @@ from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.gpu import weakest_gpu
-from flatout.trainer.load import check_device
 from flatout.trainer.loop import run_steps, save
 from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.passes import PassesStopped
@@ -185,9 +184,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     data = open_data(config, reporter, rank)
     if rank.world > 1:
         reporter.phase("waiting for all ranks")
-    device = choose_device(config.wanted_device, rank)
-    group = watch.join(rank, device)
-    check_device(config, device)
+    group = watch.join(rank, choose_device(config.wanted_device, rank))
     reporter.phase("opening the device")
     memory_check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks)
     gpu = weakest_gpu(config, group)
