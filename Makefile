@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := demo-run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test suite test-random test-gpu check format setup clean
 
 demo: $(VENV)/.ready
-	$(BIN)/flatout demo
+	$(BIN)/flatout demo --out $(DEMO)
+	@echo '(first: . $(BIN)/activate)'
 
 # mypy has one process, so the suite begins beside it
 test: $(VENV)/.ready
@@ -35,18 +37,13 @@ format: $(VENV)/.ready
 
 setup: $(VENV)/.ready
 
-# torch comes first and pinned: a plain torch would bring gigabytes of CUDA where a CPU build does
-$(VENV)/.ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[dev]"
-	# pip would compile in one process; a few files of other packages are no Python 3
-	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
-	touch $@
+$(VENV)/.ready: pyproject.toml constraints.txt make_venv.py
+	@$(PYTHON) make_venv.py $(VENV) dev
+	@touch $@
 
 $(VENV)/.ready-gpu: $(VENV)/.ready
-	$(BIN)/pip install -q -c constraints.txt -e ".[gpu]"
-	touch $@
+	@$(PYTHON) make_venv.py $(VENV) gpu
+	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache demo-run
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO)

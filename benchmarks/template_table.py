@@ -7,11 +7,13 @@ FOLDER holds .jinja files. A manifest (a list of {name, family, ...}) groups the
 own. For every template, a tokenizer with the template's control tokens is made from the one in DIR, and rows of all
 kinds are built with `flatout data build`'s function. This script then renders the rows itself, with
 `tokenizer.apply_chat_template`, and compares: the stored text, where each answer begins (after exactly what the
-generation prompt shows) and ends, and that nothing else carries loss. Every part of a row is a word of its own.
+generation prompt shows), and that nothing else carries loss. Every part of a row is a word of its own, so where an
+answer ends is judged by what stands between two words: the control tokens up to the next turn's header end it, and
+the first token of that header only where there are none. What flatout took for the stop token is not asked.
 
 accepted: all of it is equal. told: equal, and the build said that the generation prompt differs. refused: one sentence.
-WRONG: text or labels differ. silent: answers begin after other text than inference shows, and the build did not say so.
-Exit status 1 if any cell is WRONG or silent.
+WRONG: text or labels differ. silent: answers begin after other text than inference shows, and the build did not count
+them all. Exit status 1 if any cell is WRONG or silent.
 """
 
 from __future__ import annotations
@@ -43,8 +45,16 @@ EOS = (
 )  # fmt: skip
 MARKERS = re.compile(
     r"<\|[^|<>\s'\"{}]{1,40}\|>|<[^<>\s|'\"{}]{1,40}\|>|<\|[^|<>\s'\"{}]{1,40}>|<｜[^｜<>\s'\"]{1,40}｜>"
-    r"|\[/?[A-Z][A-Z_]{2,30}\]|</?s>|<bos>|<eos>|<(?:start|end)_of_turn>|\[e~\[|\]~b\]|\]~!b\[|<SPECIAL_\d+>"
+    r"|\[/?[A-Z][A-Z_]{2,30}\]|</?s>|<bos>|<eos>|<sep>|<end_of_utterance>|<seed:\w+>|</?(?:user|assistant)>|<(?:start|end)_of_turn>|<(?:beginning|end)_of_sentence>|<_\w+>|\[\|\w+\|\]|\[e~\[|\]~b\]|\]~!b\[|<SPECIAL_\d+>"
 )
+# what ends a turn in public templates; there may be other control tokens before it
+ENDS = (
+    *EOS, "<|assistant_end|>", "<|call|>", "<|eom_id|>", "<end_of_sentence>", "[|endofturn|]", "<|end_of_msg|>",
+    "<sep>", "<end_of_utterance>", "<seed:eos>", "</assistant>",
+)  # fmt: skip
+TAGS = r"</?[a-z]\w*(?::\w+)?>"
+# what closes reasoning
+CLOSES = re.compile(r"</(?:\w+:)?think\w*>|\[/THINK\]|<\|END_THINKING\|>|<\|inner_suffix\|>|<channel\|>")
 WORDS = map("Zq{}x".format, map("".join, itertools.product("abcdefghij", repeat=3)))
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": f"Tells the {key}.", "parameters": {
@@ -84,14 +94,29 @@ def inline():
     return {**message, "content": f"<think>\n{next(WORDS)}\n</think>\n\n{message['content']}"}
 
 
+def written(role, form):  # fmt: skip
+    return {"role": role, "content": form.format(*WORDS_OF_TEXTS)}
+
+
+WORDS_OF_TEXTS = list(itertools.islice(WORDS, 12))
 KINDS = {
     "chat": [user(), answer()],
     "3 turns": [user(), answer(), user(), answer(), user(), answer()],
     "system": [turn("system"), user(), answer(), user(), answer()],
+    "empty system": [turn("system", text=False), user(), answer()],
+    "assistant first": [answer(), user(), answer()],
+    "two answers": [user(), answer(), answer(), user(), answer()],
+    "two questions": [user(), user(), answer()],
+    "question last": [user(), answer(), user()],
+    "other scripts": [written("user", "é{0} 你好 {1}🙂"), written("assistant", "中文{2} שלום\u00a0{3}🚀")],
+    "line breaks": [written("user", "  {4}\n\n{5}\n"), written("assistant", "\n {6}\n\n  - a\n\n{7}  \n")],
+    "control tokens": [written("user", "{8}@end@{9}"), written("assistant", "{10} @end@ {11}")],
+    "reasoning": [user(), answer(reasoning=True)],
     "reasoning last": [user(), answer(), user(), answer(reasoning=True)],
     "reasoning each": [user(), answer(reasoning=True), user(), answer(reasoning=True)],
     "reasoning empty": [user(), answer(reasoning=""), user(), answer(reasoning="")],
     "reasoning in text": [user(), inline()],
+    "reasoning in texts": [user(), inline(), user(), inline()],
     "tools unused": [user(), answer(), user(), answer()],
     "call": [user(), call()],
     "call, result": [user(), call(), result(), answer()],
@@ -99,12 +124,13 @@ KINDS = {
     "text and call": [user(), call(text=True), result(), answer()],
     "calls in rounds": [user(), call(), result(), call("aaaaaaaa3"), result("aaaaaaaa3"), answer(), user(), answer()],
     "reasoning, call": [user(), call(reasoning=True), result(), answer(reasoning=True)],
-}
+}  # fmt: skip
 WITH_TOOLS = tuple(kind for kind, turns in KINDS.items() if "call" in kind or kind == "tools unused")
 
 
 def make_tokenizer(base, source, folder):
-    """Return a tokenizer that knows the control tokens in a template's text."""
+    """Return a tokenizer that knows the control tokens in a template's text, for which time stands still."""
+    source = re.sub(r"strftime_now\([^()]*\)", "'1 Jan 2026'", source)
     markers = list(dict.fromkeys([*MARKERS.findall(source)]))
     bos = next((token for token in BOS if token in source), "<s>")
     eos = next((token for token in EOS if token in source), "</s>" if bos == "<s>" else "<|endoftext|>")
@@ -123,8 +149,10 @@ def forms(messages, tools):
     """Yield (messages, keywords) of a row in the spellings that templates read."""
     plain = not any("tool_calls" in message or "reasoning_content" in message for message in messages)
     given = [{"tools": tools}, {"xml_tools": tools and [tool["function"] for tool in tools]}]
-    for spelling in itertools.product((False, True), repeat=0 if plain else 3):
+    for parts, *spelling in itertools.product((False, True), repeat=1 if plain else 4):
         spelt = [spelled(message, *(spelling or (False,) * 3)) for message in messages]
+        if parts:
+            spelt = [m | {"content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in spelt]
         yield from ((spelt, keywords) for keywords in (given if tools else [{"tools": None}, {"tools": []}]))
 
 
@@ -144,12 +172,17 @@ def spelled(message, as_text, as_none, inside):
 
 
 class Referee:
-    """Renders rows with plain transformers."""
+    """Renders rows with plain transformers, and judges where the answers of a stored row begin and end."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         # the template's own marks say what is learnt, even of the prompt
         self.is_marked = "endgeneration" in tokenizer.chat_template
+        ends = [end for end in dict.fromkeys((*ENDS, tokenizer.eos_token)) if end]
+        self._ends = re.compile("|".join(map(re.escape, ends)))
+        self._marker = re.compile(f"{self._ends.pattern}|{MARKERS.pattern}|{TAGS}")
+        self._opens = self._added = ""  # the first control token of the generation prompt, and the prompt
+        self._headers = self._of_headers()
 
     def render(self, messages, keywords, prompt=False):
         keywords = dict(keywords)
@@ -161,35 +194,71 @@ class Referee:
         except Exception:  # noqa: BLE001  (a template raises what it likes)
             return None
 
-    def judge(self, kind, samples, notes, stops):
-        """Return (verdict, why) of the stored samples of a row: (text, label ranges)."""
-        messages, tools = KINDS[kind], TOOLS if kind in WITH_TOOLS else None
+    def _of_headers(self):
+        """Return the control tokens by which turns open: the first of the generation prompt, the last of a question."""
+        question, found = user(), set()
+        for content in (question["content"], [{"type": "text", "text": question["content"]}]):
+            turns = [{"role": "user", "content": content}]
+            plain, asked = (
+                self.render(turns, {}, prompt) or self.render(turns, {"tools": []}, prompt) or ""
+                for prompt in (False, True)
+            )
+            before, _, behind = asked.partition(question["content"])
+            self._added = asked[len(plain) :] if asked.startswith(plain) else self._added
+            added = self._marker.findall(self._added or behind)
+            added = [m for m in added if not CLOSES.search(m) and not self._ends.fullmatch(m)]
+            self._opens = next(iter(added), self._opens)
+            found |= set(added[:1]) | (set(self._marker.findall(before)[-1:]) - set(added))
+        return {m for m in found if not self._ends.fullmatch(m)}
+
+    def judge(self, kind, samples, said):
+        """Return (verdict, why, number of answers whose prompt differs) of a row's stored (text, label ranges)."""
+        messages, tools = self.row(kind)
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        learnt, told = [], False
+        learnt, num_unlike = [], 0
         for text, ranges in samples:
-            problem, found, differs = "its text is no rendering of the row", None, False
-            for spelt, keywords in self._renderings(messages, tools, text, stops):
-                problem, found, differs = self._labels(spelt, keywords, text, ranges, answers, stops)
+            problem, found, unlike = "its text is no rendering of the row", None, 0
+            for spelt, keywords, full in self._renderings(messages, tools, text):
+                problem, found, unlike = self._labels(spelt, keywords, text, ranges, answers, full)
                 if problem is None:
                     break
             if problem is not None:
-                return "WRONG", problem
+                return "WRONG", problem, 0
             learnt += found
-            told |= differs
+            num_unlike += unlike
         if sorted(learnt) != answers:
-            return "WRONG", f"answers {answers} expected, {sorted(learnt)} have loss"
-        if told and not any("inference shows" in note for note in notes):
-            return "silent", "an answer begins after other text than the generation prompt shows"
-        return ("told" if told else "accepted"), ""
+            return "WRONG", f"answers {answers} expected, {sorted(learnt)} have loss", 0
+        if num_unlike and not said:
+            return "silent", "an answer begins after other text than the generation prompt shows", num_unlike
+        return ("told" if num_unlike else "accepted"), "", num_unlike
 
-    def _renderings(self, messages, tools, text, stops):
-        """Yield (messages, keywords), of the row or its beginning in all spellings, whose rendering is `text`."""
+    def row(self, kind):
+        """Return (messages, tools) of a kind; a text with an end of turn has this template's."""
+        end = next(iter(self._ends.findall(self.tokenizer.chat_template)), self.tokenizer.eos_token)
+        messages = [{**m, "content": m["content"].replace("@end@", end)} for m in KINDS[kind]]
+        return messages, TOOLS if kind in WITH_TOOLS else None
+
+    def _renderings(self, messages, tools, text):
+        """Yield (messages, keywords, rendering), of the row or its beginning in all spellings, with this text.
+
+        The rendering may go on behind the text with what the template adds to ask for an answer.
+        """
         for end in range(len(messages), 0, -1):
             for spelt, keywords in forms(messages[:end], tools):
                 full = self.render(spelt, keywords)
-                texts = {full, *(f"{full}{stop}" for stop in stops), *(f"{full}".rstrip() + stop for stop in stops)}
-                if full is not None and (text in texts or self._is_generated(spelt, keywords, text)):
-                    yield spelt, keywords
+                if full is None:
+                    continue
+                # one control token may follow: of the header that ends a turn
+                added = text.removeprefix(full.rstrip()).strip()
+                is_row = text.startswith(full.rstrip()) and (not added or self._marker.fullmatch(added))
+                marks = list(self._marker.finditer(text))
+                unended = text[: marks[-1].start()] if marks and marks[-1].end() == len(text.rstrip()) else text
+                if is_row or self._is_generated(spelt, keywords, text):
+                    yield spelt, keywords, text
+                elif full.startswith(text) and not words_of(full[len(text) :]):
+                    yield spelt, keywords, full
+                elif full.startswith(unended) and not words_of(full[len(unended) :]):
+                    yield spelt, keywords, text  # nothing ends it there
 
     def _is_generated(self, spelt, keywords, text):
         """Whether a text is what a model shows that thinks in its last answer, though the template cuts it there.
@@ -209,40 +278,90 @@ class Referee:
         opened = "<think>" in text[len(prompt) :] or prompt.rstrip().endswith("<think>")
         return opened and bool(re.fullmatch(block + re.escape(plain.partition(found[2])[2]), text[len(prompt) :]))
 
-    def _labels(self, spelt, keywords, text, ranges, answers, stops):
-        """Return what is wrong with the labels, the answers that have loss, and whether a prompt differs."""
-        found, differs, left = [], False, list(ranges)
+    def _labels(self, spelt, keywords, text, ranges, answers, full):
+        """Return what is wrong with the labels, the answers that have loss, and how many follow another prompt."""
+        found, num_unlike, ranges = [], 0, list(self._parted(ranges, spelt, full))
+        left = ranges
         for k in [k for k in answers if k < len(spelt)]:
             words = words_of({**spelt[k], "thinking": ""})
-            inside = [(a, b) for a, b in ranges if any(a <= text.find(word) < b for word in words)]
+            inside = [(a, b) for a, b in ranges if any(a < text.find(word) + len(word) <= b for word in words)]
             if not inside:
                 continue
             left = [span for span in left if span not in inside]
-            problem = wrong_words(spelt, k, "".join(text[a:b] for a, b in inside))
-            problem = problem or self._wrong_end(spelt[: k + 1], keywords, text, inside, stops)
             prompt = self.render(spelt[:k], keywords, prompt=True)
             follows = prompt is not None and text.startswith(prompt)
-            if follows and inside[0][0] < len(prompt) and not self.is_marked:
-                problem = problem or "part of the generation prompt"
+            start = inside[0][0]
+            problem = wrong_words(spelt, k, "".join(text[a:b] for a, b in inside))
+            problem = problem or self._wrong_start(text, start, words, prompt, follows)
+            problem = problem or self._wrong_end(spelt, k, full, inside, words)
             if problem:
-                return f"answer {k} is learnt with {problem}", [], False
-            differs |= not follows or (inside[0][0] != len(prompt) and not self.is_marked)
+                return f"answer {k} is learnt with {problem}", [], 0
+            is_asked = prompt is not None or k > 0  # nothing asks for what opens a conversation
+            num_unlike += is_asked and (not follows or (start != len(prompt) and not self.is_marked))
             found.append(k)
         if left:
-            return f"labels outside of answers: {[text[a:b] for a, b in left][:2]}", [], False
-        return None, found, differs
+            return f"labels outside of answers: {[text[a:b] for a, b in left][:2]}", [], 0
+        return None, found, num_unlike
 
-    def _wrong_end(self, until, keywords, text, inside, stops):
-        end = inside[-1][1]
-        rendered = self.render(until, keywords)
-        if rendered is not None and text.startswith(rendered.rstrip()):
-            rest = text[len(rendered.rstrip()) : end].strip()
-            if rest and rest not in stops:
-                return f"{rest!r} of the next turn"
-        last = max(text.find(word) + len(word) for word in words_of({**until[-1], "thinking": ""}))
+    def _parted(self, ranges, spelt, text):
+        """Yield the ranges, one that holds two answers as two if the first ends there."""
+        for a, b in ranges:
+            for m in spelt if len(ranges) < len(spelt) else ():
+                last = max((text.find(w) + len(w) for w in words_of({**m, "thinking": ""})), default=0)
+                after = min((at for at in map(re.Match.start, re.finditer(r"Zq\w{3}x", text)) if at >= last), default=b)
+                if a < last and after < b and (ends := self._wanted_ends(text[last:after])):
+                    cut = last + len(text[last:after]) - len(text[last:after].lstrip()) + len(min(ends, key=len))
+                    yield a, cut
+                    a = cut
+            yield a, b
+
+    def _wrong_start(self, text, start, words, prompt, follows):
+        first = min(text.find(word) for word in words)
+        header = max([0, *(m.end() for m in re.finditer(r"Zq\w{3}x", text[:first]))])
+        ends = [m.end() for m in self._marker.finditer(text, header, first) if m[0] == self._opens]
+        asked = text.rfind(self._added, header, first) if self._added else -1
+        header = asked + len(self._added) if asked >= 0 else max([header, *ends])
+        if follows and text[start : len(prompt)].strip() and not self.is_marked:
+            return f"part of the generation prompt: {text[start : len(prompt)]!r}"
+        lead = text[start:first]
+        tags = ["".join(lead[: m.end()].split()) for m in self._marker.finditer(lead)]
+        is_shown = prompt is not None and any("".join(prompt.split()).endswith(tag) for tag in tags)
+        if not follows and (start < header or is_shown) and not self.is_marked:
+            return f"a header before it: {lead!r}"
+        # what precedes the range and what is in it: the reasoning's own block is the only one
+        if CLOSES.search(text, header, first) and CLOSES.search(text, first, text.find(words[-1], first)):
+            return f"reasoning behind a closed block: {text[header:first]!r}"
+        return None
+
+    def _wrong_end(self, spelt, turn, text, inside, words):
+        """Return what is wrong with the end of an answer, which may stand before another turn's part inside of it."""
+        others = [text.find(w) for k, m in enumerate(spelt) if k != turn for w in words_of({**m, "thinking": ""})]
+        pieces = []
+        for a, b in inside:
+            last = max((at + len(w) for w in words for at in [text.find(w)] if a <= at < b), default=a)
+            after = min((at for at in others if at >= last), default=len(text))
+            pieces.append((text[last:b], text[last:after], self._wanted_ends(text[last:after])))
         # a template may write the text of a call behind its result: the call has the stop then
-        ends = [text[last:end], *(text[a:b] for a, b in inside[:-1])]
-        return None if any(stop in each for stop in stops for each in ends) else f"no stop: {text[last:end]!r}"
+        problems = [(tail, behind) for tail, behind, wanted in pieces if self._without_more(tail) not in wanted]
+        if problems and len(problems) == len(pieces):
+            return f"the end {problems[-1][0]!r} of {problems[-1][1]!r}"
+        extra = next((tail for tail, _ in problems if self._headers & set(self._marker.findall(tail))), None)
+        return extra and f"a header: {extra!r}"
+
+    def _without_more(self, tail):
+        """Return an end without the ends that follow the first: some templates write eos behind the last answer."""
+        ends = list(self._ends.finditer(tail))
+        more = ends and self._ends.sub("", tail[ends[0].end() :]).strip() == ""
+        return (tail[: ends[0].end()] if more else tail).strip()
+
+    def _wanted_ends(self, behind):
+        """Return the texts that may end an answer, of what stands behind it up to the next word of the row."""
+        markers = list(self._marker.finditer(behind))
+        own = list(itertools.takewhile(lambda m: m[0] not in self._headers, markers))
+        if not own:  # nothing of its own: the next turn's header ends it
+            return {behind[: m.end()].strip() for m in markers[:1]}
+        end = next((m for m in own if self._ends.fullmatch(m[0])), None)
+        return {behind[: m.end()].strip() for m in ([end] if end else own)}
 
 
 def words_of(message):
@@ -252,20 +371,24 @@ def words_of(message):
 def wrong_words(spelt, turn, body):
     """Return which words of a turn are not in the text that is learnt for it, or which of other turns are."""
     words = words_of({**spelt[turn], "thinking": ""})
-    if missing := [word for word in words if word not in body]:
+    # nothing predicts the first token of a text
+    if missing := [word for word in words if word not in body and not (turn == 0 and word[1:] in body)]:
         return f"{missing} left out"
-    others = {word for message in spelt if message["role"] != "assistant" for word in words_of(message)}
+    others = {word for k, message in enumerate(spelt) if k != turn for word in words_of(message)}
     return next((f"{word} of another turn" for word in sorted(others) if word in body), None)
 
 
 def judge_template(source, base, folder):
-    """Return {kind: (verdict, why)} of one template."""
+    """Return {kind: (verdict, why)} of one template, and what the build said."""
     tokenizer = make_tokenizer(base, source, folder / "tokenizer")
-    rows = [{"messages": m, **({"tools": TOOLS} if kind in WITH_TOOLS else {})} for kind, m in KINDS.items()]
-    notes, cells = [], {}
-    for chunk in (list(KINDS)[:7], list(KINDS)[7:]):  # rows of a file have the same columns
-        file = folder / f"{len(notes)}-{len(chunk)}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for kind, row in zip(KINDS, rows, strict=True) if kind in chunk))
+    referee, notes, cells, layouts = Referee(tokenizer), [], {}, {}
+    kinds = list(KINDS)
+    first = kinds.index("tools unused")
+    for chunk in (kinds[:first], kinds[first:]):  # rows of a file have the same columns
+        rows = [dict(zip(("messages", "tools"), referee.row(kind), strict=True)) for kind in chunk]
+        file = folder / f"{len(chunk)}.jsonl"
+        lines = [json.dumps({name: value for name, value in row.items() if value}) + "\n" for row in rows]
+        file.write_text("".join(lines))
         config = DataConfig.model_validate({
             "name": file.stem, "root": folder / "data", "sources": [{"path": str(file)}], "on_bad_row": "skip",
             "max_tokens": None, "num_procs": 1, "tokenizer": str(folder / "tokenizer"),
@@ -280,19 +403,36 @@ def judge_template(source, base, folder):
             cells |= {kind: ("WRONG", f"crash: {type(error).__name__}: {error}") for kind in chunk}
             continue
         notes += said
-        stops = {stop for stop in (*store.meta.stop_tokens, tokenizer.eos_token) if stop}
         report = json.loads((store.folder / "report.json").read_text())
         samples = defaultdict(list)
         for index in range(store.num_samples):
             ids, mask = (np.asarray(each) for each in store.sample(index).pair)
             samples[int(store.rows[index])].append(decoded(tokenizer, ids, mask))
-        referee = Referee(tokenizer)
+        says, num_unlike = any("inference shows" in note for note in said), 0
         for row, kind in enumerate(chunk, start=1):
             problem = next((text for text in report["bad_rows"] if f"{file.name}:{row}:" in text), None)
-            cells[kind] = ("refused", problem or "no labels") if row not in samples else referee.judge(
-                kind, samples[row], said, stops
-            )  # fmt: skip
-    return cells, notes
+            if row not in samples:
+                cells[kind] = ("refused", problem or "no labels")
+                continue
+            *cells[kind], unlike = referee.judge(kind, samples[row], says)
+            num_unlike += unlike
+            layouts[kind] = without_words(samples[row])
+        if num_unlike > report["counts"]["unlike_prompt"]:
+            counted = f"{num_unlike} answers follow other text than inference shows, and it counts " + str(
+                report["counts"]["unlike_prompt"]
+            )
+            cells |= {kind: ("silent", counted) for kind in chunk if cells[kind][0] == "told"}
+    one, two = (layouts.get(kind) for kind in ("reasoning", "reasoning in text"))
+    if one and two and one != two and not any("reasoning in <think> tags" in note for note in notes):
+        cells["reasoning in text"] = ("silent", f"reasoning in a field is written {one}, and in the text {two}")
+    return {kind: tuple(cell) for kind, cell in cells.items()}, notes
+
+
+def without_words(samples):
+    """Return the stored texts of a row with its words numbered."""
+    texts = [text for text, _ in samples]
+    numbers = {word: f"#{place}" for place, word in enumerate(dict.fromkeys(words_of(texts)))}
+    return [re.sub(r"Zq\w{3}x", lambda word: numbers[word[0]], text) for text in texts]
 
 
 def decoded(tokenizer, ids, mask):

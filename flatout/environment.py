@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -27,6 +28,8 @@ MIN_SECRET = 16
 CHECK_AGAIN = "FLATOUT_CHECK_AGAIN"
 # set by the user: kernels are chosen as on a GPU of this compute capability, such as 8.0
 CAPABILITY = "FLATOUT_CAPABILITY"
+# set by `flatout studio` for its workers and runs, as a JSON list: the workspace, then the folders of models
+STUDIO_FOLDERS = "FLATOUT_STUDIO_FOLDERS"
 # the variables by which torch launchers identify a process within a run
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,10 +51,11 @@ def require_docstrings() -> None:
         raise UsageError(f"Python runs with {why}; unset it, or set it to 1")
 
 
-def let_children_import_flatout() -> None:
+def let_children_import_flatout(working_folder: str) -> None:
     """Name the folder of this package in PYTHONPATH if it is imported from the working folder, which -P leaves out."""
     root = str(Path(__file__).parents[1])
-    if not sys.flags.safe_path and sys.path[0] == root and root not in sys.path[1:]:
+    if working_folder == root and root not in sys.path:
+        sys.path.append(root)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 
@@ -144,6 +148,11 @@ def why_not_private(path: Path) -> str | None:
 def checks_again() -> bool:
     """Whether the user asks start-up to check everything anew: CHECK_AGAIN is set, and not to 0."""
     return os.environ.get(CHECK_AGAIN, "0") not in ("", "0")
+
+
+def studio_folders() -> list[Path]:
+    """Return the workspace, and the folders of models, that this process of `flatout studio` may read; else none."""
+    return [Path(folder) for folder in json.loads(os.environ.get(STUDIO_FOLDERS) or "[]")]
 
 
 def named_capability() -> tuple[int, int] | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # removed from library messages: exception class names, the repr of types, pydantic's link
@@ -12,6 +15,10 @@ _LINK = re.compile(r" For further information visit \S+")
 PLAIN_TYPES = (bool, int, float, str, list, dict, type(None))
 # begins a line of an error that says how to go on; config/spelling.py spells it for the reader
 STEP = "  > "
+
+
+# what a person's own code may raise; a KeyboardInterrupt is of the keyboard
+OF_OWN_CODE = (Exception, SystemExit, GeneratorExit)
 
 
 class FlatoutError(Exception):
@@ -98,6 +105,33 @@ class ProblemsError(UsageError):
 def next_steps(*steps: tuple[str, str]) -> str:
     """Return lines that end an error: changed settings, such as `name=run-2`, or `--restart`, and what each does."""
     return "".join(f"\n{STEP}{words}  {why}" for words, why in steps)
+
+
+def exit_refused(error: BaseException) -> UsageError | None:
+    """Return the error for a sys.exit of a person's own code, which would end the process as if all were done."""
+    if not isinstance(error, SystemExit | GeneratorExit):
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(last.filename).is_relative_to(Path(__file__).parent):
+        return None  # of a signal's handler
+    called = f"sys.exit({error.code!r:.40})" if isinstance(error, SystemExit) else type(error).__name__
+    return UsageError(f"{last.filename}:{last.lineno}: {called} does not end a run; raise an error there, or return")
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Raise UsageError for a sys.exit of a person's own code in the block."""
+    try:
+        yield
+    except BaseException as error:
+        if (refused := exit_refused(error)) is None:
+            raise
+        raise refused from error
+
+
+def counted(number: float, noun: str, form: str = ",") -> str:
+    """Return a number with its noun: 1 step, 2 steps."""
+    return f"{number:{form}} {noun}{'' if number == 1 else 's'}"
 
 
 def install(extras: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from flatout.config.folders import folder_problem, run_identity
 from flatout.data import registry
 from flatout.data.conversation import Origin
 from flatout.data.pictures.read import require_pillow
@@ -258,7 +259,8 @@ def model_source(model: PreTrainedModel, folder: Path) -> str:
     """Return what `model.name` should be for a model in memory: where it was loaded from if it is unchanged, else a
     folder that it is written to, named by its content.
 
-    Raises UsageError for a model with an adapter of PEFT, without all weights in memory, or quantized while loading.
+    Raises UsageError for a model with an adapter of PEFT, without all weights in memory, or quantized while loading,
+    and for a folder that a run may not have.
     """
     from transformers import PreTrainedModel
 
@@ -284,6 +286,9 @@ def model_source(model: PreTrainedModel, folder: Path) -> str:
         raise UsageError(
             f"model was quantized when it was loaded; pass its name ({origin}) and base.storage: nf4 or fp8 instead"
         )
+    if problem := folder_problem(folder, folder / "data", origin or "-", ()):
+        raise UsageError(problem)
+    run_identity(folder)
     target = folder / f"model-{_fingerprint(model)}"
     with locked(folder / ".models.lock", "the process that writes this model"):
         if not target.exists():

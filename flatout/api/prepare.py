@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flatout.api.inputs import data_file, listed_paths, tokenizer_folder
-from flatout.api.start import ConfigLike, resolve_config
+from flatout.api.start import ConfigLike, refuse_unnamed, resolve_config
 from flatout.config import schema
 from flatout.config.data import DataConfig
 from flatout.config.read import make_config
@@ -66,7 +66,7 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
 @spelled_for(Caller("python", ("plan",)))
 def plan(
     config: ConfigLike = None,
-    *,
+    *unnamed: Any,
     model: Any = None,
     tokenizer: Any = None,
     data: Any = None,
@@ -80,6 +80,7 @@ def plan(
     plan is for this machine. Model, tokenizer and data as for `flatout.train`, which says what is raised before a model
     is loaded.
     """
+    refuse_unnamed("plan", config, unnamed)
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
     from flatout.track.callback import Reporter

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 
-from flatout.config.folders import free_folder
+from flatout.config.folders import foreign_entries, free_folder, is_run_folder, run_identity
 from flatout.config.schema import Config
 from flatout.config.section import paths_of
 from flatout.errors import UsageError
@@ -20,11 +20,8 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES
 from flatout.track.callback import Reporter
 from flatout.track.console import ConsoleCallback, PhaseCallback
-from flatout.track.run_log import RUN_FILES
 from flatout.track.trackers import require_installed
 
-# what a run that lost its own files may still hold
-_RESULTS = ("checkpoints", "final")
 # set by launchers that start a command again by themselves, and their values in a process that they did not start
 _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
@@ -32,18 +29,18 @@ _LAUNCHERS = {"RANK": "", "PET_NNODES": "", "SLURM_RESTART_COUNT": "0", "SLURM_S
 def move_aside(config: Config, env: Mapping[str, str], mode: LaunchMode, settings: Sequence[Path] = ()) -> None:
     """Move the run's folder to NAME.old-1, or the next number that is free, and print where it is now.
 
-    What the new run reads stays: the files of `settings`, and a model that was written there from memory. Nothing is
-    moved unless `mode` would pass every check that needs no GPU. Raises ResourceError while a process holds the
-    folder, UsageError where a launcher may start the command again, and for a model, adapter or source in that
-    folder.
+    What the new run reads stays: the files of `settings`, and a model that was written there from memory; so do files
+    that no run wrote, which are named. Nothing is moved unless `mode` would pass every check that needs no GPU. Raises
+    ResourceError while a process holds the folder, UsageError where a launcher may start the command again, and for a
+    model, adapter or source in that folder.
     """
     if launcher := next((name for name, alone in _LAUNCHERS.items() if env.get(name, alone) not in ("", alone)), None):
         raise UsageError(
             f"--restart starts over each time the command runs, and {launcher} is set by a launcher that runs it more "
             "than once; use another name, or move the run folder away by hand"
         )
-    if not any((config.folder / name).exists() for name in (*RUN_FILES, *_RESULTS)):
-        return
+    if not is_run_folder(config.folder):
+        return  # a start refuses what it may not replace
     durable_io, folder = DurableIO(), config.folder.resolve()
     model = Path(config.model.name).resolve()
     is_own = model.parent == folder and model.name.startswith("model-")
@@ -56,16 +53,20 @@ def move_aside(config: Config, env: Mapping[str, str], mode: LaunchMode, setting
     with RunLock(folder, "restart"):
         # the folder of the run to come is empty
         _check(config.model_copy(update={"run_dir": aside}), mode)
+        own_model = [model] if is_own else []
+        data = config.data.root.resolve()  # is built again
+        staying = [path for path in foreign_entries(folder) if path.parent == folder and not data.is_relative_to(path)]
         durable_io.rename(folder, aside)
-    durable_io.make_dir(folder)
-    if is_own:
-        durable_io.rename(aside / model.relative_to(folder), model)
+    run_identity(folder)
+    for path in (*own_model, *staying):
+        durable_io.rename(aside / path.name, path)
     for file in (path.resolve() for path in settings):
         if file.is_relative_to(folder) and (aside / file.relative_to(folder)).is_file():
             durable_io.make_dir(file.parent)
             shutil.copyfile(aside / file.relative_to(folder), file)
     shown = aside if config.folder.is_symlink() else config.folder.with_name(aside.name)
-    ConsoleCallback().on_stage("restart", f"the earlier run is now {shown}")
+    kept = f"; {', '.join(path.name for path in staying)}, which no run wrote, stays in {config.folder}"
+    ConsoleCallback().on_stage("restart", f"the earlier run is now {shown}{kept if staying else ''}")
 
 
 def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator[str]:
@@ -88,21 +89,16 @@ def _check(config: Config, mode: LaunchMode) -> None:
         console.on_phase("checking before anything is moved")
         import torch
 
-        from flatout.models.load.source import check_source, fingerprint_model
-        from flatout.models.lora.adapter_file import read_adapter
-        from flatout.trainer.model_shape import check_trained
-        from flatout.trainer.planned_run import plan_run
+        from flatout.models.load.source import fingerprint_model
+        from flatout.trainer.planned_run import open_data, plan_run
 
         num_gpus, num_ranks = torch.cuda.device_count(), 1
         if isinstance(mode, SpawnRanks):
             num_ranks = mode.nodes.num_max * (max(num_gpus, 1) if mode.num_procs == "gpu" else mode.num_procs)
-        check_source(config.model.name, config.model.revision, needs_weights=config.model.init == "pretrained")
         fingerprint_model(config.model)
-        check_trained(config)
-        for adapter in filter(None, {config.lora.continue_from, config.objective.reference.adapter}):
-            read_adapter(adapter)
         # only a plan for a GPU can need one pass for a step
         device = max(DEVICES.values(), key=lambda one: one.memory_bytes)
         needs_device = config.full.update == "backward" and num_gpus > 0 and config.wanted_device != "cpu"
-        reporter = Reporter(PhaseCallback(console))
-        plan_run(config, reporter, Rank(0, num_ranks), device if needs_device else None)
+        reporter, rank = Reporter(PhaseCallback(console)), Rank(0, num_ranks)
+        data = open_data(config, reporter, rank, starts=True)
+        plan_run(config, reporter, rank, device if needs_device else None, data=data)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.api.inputs import prompts_in_memory
+from flatout.config.folders import how_to_finish
 from flatout.config.read import load_config
 from flatout.config.schema import Config
 from flatout.config.spelling import Caller, spelled_for
@@ -79,7 +80,8 @@ class Run:
     def final_dir(self) -> Path:
         """The folder with the trained adapter or model. Raises UsageError if the run is not finished."""
         if not (self.folder / "final").is_dir():
-            raise UsageError(f"{self.folder} has no final/: the run is not finished; call flatout.train to resume it")
+            why = f"the run is not finished; {how_to_finish(self.folder)}"
+            raise UsageError(f"{self.folder} has no final/: {why}")
         return self.folder / "final"
 
     def metrics(self, kind: str = "steps") -> Any:
@@ -96,7 +98,7 @@ class Run:
         from flatout.view.page import page
         from flatout.view.report import run_fragment
 
-        return Page(page(self.folder.name, run_fragment(self.log)))
+        return Page(page(f"{self.folder.name} · flatout", run_fragment(self.log)))
 
     @options_as_keywords()
     def generate(
@@ -218,10 +220,11 @@ class Page:
         self.html = html
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to a file; return its path."""
-        from flatout.io.durable_io import DurableIO
+        """Write the page to a file, or over an earlier page; return its path. Raises UsageError for another file."""
+        from flatout.io.own_output import write_output
 
-        DurableIO().write_bytes(Path(path), self.html.encode())
+        with options_as_keywords(out="path"):
+            write_output(Path(path), self.html.encode(), "html")
         return Path(path)
 
     def _repr_html_(self) -> str:

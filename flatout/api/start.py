@@ -18,12 +18,13 @@ from pydantic import BaseModel
 from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, refuse_rows, tokenizer_folder
 from flatout.api.restart import move_aside
 from flatout.api.run import Run
+from flatout.config.folders import run_identity
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
 from flatout.config.spelling import Caller, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
-from flatout.errors import FlatoutError, ResourceError, UsageError
+from flatout.errors import OF_OWN_CODE, FlatoutError, ResourceError, UsageError, exit_refused
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
@@ -47,6 +48,18 @@ POLL_S = 0.2
 _TRAINS = RLock()
 
 
+def refuse_unnamed(verb: str, config: ConfigLike, unnamed: Sequence[object]) -> None:
+    """Raise UsageError for arguments without a name beside the configuration."""
+    if unnamed:
+        values = ", ".join(
+            f"{name}={one!r:.60}" for name, one in zip(("model", "data"), (config, *unnamed), strict=False)
+        )
+        raise UsageError(
+            f"flatout.{verb} takes one value without a name, the configuration; name the others: "
+            f"flatout.{verb}({values})"
+        )
+
+
 def resolve_config(
     config: ConfigLike, settings: Mapping[str, Any], *, model: Any = None, tokenizer: Any = None, data: Any = None
 ) -> Config:
@@ -57,7 +70,7 @@ def resolve_config(
     """
     origin = str(config) if isinstance(config, str | Path) else "config"
     if isinstance(config, str | Path):
-        values = long_forms(load_values(Path(config)))
+        values = long_forms(load_values(Path(config), settings))
     elif isinstance(config, Config):
         values = config.model_dump(mode="json", exclude_unset=True)
     else:
@@ -94,7 +107,7 @@ def _merged(old: Any, new: Any) -> Any:
 @spelled_for(Caller("python", ("train",)))
 def train(
     config: ConfigLike = None,
-    *,
+    *unnamed: Any,
     model: Any = None,
     tokenizer: Any = None,
     data: Any = None,
@@ -114,6 +127,7 @@ def train(
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
     """
+    refuse_unnamed("train", config, unnamed)
     callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
     listed: Sequence[object] = callbacks if isinstance(callbacks, list) else [callbacks]
     if odd := [one for one in listed if listed is not callbacks or not isinstance(one, Callback)]:
@@ -131,7 +145,7 @@ def train(
 
         with _TRAINS, _without_bars():
             return Run(train_here(resolved, callbacks=callbacks).folder)
-    DurableIO().make_dir(resolved.folder)
+    run_identity(resolved.folder)
     file, text = resolved.folder / "python.yaml", dump_config(resolved, only_given=True)
     if redacted(text) != text:
         raise UsageError("config: an address contains a password, which would be written to disk; remove it")
@@ -196,7 +210,8 @@ def start_ranks(
     rendezvous: Rendezvous
     with ExitStack() as stack:
         if nodes.index == 0:
-            # refuse a second run here, before it touches the logs of the first
+            # refuse another program's folder and a second run here, before the logs of the first are touched
+            run_identity(config.folder)
             with RunLock(config.folder):
                 pass
             # the run lives on between two attempts
@@ -226,7 +241,7 @@ class _Following(Thread):
 
     def __init__(self, folder: Path, callbacks: Sequence[Callback]) -> None:
         super().__init__(daemon=True)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._folder, self._callbacks, self._is_over = folder, callbacks, Event()
         self._started_at = time.time()
         paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
@@ -251,8 +266,8 @@ class _Following(Thread):
             self._deliver()
             if (end := read_side_files(self._folder).end) is not None and end.ended_at >= self._started_at:
                 self._call(lambda callback: callback.on_end(end))
-        except Exception as error:  # noqa: BLE001  (a user's callback may raise anything; train() raises it)
-            self.error = error
+        except OF_OWN_CODE as error:  # a user's callback may raise anything; train() raises it
+            self.error = exit_refused(error) or error
             # the supervisor handles it: the ranks save and stop
             if not self._is_over.is_set() and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
                 signal.raise_signal(signal.SIGTERM)

@@ -1,12 +1,10 @@
-"""A checkpoint's manifest (which run wrote it, its files and their hashes), the check of the files, the run's id."""
+"""A checkpoint's manifest (which run wrote it, its files and their hashes), and the check of the files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import platform
-import re
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +20,11 @@ from flatout import __version__
 from flatout.checkpoint.final import MANIFEST_NAME
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
 from flatout.errors import CheckpointError
-from flatout.io.durable_io import DurableIO, FileFacts, digest
-from flatout.io.json_file import encode_json, now_utc, read_json, validated
+from flatout.io.durable_io import FileFacts, digest
+from flatout.io.json_file import encode_json, read_json, validated
 from flatout.parallel.rank import Rank
 
 FORMAT_VERSION = 3
-RUN_NAME = "run.json"
 
 # plain names only, so that a manifest cannot point outside its folder
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -142,27 +139,3 @@ def refuse_other_save(path: Path, identity: Any, manifest: Manifest) -> None:
         identity = {key: identity.get(key) for key in expected}
     if identity != expected:
         raise CheckpointError(f"{path}: it belongs to a different save: found {identity}, expected {expected}")
-
-
-def run_identity(run_dir: Path, durable_io: DurableIO) -> str:
-    """Return the run's id from `run_dir/run.json`, which is created on first use.
-
-    Raises CheckpointError when the file is damaged, or missing although there are checkpoints.
-    """
-    path = run_dir / RUN_NAME
-    if path.exists():
-        content = read_json(path)
-        run_id = content.get("run_id") if isinstance(content, dict) else None
-        if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-f]{8,32}", run_id):
-            raise CheckpointError(f"{path}: run_id: found {run_id!r}, expected 8 to 32 hex digits")
-        return run_id
-    # a crash cannot cause this: run.json is written before the first checkpoint
-    orphans = sorted(run_dir.glob(f"checkpoints/step-*/{MANIFEST_NAME}"))
-    if orphans:
-        raise CheckpointError(
-            f'{path}: missing, though there are checkpoints; restore it as {{"run_id": the run_id in {orphans[-1]}}}, '
-            "or move the checkpoints folder away to start over"
-        )
-    run_id = secrets.token_hex(8)
-    durable_io.write_json(path, {"run_id": run_id, "created": now_utc()})
-    return run_id

@@ -18,19 +18,18 @@ from torch import Tensor
 
 from flatout.checkpoint.final import MANIFEST_NAME
 from flatout.checkpoint.manifest import (
-    RUN_NAME,
     Manifest,
     OtherFormatError,
     encode_manifest,
     read_manifest,
     refuse_other_save,
-    run_identity,
     shares,
     verify_files,
     versions,
 )
 from flatout.checkpoint.read import PLACES, CheckpointTensors, SavedCheckpoint, kind_of
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, encode_tensors
+from flatout.config.folders import RUN_NAME, mark_run, run_identity
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import DurableIO, FileFacts
 from flatout.io.json_file import encode_json, now_utc, read_json
@@ -234,8 +233,7 @@ class Checkpoints:
             self._verified.clear()
         self._durable_io.make_dir(self.folder)
         if self._run_id and not (self._run_dir / RUN_NAME).exists():
-            identity = {"run_id": self._run_id, "created": now_utc()}
-            self._durable_io.write_json(self._run_dir / RUN_NAME, identity)
+            mark_run(self._run_dir, self._run_id, self._durable_io)
         for path in sorted(self.folder.glob("step-*")):
             if _DEBRIS.fullmatch(path.name):
                 self._on_event("removed", {"path": str(path), "why": "left over from an unfinished save or removal"})

@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.init import write_new
+from flatout.cli.init import require_yaml, write_new
 from flatout.cli.screen import rows
 from flatout.compat.axolotl import translate_axolotl
 from flatout.compat.command import Command, read_command
 from flatout.compat.llamafactory import translate_llamafactory
-from flatout.compat.preference import SYSTEMS, method_of
+from flatout.compat.preference import SYSTEMS, method_of, refuse_rollouts
+from flatout.compat.script_calls import read_script, translate_script
 from flatout.compat.swift import translate_swift, translate_swift_sft
 from flatout.compat.training_arguments import translate_training_arguments
 from flatout.compat.translation import Translation
 from flatout.compat.trl import translate_trl
-from flatout.config.read import ROW_TYPES, dump_config, load_values, make_config
+from flatout.config.read import ROW_TYPES, dump_config, make_config, merge_overrides, read_yaml
 from flatout.config.schema import Config
+from flatout.config.shortcuts import long_forms
 from flatout.errors import UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
@@ -48,9 +50,8 @@ _NEEDED = frozenset(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "file", type=Path, help="YAML or JSON of the other trainer, or a script with its `trl` or `swift` command"
-    )
+    what = "YAML or JSON of the other trainer, a script with its `trl` or `swift` command, or Python (it is not run)"
+    parser.add_argument("file", type=Path, help=what)
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
     parser.add_argument("--from", dest="system", choices=_SYSTEMS, help="system of FILE, if not recognized")
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ProblemsError with every name that is refused, or every setting that does not fit the others.
     """
+    if args.to is not None:
+        require_yaml(args.to)
     command = _read(args.file)
     given = command.values
     left_out = [name for name in args.without.split(",") if name]
@@ -71,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     system = (
         args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     )
+    refuse_rollouts(str(args.file), *given, *(given.get(name) for name in ("rl", "rlhf_type", "stage")))
     if system is None:
         raise _of_no_system(args.file, given)
     _find_deepspeed(given, args.file.parent)
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     num_gpus = int(command.num_ranks) if args.gpus is None else args.gpus
     if num_gpus < 1:
         raise UsageError(f"{args.file}: {num_gpus} GPUs; give --gpus N, of all nodes, at least 1")
-    translation = _translate(system, given, num_gpus, args.file.parent)
+    translation = _translate(system, command, num_gpus, args.file.parent)
     # what needs a decision stands first
     outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
@@ -89,17 +93,15 @@ def run(args: argparse.Namespace) -> int:
     table += [
         (name, f"not converted: it does not train{ours and f'; see {ours}'}") for name, ours in command.beside.items()
     ]
-    print(
-        rows(table, 32),
-        file=sys.stdout if args.to else sys.stderr,
-    )
+    print(rows(table, 32), file=sys.stdout if args.to else sys.stderr)
     settings = translation.checked(str(args.file), _without(translation, given, args.without))
     template = settings.get("data", {}).get("template") or ""
     if "{%" in template:  # text of a template
         if args.to is None:
             raise UsageError(f"{args.file}: the chat template is written to a file beside the YAML: give --to OUT.yaml")
         settings["data"]["template"] = str(args.to.with_suffix(".jinja"))
-    config = make_config(settings, args.overrides, origin=str(args.file), folder=args.file.parent)
+    settings, overrides = _with_rows(settings, args.overrides)
+    config = make_config(settings, overrides, origin=str(args.file), folder=args.file.parent)
     checks = [f"CHECK {outcome.name}: {outcome.note}" for outcome in translation.outcomes if outcome.check]
     intro = [f"Translated by `flatout convert` from {args.file} ({system}).", *checks]
     comment = "".join(textwrap.fill(line, 118, initial_indent="# ", subsequent_indent="#   ") + "\n" for line in intro)
@@ -109,8 +111,19 @@ def run(args: argparse.Namespace) -> int:
     write_new(args.to, comment + dump_config(config, only_given=True))
     if "{%" in template:
         write_new(args.to.with_suffix(".jinja"), template)
-    print(f"wrote {args.to}; next: flatout plan {args.to}")
+    print(f"wrote {args.to}; next: flatout plan {shlex.quote(str(args.to))}")
     return 0
+
+
+def _with_rows(settings: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with the rows of a `data=FILE`, which are read as the translated ones, and the others."""
+    rows_given = [text for text in overrides if text.startswith("data=")]
+    if len(rows_given) != 1:
+        return settings, overrides
+    data = long_forms(merge_overrides({}, rows_given)[0])["data"]
+    return {**settings, "data": {**settings.get("data", {}), **data}}, [
+        one for one in overrides if one not in rows_given
+    ]
 
 
 def _read(file: Path) -> Command:
@@ -129,7 +142,12 @@ def _read(file: Path) -> Command:
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)
-    return read_command(file) if file.suffix == ".sh" else Command(load_values(file))
+    if file.suffix == ".ipynb":
+        raise UsageError(f"{file}: a notebook; write its code into a script: jupyter nbconvert --to script {file}")
+    if file.suffix == ".py":
+        values, calls = read_script(file)
+        return Command(values, "script", calls=calls)
+    return read_command(file) if file.suffix == ".sh" else Command(read_yaml(file))
 
 
 def _of_no_system(file: Path, given: Mapping[str, Any]) -> UsageError:
@@ -178,7 +196,8 @@ def _remove(given: dict[str, Any], name: str, file: Path) -> None:
     del given[last]
 
 
-def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Path) -> Translation:
+def _translate(system: str, command: Command, num_gpus: int, folder: Path) -> Translation:
+    given = command.values
     if system == "axolotl":
         return translate_axolotl(given, num_gpus)
     if system == "llama-factory":
@@ -187,6 +206,8 @@ def _translate(system: str, given: Mapping[str, Any], num_gpus: int, folder: Pat
         return translate_swift(given, num_gpus)
     if system.startswith("ms-swift"):
         return translate_swift_sft(given, num_gpus, is_pretraining=system == "ms-swift-pt")
+    if system == "script":
+        return translate_script(given, command.calls, num_gpus)
     if system.startswith("trl"):
         return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
     return translate_training_arguments(given, num_gpus=num_gpus)

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--empty-reasoning", help="train or mask: an empty <think></think> before an answer")
     add("--lost-reasoning", help="split, mask or train: how to treat answers whose reasoning the template drops")
     add("--end-of-turn", help="text that ends an answer, if the template writes none; none: no text")
-    add("--special-tokens", help="keep or text: how to read special tokens in plain text")
+    add("--special-tokens", help="keep or text: how to read special tokens in texts")
     add("--loss-type", help="response_only or all")
     add("--max-tokens", type=int, help="maximum tokens per sample (2048); 0: no limit")
     add("--too-long", help="auto, error, drop, truncate or split")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 
@@ -53,8 +54,8 @@ def _run_shapes(args: argparse.Namespace) -> int:
     console.print(f"\n{num_right} of {len(seen)} right ({num_right / len(seen):.1%}){verdict}")
     console.print(f"{result.progress.step:,} steps; {time.perf_counter() - started:.0f} s in all")
     picture = args.out / PICTURES_DIR / "000.png"
-    asked = f"flatout chat {result.folder} --image {picture} --prompt 'What is shown?'"
-    console.print(f"\nAsk it: {asked}", soft_wrap=True)
+    asked = shlex.join(["chat", str(result.folder), "--image", str(picture), "--prompt", "What is shown?"])
+    console.print(f"\nAsk it: flatout {asked}", markup=False, soft_wrap=True)
     return 1 if verdict else 0
 
 
@@ -98,5 +99,6 @@ def _run_conversations(args: argparse.Namespace) -> int:
     table.add_row("total time", f"{time.perf_counter() - started:.0f} s")
     table.add_row("run folder", str(result.folder))
     console.print(table)
-    console.print(f"\nTalk to it: flatout chat {result.folder}")
+    talk = shlex.join(["chat", str(result.folder)])
+    console.print(f"\nTalk to it: flatout {talk}", markup=False, soft_wrap=True)
     return 0 if halved and all(item.right for item in marked) else 1

@@ -141,6 +141,7 @@ def _score_answers(
 
 def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts: dict[str, Any]) -> None:
     """Score pairs, or texts with labels, print how many are right and write it. Rows are read as the run's were."""
+    from flatout.config.folders import is_run_folder
     from flatout.config.read import load_config
     from flatout.config.schema import DataConfig
     from flatout.data.build import open_or_build
@@ -151,7 +152,7 @@ def _score_rows(args: argparse.Namespace, model: Any, trained: ModelPaths, facts
         raise UsageError(f"--rows: {args.target} generates text and gives no scores; use --answers or --tasks")
     labels = [str(model.config.id2label[index]) for index in range(model.config.num_labels)]
     file, known, source = Path(args.target) / "config.yaml", dict[str, Any](), dict[str, Any]()
-    if file.is_file():
+    if is_run_folder(file.parent):
         data = load_config(file).data
         known = data.model_dump(include=_OF_ROWS, exclude_unset=True)
         source = data.sources[0].model_dump(include={"columns", "keys", "roles", "system"}) if data.sources else {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.cli.screen import COLUMN_FORM, pairs_of, with_columns
+from flatout.config.read import YAML_TYPES
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
+    require_yaml(path)
     _require_local(args.data, model)
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
@@ -63,12 +65,13 @@ def run(args: argparse.Namespace) -> int:
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
     config = config.model_copy(update={"data": _with_columns(config.data, args)})
+    file = shlex.quote(str(path))
     intro = [
         "Written by `flatout init`; `--all` writes more settings. [] shows the allowed values.",
         "Where a comment names no default, the value is the default and you can delete the line.",
-        f"  flatout plan {path}      print what the run will do, without a GPU",
-        f"  flatout train {path}     train; run the same command again to resume",
-        f"  flatout train {path} optim.lr=1e-4 batch.epochs=2     change settings for one run",
+        f"  flatout plan {file}      print what the run will do, without a GPU",
+        f"  flatout train {file}     train; run the same command again to resume",
+        f"  flatout train {file} optim.lr=1e-4 batch.epochs=2     change settings for one run",
     ]
     if model is None:
         back = [f"{name}: {default}" for name, default in changed_settings(config) if not name.startswith(OF_ANY_MODEL)]
@@ -104,10 +107,11 @@ def _require_local(data: str | None, model: str | None) -> None:
 
 def _next(path: Path, data: str | None, model: str | None) -> str:
     """Return what to do with the file that was written."""
+    file = shlex.quote(str(path))
     if data is not None and _is_name(data) and data not in registry.load(DataConfig().root):
-        build = f"flatout data build FILE --tokenizer {model} --name {data}"
-        return f"data set {data} is not built; wrote {path}; next: {build}, then flatout plan {path}"
-    return f"wrote {path}; next: flatout plan {path}, then flatout train {path}"
+        build = f"flatout data build FILE --tokenizer {shlex.quote(str(model))} --name {data}"
+        return f"data set {data} is not built; wrote {path}; next: {build}, then flatout plan {file}"
+    return f"wrote {path}; next: flatout plan {file}, then flatout train {file}"
 
 
 def _is_name(data: str) -> bool:
@@ -172,6 +176,14 @@ def _names_all(file: Path, columns: Iterable[str]) -> bool:
     with file.open("rb") as lines:
         first = lines.readline(1 << 20)
     return all(column.encode() in first for column in columns)
+
+
+def require_yaml(path: Path) -> None:
+    """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
+    if path.suffix not in YAML_TYPES:
+        named = path.with_suffix(".yaml")
+        step = next_steps((shlex.join([str(named), "instead", "of", str(path)]), ""))
+        raise UsageError(f"{path}: a configuration is YAML; name it {named}{step}")
 
 
 def write_new(path: Path, text: str) -> None:

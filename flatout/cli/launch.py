@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from flatout.cli.init import write_new
 from flatout.config.read import load_config
 from flatout.errors import UsageError
-from flatout.io.durable_io import DurableIO
 from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
 
 
@@ -67,6 +67,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         print(text, end="")
         return 0
-    DurableIO().write_bytes(args.out, text.encode())
+    write_new(args.out, text)
     print(f"wrote {args.out}; nothing was submitted. Check it, then run: {submit} {args.out}")
     return 0

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flatout import __version__
 from flatout.cli.parser import Parser, arguments_of, example_of, options_of
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import FlatoutError, PreemptedError, UsageError, next_steps
+from flatout.errors import FlatoutError, PreemptedError, UsageError, exits_refused, next_steps
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
@@ -30,7 +30,7 @@ from flatout.track.tolerant_stream import tolerant_output
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented config file that runs unmodified",
-    "convert": "translate a config from Axolotl, LLaMA-Factory, ms-swift, TRL or TrainingArguments",
+    "convert": "translate a config or script from Axolotl, LLaMA-Factory, ms-swift, TRL or Unsloth",
     "data": "build, show or list tokenized data sets",
     "plan": "print what a run will do, without a GPU",
     "verify": "check that packing, accumulation, ranks and strategies do not change this run's step",
@@ -78,7 +78,7 @@ GROUPS = {
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
 _NEED_A_FILE = ("convert",)
 LONGEST_LINE = 700
-OVERRIDE = re.compile(r"[a-z_]+(\.[a-z0-9_]+)*=")
+OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 # in the place of a configuration file: all settings are on the command line
 NO_FILE = "-"
 
@@ -136,7 +136,8 @@ def _parse_and_run(argv: list[str]) -> int:
         parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[:1] != "-"]
         _refuse_unknown_options(argv, parser, subparser)
     args = parser.parse_args(argv)
-    return int(module.run(args))
+    with exits_refused():
+        return int(module.run(args))
 
 
 def _overview() -> str:
@@ -148,15 +149,16 @@ def _overview() -> str:
 
 
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
+    from flatout.config.folders import is_run_folder  # lazy, so that --help stays instant
+
     run = Path(*argv[1:2])
-    settings = (run if (run / "config.yaml").is_file() else Path("runs") / run) / "config.yaml"
+    settings = (run if is_run_folder(run) else Path("runs") / run) / "config.yaml"
     if argv[0] in ("resume", "continue", "restart"):
-        known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
+        known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml") if is_run_folder(file.parent))
         if argv[1:] and not settings.is_file() and known:
-            step = next_steps((f"train runs/{known[0]}/config.yaml instead of {shlex.join(argv[:2])}", "for example"))
             raise UsageError(
                 f"there is no run {argv[1]}, and no verb {argv[0]!r}: training a run's config.yaml continues it; the "
-                f"runs here: {', '.join(known[:8])}{step}"
+                f"runs here: {', '.join(known[:8])}"
             )
         step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
         raise UsageError(

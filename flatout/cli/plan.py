@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
             if not name and args.measured is None:
                 return changed, *plan_at_hand(changed, reporter, rank)
             device = _device(changed, name, args.measured)
-            return changed, plan_run(changed, reporter, rank, device), None
+            # `memory` is each GPU's, and not that of the CPU that makes the plan
+            own = changed.model_copy(update={"memory": "auto"}) if name == "all" else changed
+            return changed, plan_run(own, reporter, rank, device), None
 
     config, planned, why_not = with_columns(plan_with, config.data, takes=args.yes)
     from flatout.trainer.preview import fit_devices, summarize_plan

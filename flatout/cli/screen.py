@@ -101,17 +101,17 @@ def _agrees(question: str) -> bool:
 
 
 def run_folder(name: str) -> Path:
-    """Return the folder of a run that an argument names. Raises UsageError as `find_run` does."""
+    """Return the folder of a run that an argument names, to read it. Raises UsageError as `find_run` does."""
     from flatout.view.open_runs import find_run  # lazy, so that --help stays instant
 
     return find_run(name)
 
 
-def run_to_publish(name: str) -> Path:
-    """Return the folder of a run as `run_folder` does, without another run as an example."""
+def run_to_send(name: str) -> Path:
+    """Return the folder of a run as `run_folder` does; no other run is proposed, which nobody meant to send."""
     from flatout.view.open_runs import find_run  # lazy, as above
 
-    return find_run(name, is_published=True)
+    return find_run(name, proposes="none")
 
 
 def model_target(name: str) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.cli.screen import run_folder
-from flatout.errors import DataError, reason_of
+from flatout.errors import DataError, counted, reason_of
 from flatout.io.redact import printable
 from flatout.track.callback import deliver
 from flatout.track.console import ConsoleCallback
@@ -133,7 +133,7 @@ def _head(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
         yield "run", str(log.folder)
     else:
         device = start.gpus[0].name if start.gpus else start.device
-        yield "run", f"{start.name}  {start.method}  {start.num_ranks} rank(s) on {device}  {start.model}"
+        yield "run", f"{start.name}  {start.method}  {counted(start.num_ranks, 'rank')} on {device}  {start.model}"
     if last is not None:
         left = "" if log.end else f"  {short_time(last.eta_s)} left"
         bar = Table.grid(padding=(0, 1))

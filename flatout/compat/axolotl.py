@@ -17,7 +17,7 @@ from flatout.compat.training_arguments import (
     warmup,
 )
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
-from flatout.compat.trl import SHARED, held_out, lora_rules, template
+from flatout.compat.trl import SHARED, held_out, lora_rules, names_of, template
 from flatout.config.data import KeyMeaning
 from flatout.data.rows.formats.keys import TRAIN_KEYS
 
@@ -199,9 +199,11 @@ def _batch(given: Given) -> Became:
 
 
 def _modules(given: Given) -> Became:
-    if given.all.get("lora_target_linear") and not {"lm_head", "embed_tokens"} & set(given.value):
-        return Became(note="part of lora_target_linear")
-    return _LORA["lora_target_modules"](given)
+    modules = given.all.get("lora_target_modules") or ()
+    if not (given.all.get("lora_target_linear") and _is_lora(given.all)) or {"lm_head", "embed_tokens"} & {*modules}:
+        return _LORA["lora_target_modules"](given)
+    experts = names_of(given.all.get("lora_target_parameters") or [])
+    return Became({"lora.targets": ["all-linear", *experts] if experts else "all-linear"})
 
 
 def _class_name(given: Given) -> Became:
@@ -227,15 +229,12 @@ AXOLOTL: Mapping[str, Rule] = {
     "freeze_mm_modules": _pictures_frozen,
     **t.each("model_config overrides_of_model_config", t.nested(
         {"output_router_logits": t.switch({"experts.balance_loss": "model"})})),
-    "lora_target_modules": _modules,
+    **t.each("lora_target_modules lora_target_linear lora_target_parameters", _modules),
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
     "warmup_ratio": lambda given: warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
     "revision_of_model": MODEL_ARGUMENTS["revision"],
     **t.each("model_type tokenizer_type", _class_name),
     "adapter": _adapter,
-    "lora_target_linear": lambda given: Became(
-        {"lora.targets": "all-linear"} if given.value and _is_lora(given.all) else {}
-    ),
     "datasets": _sources,
     "chat_template": template(_TEMPLATES),
     "chat_template_jinja": template({}),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flatout.compat.preference import SYSTEMS
+from flatout.compat.preference import SYSTEMS, refuse_rollouts
 from flatout.compat.shell import assignments, commands_of, plain, replaced
-from flatout.config.read import load_values
+from flatout.config.read import read_yaml
 from flatout.errors import UsageError
 
 # a trainer's command -> the system that `flatout convert` translates; TRL has a script of each name too
@@ -38,13 +38,15 @@ _PICTURES = {"MAX_PIXELS", "VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX
 class Command:
     """A trainer's command: its options and their values, its system, and its ranks in the script's own words.
 
-    `beside` names commands of the same programs that train nothing, and what does the same here.
+    `beside` names commands of the same programs that train nothing, and what does the same here; `calls` are the names
+    of what a Python script calls.
     """
 
     values: dict[str, Any]
     system: str = ""
     num_ranks: str = "1"
     beside: Mapping[str, str] = field(default_factory=dict)
+    calls: Set[str] = frozenset()
 
 
 def read_command(file: Path) -> Command:
@@ -74,6 +76,7 @@ def read_command(file: Path) -> Command:
         names = " and ".join(name for name, _ in commands)
         raise UsageError(f"{file}: starts {names}; a configuration is of one run: leave one of them in the file")
     name, words = commands[0] if commands else ("", [])
+    refuse_rollouts(str(file), *name.split())
     if name not in _KNOWN:
         what = f"{name} is not supported" if commands else "starts no trainer"
         raise UsageError(
@@ -85,7 +88,7 @@ def read_command(file: Path) -> Command:
         config = values.pop("config")
         if not isinstance(config, str):
             raise UsageError(f"{file}: --config: expected one file, found {config!r:.60}")
-        values = {**load_values(file.parent / config), **values}
+        values = {**read_yaml(file.parent / config), **values}
     nodes, ranks = _NODES.search(launch), _RANKS.search(launch)
     unknown = "in the --config_file of accelerate" if "--config_file" in launch else "1"
     return Command(values, _KNOWN[name], nodes[0] if nodes else ranks[1] if ranks else unknown, beside)

@@ -191,6 +191,8 @@ def _stage(given: Given) -> Became:
 
 
 def _adapter(given: Given) -> Became:
+    if len(names_of(given.value)) > 1:
+        raise RefusedError("one adapter is trained on; merge the others into the model first: flatout merge")
     loss = given.all.get("pref_loss") if given.all.get("stage") == "dpo" else given.all.get("stage")
     has_reference = loss in ("sigmoid", "ipo", "kto")
     note = "the reference is the model without this adapter there, with it here" if has_reference else ""

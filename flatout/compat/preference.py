@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from flatout.compat import translation as t
 from flatout.compat.training_arguments import TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
 from flatout.compat.translation import Became, Given, RefusedError, Rule
-from flatout.config.objective import OBJECTIVES
+from flatout.config.objective import NO_ROLLOUTS, OBJECTIVES, ROLLOUTS
 from flatout.errors import UsageError
 
 # TRL's trainer -> its losses, and the kind of objective that each is; the first is the default
@@ -87,6 +88,18 @@ def method_of(given: Mapping[str, Any]) -> str:
     if not method and "beta" in given:
         raise UsageError(f"beta is read by several trainers of TRL; name yours by --from {'|'.join(SYSTEMS)}")
     return method
+
+
+# names that only trainers of rollouts have
+_OF_ROLLOUTS = {"num_generations", "reward_funcs", "num_ppo_epochs", "rloo_k", "epsilon_high", "num_sample_generations"}
+
+
+def refuse_rollouts(where: str, *names: object) -> None:
+    """Raise UsageError if a name is that of training on answers that the model writes meanwhile."""
+    for name in names:
+        plain = re.sub("(config|trainer)$", "", str(name).lower())
+        if name in _OF_ROLLOUTS or {plain, plain.replace("dpo", "_dpo")} & ROLLOUTS:
+            raise UsageError(f"{where}: {name}: this {NO_ROLLOUTS}; rows with answers or pairs: docs/preference.md")
 
 
 def require_kind(kind: str) -> str:

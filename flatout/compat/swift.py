@@ -19,7 +19,7 @@ from flatout.compat.training_arguments import (
     evaluation,
 )
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
-from flatout.compat.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, names_of, template
+from flatout.compat.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, names_of, template, with_experts
 
 # its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
 METHODS: Mapping[str, tuple[str, str]] = {
@@ -150,7 +150,9 @@ def _reference(given: Given) -> Became:
 
 
 def _targets(given: Given) -> Became:
-    names = [name.strip() for name in names_of(given.value)]
+    if given.all.get("target_parameters"):
+        return with_experts("target_modules", "target_parameters")(given)
+    names = [name.strip() for name in names_of(given.all.get("target_modules") or "all-linear")]
     return Became({"lora.targets": "all-linear" if names == ["all-linear"] else names})
 
 
@@ -174,11 +176,11 @@ def _bits(given: Given) -> Became:
 def _lora(is_lora: bool) -> dict[str, Rule]:
     unread = t.any_value("read only with LoRA")
     own: dict[str, Rule] = {
-        "target_modules": _targets,
+        **t.each("target_modules target_parameters", _targets),
         "init_weights": t.only((True,), "B starts at zero; other starts are not supported"),
         "lora_dtype": t.any_value("adapters are trained in fp32"),
         "lorap_lr_ratio": t.off("one learning rate for A and B"),
-        **t.each("target_regex target_parameters", t.off("name the layers by target_modules")),
+        "target_regex": t.off("name the layers by target_modules"),
     }
     return own if is_lora else dict.fromkeys(own, unread)
 

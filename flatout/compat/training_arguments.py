@@ -148,9 +148,9 @@ def report_to(given: Given) -> Became:
     """Translate names of trackers; the run folder and the report are always written."""
     names = [given.value] if isinstance(given.value, str) else list(given.value)
     names = [name for name in names if name not in ("none", "None")]
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise RefusedError(f"{unknown[0]!r:.40} is not supported; name some of {', '.join(TRACKERS)}, or none")
-    return Became({"track.to": [TRACKERS[name] for name in names]})
+    unknown = [str(name) for name in names if name not in TRACKERS]
+    note = f"no figures are sent to {', '.join(unknown)}; there are {', '.join(TRACKERS)}" if unknown else ""
+    return Became({"track.to": [TRACKERS[name] for name in names if name in TRACKERS]}, note, check=bool(unknown))
 
 
 def run_name(given: Given) -> Became:

@@ -18,6 +18,19 @@ class RefusedError(Exception):
     """flatout cannot honour a value; the text says why and what to do."""
 
 
+class Unread:
+    """Stands for a value that is not known: a rule that looks at it is refused, with the reason."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RefusedError(self.why)
+
+    __bool__ = __eq__ = __hash__ = __str__ = __repr__ = __float__ = __int__ = __iter__ = __len__ = _refuse
+    __getattr__ = __getitem__ = __contains__ = __lt__ = __gt__ = __le__ = __ge__ = __add__ = __mul__ = _refuse
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """What a rule sees: one name and its value, and `all` values with the defaults of their system."""
@@ -143,14 +156,17 @@ def translate(
 
 def _apply(table: Mapping[str, Rule], given: Given, shown: str | None) -> Outcome:
     name, rule = shown or given.name, table.get(given.name)
-    if rule is None:
+    if rule is None and not isinstance(given.value, Unread):
         near = difflib.get_close_matches(given.name, table, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "remove it if it does not change the training"
         return Outcome(name, "refused", {}, f"unknown here; {hint}")
     try:
-        became = rule(given)
+        became = rule(given) if rule else Became({name: given.value})
+        for value in became.settings.values():
+            if isinstance(value, Unread):
+                str(value)
     except RefusedError as reason:
-        return Outcome(name, "refused", {}, str(reason))
+        return Outcome(name, "refused", {}, given.value.why if isinstance(given.value, Unread) else str(reason))
     except (AttributeError, KeyError, TypeError, ValueError):  # a value of another form than its system documents
         return Outcome(name, "refused", {}, f"{given.value!r:.60} has a form that is not known here")
     kind: Literal["translated", "already so"] = "translated" if became.settings else "already so"

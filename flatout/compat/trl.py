@@ -19,7 +19,8 @@ from flatout.compat.training_arguments import (
 )
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 
-_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora lora_target_modules"
+_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora"
+_TARGETS = ("lora_target_modules", "lora_target_parameters")
 
 
 def names_of(value: object) -> list[str]:
@@ -36,6 +37,19 @@ def saved_modules(given: Given) -> Became:
     return Became({"lora.modules_to_save": names, "lora.keep_tied": tying})
 
 
+def with_experts(modules: str, parameters: str) -> Rule:
+    """Translate names of linear layers, and beside them the fused matrices of experts, as PEFT's target_parameters."""
+
+    def rule(given: Given) -> Became:
+        layers, experts = given.all.get(modules), given.all.get(parameters)
+        if not experts:
+            return Became({"lora.targets": layers} if layers else {})
+        named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+        return Became({"lora.targets": [*named, *names_of(experts)]})
+
+    return rule
+
+
 def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
     """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
 
@@ -46,7 +60,7 @@ def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
         **t.renamed(_SHAPE),
         "lora_bias": t.only(("none",), "biases are not trained"),
         **t.each("lora_modules_to_save modules_to_save", saved_modules),
-        "lora_target_parameters": t.off("only linear layers get adapters"),
+        **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
         "init_lora_weights": t.only((True,), "B starts at zero; other starts are not supported"),
         **t.each("lora_task_type lora_fan_in_fan_out lora_on_cpu", t.any_value("read from the model")),
         **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),
@@ -96,7 +110,7 @@ def template(names: Mapping[str, str | None]) -> Rule:
             family = re.match("[a-z]{3,}", text)
             # a checkpoint's folder tells no family
             is_its_own = family and (family[0] in model.lower() or (_is_folder(model) and family[0] in _FAMILIES))
-            if is_its_own and not re.search("vl|vision|omni|audio", text):
+            if is_its_own and all(kind in model.lower() for kind in re.findall("vl|vision|omni|audio", text)):
                 return Became({}, OWN_TEMPLATE, check=True)
             known = ", ".join(names)
             raise RefusedError(f"{text!r:.40} is not one of {known}; leave it out to use the tokenizer's own")
@@ -106,7 +120,7 @@ def template(names: Mapping[str, str | None]) -> Rule:
     return rule
 
 
-_OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
+OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
 # an entry of `datasets` or of `dataset_mixture` -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
     **t.each("path id", t.to("path")),
@@ -191,7 +205,7 @@ TRL: Mapping[str, Rule] = {
     "model_revision": MODEL_ARGUMENTS["revision"],
     "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
     "tokenizer_name_or_path": _tokenizer,
-    **t.each(_OF_DATA + " dataset_text_field", _sources),
+    **t.each(OF_DATA + " dataset_text_field", _sources),
     "callbacks": _callbacks,
     "dataset_test_split": _evaluates,
     **evaluation(
@@ -212,11 +226,11 @@ def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "")
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
         defaults.pop("max_length")
-    table = {**TRL, **rules_of_method(method), **_judged(row_format(method))} if method else TRL
+    table = {**TRL, **rules_of_method(method), **judged(row_format(method))} if method else TRL
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
 
 
-def _judged(name: str) -> dict[str, Rule]:
+def judged(name: str) -> dict[str, Rule]:
     """Return the rules of data sets whose rows have this format."""
 
     def rule(given: Given) -> Became:
@@ -224,4 +238,4 @@ def _judged(name: str) -> dict[str, Rule]:
         sources = [{**source, "format": name} for source in became.get("data.sources", ())]
         return Became({**became, **({"data.sources": sources} if sources else {})})
 
-    return t.each(_OF_DATA + " dataset_mixture", rule)
+    return t.each(OF_DATA + " dataset_mixture", rule)

@@ -126,8 +126,9 @@ class DataConfig(Section):
     to the last answer of a row. null: the template's end of turn, or the marker of the next turn; none: no such text.
     If the template has an end of turn, another value is an error."""
     special_tokens: Literal["keep", "text"] | None = None
-    """Special tokens written in plain text (text, prompt/completion): keep them as tokens, or tokenize them as text, as
-    in chats; null: text, but the build stops if too many rows contain them."""
+    """Special tokens in the texts of rows. keep: read them as tokens in plain texts (text, prompt/completion) and, with
+    template: plain, in all rows, to which nothing is added; text: tokenize them as text; null: text, but the build
+    stops if too many rows contain them."""
     loss_type: Literal["response_only", "all"] = "response_only"
     """Tokens in the loss. response_only: each assistant turn with its end-of-turn token; all: every token."""
     max_tokens: int | None = Field(default=2048, ge=2)

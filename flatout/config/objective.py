@@ -29,7 +29,9 @@ NO_MOVING = (
 )
 
 # methods of other trainers, some of whose names are near to one of ours
-_OF_OTHERS = frozenset({"ppo", "grpo", "rloo", "gkd", "nash_md", "xpo", "bco", "prm", "alignprop", "gspo", "dapo"})
+ROLLOUTS = frozenset({"ppo", "grpo", "dr_grpo", "async_grpo", "gspo", "dapo", "rloo", "online_dpo", "nash_md", "xpo"})
+NO_ROLLOUTS = "trains on answers that the model writes meanwhile (rollouts), which flatout does not do"
+_OF_OTHERS = ROLLOUTS | {"gkd", "bco", "prm", "alignprop"}
 # kind -> module and class below flatout.objectives, whose fields are the kind's settings
 OBJECTIVES: Mapping[str, str] = MappingProxyType(
     {
@@ -130,9 +132,10 @@ class ObjectiveConfig(Section):
             return self
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
-            if self.kind.lower() in _OF_OTHERS:
+            if (other := self.kind.lower().replace("-", "_")) in _OF_OTHERS:
                 meant = "leave it out, or for rows with chosen and rejected answers set objective: dpo"
-                hint = f"is not offered; {meant}; known: {names}"
+                said = f"{NO_ROLLOUTS}; {meant}" if other in ROLLOUTS else f"is not offered; {meant}"
+                hint = f"{said}; known: {names}"
             else:
                 near = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1)
                 hint = f"is unknown; {f'set objective: {near[0]}' if near else f'known: {names}'}"

@@ -99,6 +99,9 @@ def _unknown_key(item: Any, given: Mapping[str, str], settings: Mapping[str, Any
     if len(item["loc"]) == 1 and "." in name and name in dotted_names():
         section, _, last = name.partition(".")
         return f"{name}: in a file, a section holds its settings: {section}: {{{last}: {value}}}"
+    key, colon, rest = str(item["loc"][-1]).partition(":")
+    if colon and rest and item["input"] is None:
+        return f"{name.removesuffix(colon + rest)}: YAML needs a blank after the colon: {key}: {rest}"
     ours = our_name(name, value, settings=settings)
     if ours is None:
         return f"{name}: unknown key; leave it out (`flatout init --all` writes all known keys)"
@@ -241,7 +244,8 @@ def _name_of(item: Any, given: Mapping[str, str]) -> str:
     if name == "objective" and "objective.kind" in given:
         return "objective.kind"
     is_short = section in LONG_FORMS and section in given and not given[section].startswith(("{", "["))
-    return section if is_short and name not in given and item["type"] != "missing" else name
+    is_own = any(f"{name}.".startswith(f"{one}.") for one in given if "." in one)
+    return section if is_short and not is_own and item["type"] != "missing" else name
 
 
 def _written(item: Any, given: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from flatout.config.folders import SETTINGS_FILES, is_run_folder, path_of_run
 from flatout.config.names import OF_OTHERS, as_yaml, why_of
 from flatout.config.problems import describe_error, steps_of, without
 from flatout.config.schema import Config
+from flatout.config.section import with_paths
 from flatout.config.shortcuts import LONG_FORMS, long_forms
 from flatout.config.spelling import RESTART, mentioned
 from flatout.config.yaml_faults import refuse_line, yaml_fault
-from flatout.errors import ProblemsError, SecurityError, UsageError, next_steps
+from flatout.errors import OF_OWN_CODE, FlatoutError, ProblemsError, SecurityError, UsageError, next_steps
+from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
 
@@ -43,6 +46,7 @@ _OTHER_FILES = {
     b"PK": "it is a zip archive",
 }
 
+YAML_TYPES = (".yaml", ".yml", "")
 # a file of rows, not of settings
 ROW_TYPES = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
 
@@ -109,12 +113,39 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         return _run_python(path, overrides)
     if path == NO_FILE:
         return make_config({}, overrides, origin="the command line")
-    return make_config(_read_yaml(path), overrides, origin=str(path), folder=path.parent)
+    given = [text.partition("=")[0] for text in overrides]
+    return make_config(load_values(path, given), overrides, origin=str(path), folder=path.parent)
 
 
-def load_values(path: Path) -> dict[str, Any]:
-    """Return the settings of a file, unchecked if it is YAML. Raises as `load_config` does."""
-    return _run_python(path, ()).model_dump(mode="json") if path.suffix == ".py" else _read_yaml(path)
+def load_values(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of a file, unchecked if it is YAML; a .py file runs. Raises as `load_config` does.
+
+    Settings that lie in a run's folder are that run's, also after it was moved or copied, and their paths lead to where
+    its files are now; `run_dir`, or a `name` for settings without a run_dir, among the settings that are `given`
+    besides them, is of another run.
+    """
+    if path.suffix == ".py":
+        return _run_python(path, ()).model_dump(mode="json")
+    values, folder = read_yaml(path), path.parent
+    if path.name not in SETTINGS_FILES or not is_run_folder(folder):
+        return values
+    old = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
+    is_of_another = "run_dir" in given or ("name" in given and not values.get("run_dir"))
+    try:
+        if not is_of_another and old.resolve() != folder.resolve():
+            holds_here = Path.cwd().is_relative_to(folder.resolve())
+            values["run_dir"] = str(folder.resolve() if holds_here else folder)
+        config = make_config(values, origin=str(path), folder=folder)
+    except (FlatoutError, OSError, ValueError):  # what is given besides may mend them
+        return values
+    return paths_in_place(config, folder, old).model_dump(mode="json", exclude_unset=True)
+
+
+def paths_in_place(config: Config, folder: Path, old: Path) -> Config:
+    """Return the settings of the run in `folder`, which named that folder `old`, with paths to where its files are."""
+    run_dir = config.run_dir
+    config = with_paths(config.model_copy(update={"run_dir": None}), lambda path: path_of_run(path, folder, old))
+    return config.model_copy(update={"run_dir": run_dir})
 
 
 def load_with_files(path: Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Path]]:
@@ -229,6 +260,14 @@ def dump_config(config: Config, *, only_given: bool = False) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
+def is_as_dumped(text: str) -> bool:
+    """Whether a text is YAML as `dump_config` writes it: without a person's comments and layout."""
+    try:
+        return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, allow_unicode=True) == text
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+
+
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each setting with its dotted name, such as `lora.rank`."""
     for name, value in settings.items():
@@ -264,7 +303,8 @@ def _instead_of(path: Path) -> str:
     """Say that a path is a folder or does not exist, and what to name instead: one that is there, or a new one."""
     for file in (path / "config.yaml", path / "run.yaml", Path("runs") / path / "config.yaml"):
         if file.is_file():
-            return f"{path} is a run; its settings are in {file}{next_steps((f'{file} instead of {path}', ''))}"
+            what = "run" if is_run_folder(file.parent) else "folder"
+            return f"{path} is a {what}; its settings are in {file}{next_steps((f'{file} instead of {path}', ''))}"
     if (path / "config.json").is_file():
         words = f"model={path} data={(files_of_rows() or ['chats.jsonl'])[0]} instead of {path}"
         return f"{path} is a model, not a YAML file; pass it as model={path}{next_steps((words, 'for example'))}"
@@ -282,10 +322,13 @@ def _instead_of(path: Path) -> str:
     there.sort(key=lambda file: (file != "run.yaml", file))
     listing = f"; files here include {', '.join(there[:4])}" if there else ""
     step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
-    return f"{path}: {user or f'no such file{listing}; `flatout init {path}` writes one'}{step}"
+    new = path if path.suffix in YAML_TYPES else "run.yaml"
+    written = "" if path.suffix == ".py" else f"; `flatout init {shlex.quote(str(new))}` writes one"
+    return f"{path}: {user or f'no such file{listing}{written}'}{step}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file, unchecked. Raises UsageError, or SecurityError as `load_config` does."""
     text = read_text(path)
     try:
         # _StrictLoader is a SafeLoader: it builds plain values only
@@ -323,6 +366,7 @@ def _read_deepspeed(name: str, folder: Path, *, is_override: bool) -> dict[str, 
     with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
         path = next((file for file in (path, folder / name) if file.is_file()), path)
     try:
+        require_allowed(path)
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
         stage = next(iter(re.findall(r"[123]", name)), "3")
@@ -343,6 +387,17 @@ def line_of(error: BaseException, path: Path) -> str:
     return f":{line}" if line else ""
 
 
+def _require_own(path: Path) -> None:
+    """Raise UsageError for a file that does not import flatout and set `config`, such as another trainer's script."""
+    needed = (r"(?:import|from) flatout\b", r"config\b[^=\n]*=")
+    if not all(re.search(rf"^[ \t]*{pattern}", read_text(path), re.MULTILINE) for pattern in needed):
+        step = f"\n  flatout convert {shlex.quote(str(path))} --to ours.yaml"
+        raise UsageError(
+            f"{path}: not run: a configuration imports flatout.Config and must set `config` to one; another trainer's "
+            f"script is translated{step}"
+        )
+
+
 def run_python(path: Path) -> dict[str, Any]:
     """Run a Python file and return its globals. Raises UsageError with the line at which it failed."""
     read_text(path)
@@ -350,7 +405,7 @@ def run_python(path: Path) -> dict[str, Any]:
         return runpy.run_path(str(path))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except OF_OWN_CODE as error:
         raise UsageError(
             f"{path}{line_of(error, path)}: the configuration's own code failed with {type(error).__name__}: "
             f"{error}; fix it, or write the settings as YAML"
@@ -358,6 +413,7 @@ def run_python(path: Path) -> dict[str, Any]:
 
 
 def _run_python(path: Path, overrides: Sequence[str]) -> Config:
+    _require_own(path)
     config = run_python(path).get("config")
     if not isinstance(config, Config):
         raise UsageError(f"{path}: must set `config` to a flatout.config.schema.Config, found {_kind(config)}")

@@ -55,7 +55,7 @@ class BatchConfig(Section):
     """Samples (conversations) per optimizer step, over all ranks; pairs or groups if the data has them."""
     micro_batch_tokens: int | None = Field(default=None, ge=2)
     """Maximum tokens in one forward pass on one rank; the plan uses as few micro-batches as possible, of similar size.
-    null: as many tokens as fit in `memory` (8,192 on a CPU)."""
+    null: as many tokens as fit in `memory` (8,192 at most on a CPU)."""
     layout: Literal["auto", "packed", "rows"] = "auto"
     """packed: the samples of a micro-batch are concatenated without padding; rows: each sample is a row, padded to the
     longest of a few samples of similar length, which is exact for every causal model. auto: packed if a self-test
@@ -84,6 +84,9 @@ class EvalConfig(Section):
 
     fraction: float = Field(default=0.0, ge=0.0, le=0.5)
     """Share of the data set held out for evaluation, drawn with `seed`."""
+    split_by: Literal["auto", "row", "prompt"] = "auto"
+    """What `fraction` keeps on one side. row: the samples of a row; prompt: also rows that are equal up to their first
+    answer; auto: prompt for pairs and labeled answers, row for others."""
     data: str | list[str] | None = None
     """Name of a built data set to evaluate on instead of a held-out share, or several, such as [code, chats]. Metrics
     are recorded for each; the mean over all label tokens determines the best state."""
@@ -120,6 +123,8 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        if not self.fraction:
+            refuse_unused(self, ("split_by",), "needs a share of the rows; set eval.fraction: 0.05")
         if self.fraction and self.data:
             raise ValueError("fraction and data are both given; keep one: leave eval.fraction out")
         if self.patience and not self.every_steps:
@@ -180,7 +185,7 @@ class Config(Section):
     cuda_graphs: Literal["auto", "off"] = "auto"
     """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """GPU memory budget in GiB; auto: the memory free at the start."""
+    """Memory budget in GiB, of a GPU or of a process on the CPU; auto: the memory free at the start."""
     recompute: Literal["auto", Recompute] = "auto"
     """Activation checkpointing: which activations are recomputed in the backward pass. none; selective (norm outputs
     and the MLP's product, hardly slower); budget (chosen by the compiler, down to half of the memory); full (all except

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -56,17 +56,36 @@ def nested_kinds(annotation: Any) -> list[Any]:
     return [annotation, *(kind for part in get_args(annotation) for kind in nested_kinds(part))]
 
 
-def paths_of(value: Any, is_path: bool = False) -> Iterator[str]:
-    """Yield every text in a configuration that its schema declares to be a path, without the class behind a file."""
+def paths_of(config: BaseModel) -> list[str]:
+    """Return every text in a configuration that its schema declares to be a path, without the class behind a file."""
+    paths: list[str] = []
+
+    def keep(path: str) -> str:
+        paths.append(path)
+        return path
+
+    with_paths(config, keep)
+    return paths
+
+
+def with_paths(value: Any, change: Callable[[str], str], is_path: bool = False) -> Any:
+    """Return a configuration in which every path, as `paths_of` has it, is what `change` makes of it."""
     if isinstance(value, BaseModel):
+        changed = {}
         for name, field in type(value).model_fields.items():
-            yield from paths_of(getattr(value, name), Path in [*nested_kinds(field.annotation), *field.metadata])
-    elif isinstance(value, Mapping | list):
-        # a list beside a path is not of paths, as in eval.prompts
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from paths_of(part, is_path and isinstance(value, Mapping))
-    elif is_path and isinstance(value, str | Path):
-        yield re.sub(r"(\.py):\w+$", r"\1", str(value))
+            held, kinds = getattr(value, name), [*nested_kinds(field.annotation), *field.metadata]
+            if isinstance(held, list):  # one beside a path is not of paths, as in eval.prompts
+                kinds = [part for kind in kinds if get_origin(kind) is list for part in nested_kinds(kind)]
+            changed[name] = with_paths(held, change, Path in kinds)
+        return value.model_copy(update={name: new for name, new in changed.items() if new != getattr(value, name)})
+    if isinstance(value, Mapping):
+        return {name: with_paths(part, change, is_path) for name, part in value.items()}
+    if isinstance(value, list):
+        return [with_paths(part, change, is_path) for part in value]
+    if not is_path or not isinstance(value, str | Path):
+        return value
+    path = re.sub(r"(\.py):\w+$", r"\1", str(value))
+    return type(value)(change(path) + str(value)[len(path) :])
 
 
 def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *, path: str = "") -> None:

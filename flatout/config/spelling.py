@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress, pairwise
+from itertools import chain, compress, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,11 +49,14 @@ class Caller:
     kind: Literal["command", "python", "studio"]
     words: Sequence[str] = ()
 
+    @property
+    def _builds(self) -> bool:
+        return self.kind == "command" and [*self.words[:2]] == ["data", "build"]
+
     def setting(self, name: str, value: str) -> str:
         """Spell a setting with its value, which is YAML."""
         if self.kind == "command":
-            is_option = name.startswith("data.") and [*self.words[:2]] == ["data", "build"]
-            return _option(name, value) if is_option else f"{name}={value}"
+            return _option(name, value) if self._builds and name.startswith("data.") else f"{name}={value}"
         if self.kind == "studio":
             return f"{_FIELDS.get(name, name)}: {value}"
         if name == RESTART:
@@ -72,9 +75,9 @@ class Caller:
         if not all(map(str.isprintable, words)):
             return None  # nobody can type it
         of = next((at for at in range(len(words)) if words[at : at + 2] == ["instead", "of"]), len(words))
-        added, removed = words[:of], {*words[of + 2 :]}
-        if added and added[0].startswith("columns="):
-            return self._columns(yaml.safe_load(added[0].removeprefix("columns=")), *words[2:])
+        added, removed = self._as_options(words[:of]), {*words[of + 2 :]}
+        if added and added[0].startswith("source="):
+            return self._source(yaml.safe_load(added[0].removeprefix("source=")), *words[2:])
         takes_words = self.kind == "command" and self.words[:1] in (["data"], ["init"])
         if added and added[0].startswith("data=") and takes_words:
             if self.words[0] == "init" or added[0][5:6] != "[":  # init takes one file, and show none
@@ -125,31 +128,42 @@ class Caller:
         variables = [word for word in added if re.match(r"[A-Z_]+=", word)]  # of the environment
         return shlex.join([*variables, "flatout", *before, *(key + word for word in added[len(variables) :]), *after])
 
-    def _columns(self, columns: Mapping[str, str], path: str, is_sure: str = "") -> str | None:
-        """Spell the step that maps the columns of the source `path`; `--yes` takes them, if they are sure."""
+    def _as_options(self, words: Sequence[str]) -> list[str]:
+        """Return words of a step with settings of `data` as options, where the command has options for them."""
+        options = (shlex.split(self.setting(*_parts(w))) if self._builds and w[:5] == "data." else [w] for w in words)
+        return [*chain.from_iterable(options)]
+
+    def _source(self, settings: Mapping[str, Any], path: str, is_sure: str = "") -> str | None:
+        """Spell the step that sets `columns`, `format` or `keys` of the source `path`; `--yes` takes sure columns."""
         from flatout.config.names import as_yaml
 
-        verb, is_in_memory = [*self.words[:1]], "in_memory" in Path(path).parts
+        verb, is_in_memory, columns = [*self.words[:1]], "in_memory" in Path(path).parts, settings.get("columns", {})
         if self.kind == "studio" or verb == ["build_data"] or (is_in_memory and Path(path).suffix != ".jsonl"):
             return None
+        if settings.keys() - {"columns"} and (is_in_memory or verb == ["init"]):
+            return None
+        if is_in_memory and columns.keys() & {"role", "content", "from", "value"}:
+            return None  # keys of turns
         if self.kind == "python" and is_in_memory:
             row = ", ".join(f'"{ours}": row["{theirs}"]' for ours, theirs in columns.items())
             return f"flatout.{verb[0]}(..., data=[{{{row}}} for row in data])"
         source = {
             **dict(reversed(LONG_FORMS["data"](path).items())),
-            "sources": [{"path": path, "columns": dict(columns)}],
+            "sources": [{"path": path, **settings}],
         }
         if self.kind == "python":
             return f"flatout.{verb[0]}(..., data={_python(source)})"
         if verb[0] in ("data", "init"):
-            options = [f"--column={ours}={theirs}" for ours, theirs in columns.items()]
+            pairs = ((k, f"{a}={b}") for k, v in settings.items() if isinstance(v, dict) for a, b in v.items())
+            options = [f"--{name.removesuffix('s')}={pair}" for name, pair in pairs if pair not in self.words]
+            options += [f"--{name}={value}" for name, value in settings.items() if isinstance(value, str)]
             return shlex.join(["flatout", *self.words, *options])
         if is_sure:
             return f"{shlex.join(['flatout', *self.words, is_sure])}  # {is_sure} accepts these columns"
         if f"data={path}" not in self.words:
             file = next((word for word in self.words if word.endswith((".yaml", ".yml"))), "the file")
             return f"in {file}: data: {as_yaml(source)}"
-        return self.step([f"data={as_yaml(source)}"])
+        return self.step([f"data={as_yaml(source)}", *(["objective=kto"] if settings.get("format") == "kto" else [])])
 
 
 STUDIO = Caller("studio")

@@ -70,7 +70,7 @@ def render_template(config: Config, intro: Sequence[str] = (), *, which: Which =
 class Setting:
     """One setting for a form. `allowed` says which values it takes, `choices` lists them if they are few.
 
-    `default` is YAML on one line; None for a required setting.
+    `default` is as a person types it: text without quotes, anything else YAML on one line; None for a required setting.
     """
 
     name: str
@@ -88,7 +88,8 @@ def describe_setting(name: str, root: type[BaseModel] = Config) -> Setting:
         kind = kind.model_fields[section].annotation
     schema, field = _properties(kind)[leaf], kind.model_fields[leaf]
     choices = tuple(map(str, schema.get("enum", ()))) or (("false", "true") if schema.get("type") == "boolean" else ())
-    default = None if field.is_required() else as_yaml(_plain_default(kind, leaf))
+    plain = _plain_default(kind, leaf)
+    default = None if field.is_required() else plain if isinstance(plain, str) else as_yaml(plain)
     return Setting(name, str(field.description), _allowed(schema), choices, default)
 
 

@@ -16,7 +16,7 @@ _YAML_FAULTS = {
     "an alias": "put a value that begins with * in quotes",
     "end of stream": "close the quote or bracket that begins here",
     "another document": "remove this `---`, a file has the settings of one run",
-    "escape character": "use single quotes, which keep a backslash as it is",
+    "escape": "use single quotes, which keep a backslash as it is",
     "could not find expected ':'": "write a name, a colon and a space before the value",
     "cannot start any token": "put a value that begins with @, ` or % in quotes",
     "expected ',' or": "close the bracket, and separate values by commas",

@@ -30,7 +30,7 @@ from flatout.data.rows.sources import RowSource, local_source, open_source
 from flatout.data.sampling import Readers, count_rows, most_rows
 from flatout.data.store_writer import StoreWriter, append_chunk, new_store
 from flatout.data.templates.template import template_text
-from flatout.data.token_store import StoreMeta, TokenStore
+from flatout.data.token_store import MANIFEST, StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, tokenize_chunks, usable_procs
@@ -94,12 +94,18 @@ def open_or_build(
         old = [text for text in config.added_tokens if text in known]
         line = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(line + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
+    registry.load(config.root)  # one that flatout did not write ends here
     sources = [open_source(source, log) for source in config.sources]
     meta, content = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
         store = None
         if folder.exists():
+            if not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UsageError(
+                    f"{folder} is not a built data set, and {config.name!r} would replace it; choose another name, or "
+                    "move it away"
+                )
             store, change = _kept_store(meta, content, folder, trained_on, log)
             if store and reads_again and store.num_pictures:
                 store, change = None, "its pictures are read again"
@@ -109,6 +115,8 @@ def open_or_build(
                     f"data set {config.name!r} already exists and differs: {change}; use another --name, or --replace"
                 )
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
+            if store and store.num_pictures:
+                reused += "; its pictures are those that were read then: `data build --replace` reads them again"
             log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
             _build(config, sources, tokenizer_name, (meta, content), folder, progress, log)
@@ -235,7 +243,9 @@ def _change(built: StoreMeta, wanted: StoreMeta) -> str:
     changes = []
     if built.tokenizer_digest != wanted.tokenizer_digest:
         old, new = (f"{meta.tokenizer!r} with {len(meta.added_tokens)} new tokens" for meta in (built, wanted))
-        changes.append(f"tokenizer {old}, but {new} is configured")
+        digests = (meta.tokenizer_digest[:8] or "none" for meta in (built, wanted))
+        is_same = f"{old} of digest {next(digests)}, but its digest is {next(digests)}"
+        changes.append(f"tokenizer {is_same if old == new else f'{old}, but {new} is configured'}")
     if built.template_text and built.template_text != wanted.template_text:
         changes.append(f"chat template {built.template!r}, but {wanted.template!r} is configured")
     if built.processor and built.processor != processor_digest(wanted.tokenizer):
@@ -270,8 +280,10 @@ def _build(
     if config.num_procs not in (None, num_procs):
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
     readers = with_classes(_choose_parsers(sources, config.sources), log_note)
-    for source, parser in readers:
-        log_note(f"{source.name}: {parser.summary}")
+    if config.template == "plain":
+        readers = [(one, replace(own, reading=replace(own.reading, joins=True))) for one, own in readers]
+    for text in _opening_lines(readers):
+        log_note(text)
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
@@ -296,18 +308,34 @@ def _build(
         meta = replace(meta, files=tuple(map(redacted, done.files)), labels=labels_of(readers))
         meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
         meta = meta if meta.counts.get("pictures") else replace(meta, processor="")
-        if report.counts["conversations"]:
-            facts = to_tokens.description
-            meta = replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()
-            for text in facts.summary_lines():
-                log_note(text)
-        else:
-            meta = replace(meta, template="", template_text="")
+        meta = _with_template(meta, to_tokens, log_note) if report.counts["conversations"] else _without_template(meta)
         left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
         for text in left_out + downloads.notes() + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)))
     downloads.remove()
+
+
+def _with_template(meta: StoreMeta, to_tokens: SampleTokenizer, log: Log) -> StoreMeta:
+    """Return what a set of conversations records of its template, which `log` is told."""
+    if to_tokens.joins_texts:
+        log("the texts of turns are joined as they stand, markers are tokens, and no chat template is applied")
+        return _without_template(meta)
+    facts = to_tokens.description
+    for text in facts.summary_lines():
+        log(text)
+    return replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()
+
+
+def _without_template(meta: StoreMeta) -> StoreMeta:
+    return replace(meta, template="", template_text="")
+
+
+def _opening_lines(readers: Readers) -> Iterator[str]:
+    for source, parser in readers:
+        yield f"{source.name}: {parser.summary}"
+        if source.held_out:
+            yield source.held_out
 
 
 def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, downloads: Path) -> SampleTokenizer:

@@ -18,7 +18,7 @@ from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
 from flatout.data.tokenize import LOSING
 from flatout.data.workers import Chunk, TokenizedChunk
-from flatout.errors import DataError
+from flatout.errors import DataError, next_steps
 
 MAX_PROBLEMS = 5
 _CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left", "too_long": "too long"}
@@ -30,8 +30,9 @@ _COUNTED = (
     *_LISTED, "deduped_tokens", "deduped_labels", "rows", "bad", "kept", "samples", "conversations", "duplicates",
     "windows_without_labels",
     "sorted_results", "foreign_markup", "doubled_markup", "media_marks",
-    "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "empty_answers",
-    "split_by_question", "questions", "unlike_prompt", "documents", "typed_documents",
+    "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "reasoning_as_text", "empty_answers",
+    "split_by_question", "questions", "unlike_prompt", "documents", "template_marks", "learnt_control",
+    "repeated_prompt", "several_answers", "tabbed_text",
     "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
 )  # fmt: skip
 # shares of rows that may be lost before a build with on_bad_row: error stops
@@ -127,7 +128,7 @@ class BuildReport:
     def _check(self, num_read: int) -> None:
         """Raise DataError if the set is certain to be refused, and enough rows are read to say why."""
         counts, config = self.counts, self._config
-        if counts["documents"] >= _PATIENCE_ROWS:
+        if counts["documents"] + counts["conversations"] >= _PATIENCE_ROWS:
             self._check_special_tokens()
         if config.on_bad_row != "error":
             return
@@ -154,6 +155,7 @@ class BuildReport:
             raise DataError(
                 f"{counts['too_long']} {of} rows are over max_tokens={config.max_tokens} ({spread}): "
                 f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
+                f"{self._longer()}"
             )
         if counts["no_labels"] > _MAX_SHARES["no_labels"] * most_rows:
             is_all = counts["no_labels"] == counts["rows"]
@@ -169,8 +171,9 @@ class BuildReport:
         if counts["lost_labels"] > _MAX_SHARES["lost_labels"] * most_rows:
             raise DataError(
                 f"{counts['lost_labels']} {of} rows lose all labels at max_tokens={config.max_tokens} "
-                f"({spread}): {self._some('lost_labels')}; raise data.max_tokens, set data.too_long: drop, "
-                "or data.on_bad_row: skip"
+                f"({spread}): {self._some('lost_labels')}; raise data.max_tokens"
+                f"{', set data.too_long: drop' * (min(self._lengths) <= (config.max_tokens or 0))}"
+                f"{', or set data.on_bad_row: skip' * (counts['lost_labels'] < read)}{self._longer()}"
             )
 
     def close(self, num_samples: int, num_distinct: int) -> None:
@@ -205,8 +208,11 @@ class BuildReport:
             raise DataError(
                 f"{lost:,} of {counts['label_tokens']:,} label tokens ({lost / counts['label_tokens']:.1%}) are lost "
                 f"at max_tokens={config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise "
-                f"data.max_tokens, or set data.too_long to {policies}, which accepts the loss"
+                f"data.max_tokens, or set data.too_long to {policies}, which accepts the loss{self._longer()}"
             )
+
+    def _longer(self) -> str:
+        return next_steps((f"data.max_tokens={self._spread()['p99']}", "keeps 99 of 100 rows whole"))
 
     def _spread(self) -> dict[str, int]:
         """Return percentiles of the rows' lengths in tokens, before the length policy."""
@@ -220,7 +226,10 @@ class BuildReport:
 
     def notes(self) -> list[str]:
         """Return what a user should know about the rows, one sentence each."""
-        counts = self.counts
+        counts, learnt = self.counts, ""
+        if counts["learnt_control"]:
+            rows = self._some("typed_control")
+            learnt = f", and in answers of {counts['learnt_control']} rows they carry loss ({rows})"
         texts = {
             "bad": "bad rows were skipped",
             "too_long": "rows were dropped: too long",
@@ -228,13 +237,18 @@ class BuildReport:
             "lost_labels": "rows were dropped: truncation left no label",
             "truncated": f"rows were truncated to {self._config.max_tokens} tokens",
             "split": f"rows were split into windows of {self._config.max_tokens} tokens",
-            "typed_control": "rows contain control tokens as text; they were encoded as text",
+            "typed_control": "rows contain control tokens as text; they were encoded as text" + learnt,
             "split_by_question": f"conversations became {counts['questions']} samples, one for each question: the chat "
             "template writes earlier answers otherwise than inference shows them (data.lost_reasoning: split)",
             "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
+            "reasoning_as_text": "answers have reasoning in <think> tags, which stay as they are; the chat template "
+            "writes reasoning_content otherwise (`flatout data template` shows how)",
             "unlike_prompt": "answers follow other text than inference shows: see the chat template's notes",
             "empty_answers": "answers are empty; they do not contribute to the loss",
+            "several_answers": "rows have several answers; the most frequent, or else the first, is trained",
+            "tabbed_text": "text files have a tab in each line, as tables do, and each is trained as one document; "
+            "name such a file .tsv, with a line of column names, to read its columns",
             "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
             "equal_rows": "rows were dropped: equal to an earlier row (data.dedupe)",
             "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe: near)",
@@ -248,6 +262,10 @@ class BuildReport:
                 "no_labels": "rows lost units: an answer has no label tokens",
                 "duplicates": "units are duplicates; they are kept",
             }
+        if counts["repeated_prompt"] > _MAX_TYPED * (counts["documents"] + counts["conversations"]):
+            texts["repeated_prompt"] = (
+                "answers begin with their prompt, which a model learns to repeat; remove it there"
+            )
         if self._config.dedupe == "off":
             texts["duplicates"] += "; data.dedupe: exact leaves out rows that repeat an earlier one"
         notes = list(unit_notes(counts))
@@ -271,17 +289,27 @@ class BuildReport:
             "counts": dict(sorted(self.counts.items())),
             "length_percentiles": self._percentiles,
             "notes": notes,
-            "bad_rows": self.problems,
+            "bad_rows": [problem.partition("\n")[0] for problem in self.problems],
             "rows": {name: {file: list(rows) for file, rows in files.items()} for name, files in self._listed.items()},
         }
 
     def _check_special_tokens(self) -> None:
-        counts = self.counts
-        if self._config.special_tokens is None and counts["typed_documents"] > _MAX_TYPED * counts["documents"]:
+        counts, config = self.counts, self._config
+        num_texts = counts["documents"] + counts["conversations"]
+        most, keep = _MAX_TYPED * num_texts, "data.special_tokens: keep"
+        if config.special_tokens != "text" and counts["typed_control"] > most:
+            keep += " and data.template: plain" * bool(counts["conversations"])
             raise DataError(
-                f"{counts['typed_documents']} of {counts['documents']} texts contain special tokens of the tokenizer "
+                f"{counts['typed_control']} of {num_texts} texts contain special tokens of the tokenizer "
                 f"({self._some('typed_control')}): they look already formatted with a chat template; set "
-                "data.special_tokens: keep to read them as tokens, or text to encode them as text"
+                f"{keep} to read them as tokens, or set data.special_tokens: text to encode them as text"
+            )
+        if config.special_tokens is None and counts["template_marks"] > most:
+            marks = [name.removeprefix("markup:") for name in counts if name.startswith(("markup:<", "markup:["))]
+            raise DataError(
+                f"{counts['template_marks']} of {num_texts} texts contain {', '.join(sorted(marks))}: they look "
+                "already formatted with a chat template, whose markers are no tokens here; use its model's tokenizer, "
+                "remove the markers, or set data.special_tokens: text to encode them as text"
             )
 
     def _some(self, name: str) -> str:
@@ -289,10 +317,13 @@ class BuildReport:
         return ", ".join(islice(origins, MAX_PROBLEMS)) + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
 
     def _stop(self) -> None:
-        lines = "".join(f"\n  - {problem}" for problem in self.problems[:MAX_PROBLEMS])
+        parts = [problem.partition("\n") for problem in self.problems[:MAX_PROBLEMS]]
+        lines = "".join(f"\n  - {said}" for said, _, _ in parts)
+        # rows of one kind have the same steps
+        steps = "".join(dict.fromkeys(f"\n{step}" for _, _, more in parts for step in more.splitlines()))
         raise DataError(
             f"data set {self._config.name!r}: bad rows, so nothing was built (set data.on_bad_row: skip to drop them)"
-            f"{lines}"
+            f"{lines}{steps}"
         )
 
 

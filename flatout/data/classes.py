@@ -24,11 +24,14 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
     Reads all rows once; those without a usable label are told when they are parsed. Raises DataError for
     more than MAX_LABELS.
     """
-    counts: Counter[str] = Counter()
+    counts, known = Counter[str](), dict[str, int]()
     for source, parser in readers:
         if parser.format != CLASSIFY:
             continue
         for row in source.rows(lambda _: None):
+            known = known or {
+                name: place for place, name in enumerate((row.classes or {}).get(parser.reading.name("label"), ()))
+            }
             try:
                 counts[label_of(row.columns, parser.reading)] += 1
             except FieldError:
@@ -40,10 +43,19 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
                 )
     if not counts:
         return readers
-    labels = _ordered(list(counts))
+    labels = tuple(sorted(counts, key=known.__getitem__)) if counts.keys() <= known.keys() else _ordered(list(counts))
     listing = ", ".join(f"{label} ({counts[label]:,})" for label in labels[:_SHOWN])
     log(f"{len(labels)} labels: {listing}{', ...' if len(labels) > _SHOWN else ''}")
+    if alike := alike_labels(labels):
+        log(alike)
     return [(source, replace(parser, reading=replace(parser.reading, classes=labels))) for source, parser in readers]
+
+
+def alike_labels(labels: Sequence[str]) -> str:
+    """Return a sentence on labels that differ in case alone; empty if none do."""
+    numbers = Counter(map(str.casefold, labels))
+    alike = ", ".join([label for label in labels if numbers[label.casefold()] > 1][:_SHOWN])
+    return f"labels that differ in case alone are classes of their own: {alike}; write them alike" if alike else ""
 
 
 def labels_of(readers: Readers) -> tuple[str, ...]:

@@ -77,7 +77,9 @@ def unit_notes(counts: Mapping[str, int]) -> Iterator[str]:
     if counts["classified"]:
         yield f"{counts['classified']:,} texts with a label"
     if counts["labelled"]:
-        yield f"{counts['labelled']:,} labelled answers, a unit each"
+        num, num_good = counts["labelled"], counts.get("labelled_good", 0)
+        alike = f"; all are {'good' if num_good else 'bad'}, and KTO is meant for both" if num_good in (0, num) else ""
+        yield f"{num:,} labelled answers, a unit each{alike}"
 
 
 def are_good(store: TokenStore, sample_ids: NDArray[np.int64]) -> NDArray[np.bool_]:

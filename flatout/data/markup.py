@@ -21,19 +21,25 @@ _SIGNS = ("<", "[INST]", "###", "USER:", "Human:")
 _WRAPPED = re.compile(r"\s*<(\w+)>")
 
 
-def noticed(sample: Conversation | PlainText, text: str = "", skipped: re.Pattern[str] | None = None) -> dict[str, int]:
+def noticed(
+    sample: Conversation | PlainText, text: str = "", skipped: re.Pattern[str] | None = None, template: str = ""
+) -> dict[str, int]:
     """Count what was found in reading a row, and its markup: `foreign_markup`, `media_marks` and `doubled_markup`.
 
     `text` is the rendered conversation; marks that `skipped` matches are tokens here, not text. `markup:[INST]` names a
-    mark that was found.
+    mark that was found; `template_marks` are those of a chat template that writes tokens, other than `template`.
     """
     counts = dict.fromkeys(sample.remarks, 1)
     if isinstance(sample, PlainText):
         texts = [sample.prompt, sample.text]
+        asked, answer = texts
     else:
         texts = [message.content for message in sample.messages]
+        asked, answer = texts[-2:] if texts[1:] and sample.messages[-1].role == "assistant" else ("", "")
         if any(_doubled(sample, text)):
             counts["doubled_markup"] = 1
+    if (begin := asked.strip()) and answer.lstrip().startswith(begin):
+        counts["repeated_prompt"] = 1
     texts = [content for content in texts if any(map(content.__contains__, _SIGNS))]
     if not texts:  # most rows
         return counts
@@ -45,6 +51,7 @@ def noticed(sample: Conversation | PlainText, text: str = "", skipped: re.Patter
     }
     if marks:
         counts |= {"foreign_markup": 1, **{f"markup:{mark}": 1 for mark in marks}}
+        counts["template_marks"] = int(any(mark[0] in "<[" and mark not in template for mark in marks))
     if any(map(MEDIA_MARKS.search, texts)):
         counts["media_marks"] = 1
     return counts

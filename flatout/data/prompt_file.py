@@ -12,7 +12,7 @@ from flatout.data.pictures.read import read_picture
 from flatout.data.rows.formats.conversations import TurnReader
 from flatout.data.rows.formats.fields import FieldError, Reading
 from flatout.data.rows.formats.keys import holds_something
-from flatout.data.rows.formats.pictures import MARK, PICTURE_COLUMNS, with_pictures
+from flatout.data.rows.formats.pictures import MARK, is_picture_column, with_pictures
 from flatout.data.rows.read import RawRow, read_rows
 from flatout.errors import DataError, reason_of
 
@@ -115,7 +115,7 @@ def shown_prompt(
     Parts of text are joined, as in rows of data; other turns without pictures are kept. Raises DataError.
     """
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    if not has_parts and not any(holds_something(row.get(column)) for column in PICTURE_COLUMNS):
+    if not has_parts and not any(is_picture_column(name) and holds_something(value) for name, value in row.items()):
         return Prompt(tuple(dict(message) for message in messages))
     turns = TurnReader(Reading())
     try:

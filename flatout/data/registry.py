@@ -20,7 +20,7 @@ from flatout.io.file_lock import locked
 from flatout.io.json_file import read_json, validated
 from flatout.io.near_path import did_you_mean, files_of_rows
 
-FILE_NAME = "data_config.json"
+FILE_NAME, BUILT = "data_config.json", "built_dataset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ def entry_of(config: DataConfig, store: TokenStore) -> Entry:
     )
 
 
+def own_paths(root: Path) -> tuple[Path, Path]:
+    """Return the registry's file in a root, and the folder of all data sets."""
+    return root / FILE_NAME, root / BUILT
+
+
 def built_dir(root: Path, name: str) -> Path:
     """Return the folder of the data set `name`, `<root>/built_dataset/<name>` (it may not exist yet).
 
@@ -66,7 +71,7 @@ def built_dir(root: Path, name: str) -> Path:
             f"data set name {name[:80]!r} is invalid: use letters, digits, dot, dash and underscore, "
             f"at most 64, starting with a letter or digit"
         )
-    return _inside(root, f"built_dataset/{name}", name)
+    return _inside(root, f"{BUILT}/{name}", name)
 
 
 def entry_dir(root: Path, entry: Entry) -> Path:

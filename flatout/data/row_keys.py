@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from flatout.config.data import Dedupe
 from flatout.data.conversation import Conversation, ParsedRow, PlainText, PreferenceRow, Sample, TokenRow
 from flatout.data.encode import TokenizedText
+from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 
 Decode = Callable[..., str]
@@ -34,6 +35,20 @@ _SHINGLE_WORDS, _AT_ONCE = 3, 1 << 14
 # characters of scripts that put no spaces between words are words: Thai to Lao, Burmese, Khmer, kana, ideographs
 _NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+|[^\w\s]")
+
+
+def prompt_keys(store: TokenStore) -> NDArray[np.int64]:
+    """Return a number for each sample [N], equal where the tokens before the first answer are.
+
+    A sample that begins with its answer, such as a document, has its own.
+    """
+    hashes, has_prompt = np.zeros(store.num_samples, np.uint64), np.zeros(store.num_samples, np.bool_)
+    for index in range(store.num_samples):
+        ids, loss_mask = store.sample(index).pair
+        first = int(loss_mask.argmax())
+        has_prompt[index], hashes[index] = first > 1, xxhash.xxh3_64_intdigest(ids[:first].tobytes())
+    keys = np.unique(hashes, return_inverse=True)[1]
+    return np.where(has_prompt, keys, len(keys) + np.arange(len(keys)))
 
 
 def row_key(

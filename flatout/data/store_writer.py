@@ -360,4 +360,7 @@ def new_store(
     if folder.exists():
         durable_io.rename(folder, old)
     durable_io.rename(new, folder)
+    for path in sorted(old.iterdir()) if old.is_dir() else ():
+        if path.suffix != ".npy" and path.name not in (MANIFEST, "report.json"):  # a person's
+            durable_io.rename(path, folder / path.name)
     durable_io.remove_tree(old)

@@ -26,6 +26,7 @@ from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again
 from flatout.errors import DataError
+from flatout.io.allowed import require_allowed
 from flatout.io.json_file import open_plain, read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
 
@@ -239,6 +240,7 @@ class TokenStore:
         What was opened stays readable when another process replaces the store.
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
+        require_allowed(folder)
         until_s = time.monotonic() + _REPLACED_WITHIN_S
         while True:
             before = _inodes(folder)

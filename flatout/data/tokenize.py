@@ -24,9 +24,9 @@ from flatout.data.markup import noticed
 from flatout.data.pictures.processor import expanded
 from flatout.data.pictures.rows import RowPictures
 from flatout.data.rows.formats.classify import CLASS
-from flatout.data.templates.description import Problem, TemplateDescription
+from flatout.data.templates.description import EARLIER, Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
-from flatout.data.tokenizer import control_pattern, load_tokenizer
+from flatout.data.tokenizer import begins_with_bos, control_pattern, load_tokenizer
 from flatout.errors import DataError
 from flatout.io.template_limits import bounded
 
@@ -88,9 +88,9 @@ class SampleTokenizer:
         self.encoder = Encoder(self.tokenizer)
         self.pictures = RowPictures(name, self.tokenizer, options.media_root, options.downloads)
         self._control = control_pattern(self.tokenizer)
-        bos = self.tokenizer.bos_token_id
         # plain documents start with bos if the tokenizer itself starts every text with it
-        self._bos = [int(bos)] if bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos] else []
+        self._bos = [int(self.tokenizer.bos_token_id)] if begins_with_bos(self.tokenizer) else []
+        self.joins_texts = options.special_tokens == "keep" and options.template_name == "plain"
         self.num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
         self._maskers: dict[str, Masker] = {}  # of rows with variables of their own
 
@@ -152,7 +152,9 @@ class SampleTokenizer:
         masker = self._masker  # made within the limits too, which do not nest
         with bounded(f"chat template {self.options.template_name!r}"):
             description = masker.description
-        problems = list(description.problems)
+        # answers before the last question are in samples of their own, or carry no loss
+        hidden = {EARLIER} if self.options.lost_reasoning != "train" else set()
+        problems = [problem for problem in description.problems if problem.answer not in hidden]
         for stop in description.stops:
             if (num_tokens := len(self.encoder.encode(stop, ()).token_ids)) > 1:
                 problems.append(
@@ -179,10 +181,36 @@ class SampleTokenizer:
             return [self._one_text(answer) for answer in sample.answers if isinstance(answer, Conversation)]
         if not isinstance(sample, Conversation):
             return ()
+        if self.joins_texts:
+            return [self._as_it_stands(sample)]
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
             has_own = sample.template_args or sample.pictures
             masker = self._masker_for(sample) if has_own else self.masker
             return masked_samples(masker, sample, self.options.lost_reasoning)
+
+    def _as_it_stands(self, sample: Conversation) -> MaskedText:
+        """Join the texts of a chat whose markers are read as tokens; bos and eos are those that a document gets."""
+        bos, eos = (str(token or "") for token in (self.tokenizer.bos_token, self.tokenizer.eos_token))
+        text = bos if self._bos and not sample.messages[0].content.startswith(bos) else ""
+        spans = list[tuple[int, int]]()
+        for place, message in enumerate(sample.messages):
+            if message.tool_calls or message.reasoning or message.pictures or sample.tools:
+                raise DataError(
+                    f"{sample.origin}: messages[{place}]: special_tokens: keep with template: plain trains texts, but "
+                    "the row has tools, reasoning or pictures beside them; write these into the texts"
+                )
+            is_answer = message.role == "assistant" or self.options.loss_type == "all"
+            if is_answer if message.train is None else message.train:
+                learnt = complement(message.silent, len(message.content))
+                spans += [(len(text) + start, len(text) + end) for start, end in learnt]
+            text += message.content
+        if not text.rstrip().endswith(eos):
+            spans += [(len(text), len(text) + len(eos))] if spans and spans[-1][1] == len(text) else []
+            text += eos
+        # ranges that touch are one: a token may lie in both
+        starts, ends = {start for start, _ in spans}, {end for _, end in spans}
+        edges = zip(sorted(starts - ends), sorted(ends - starts), strict=True)
+        return MaskedText(text, tuple(edges), (), ())
 
     def _one_text(self, answer: Conversation) -> MaskedText:
         texts = self.masked(answer)
@@ -244,6 +272,7 @@ class SampleTokenizer:
         else:
             whole = self.encoder.encode(texts[0].text, (), texts[0].typed)
             counts = noticed(sample, texts[0].text, self._control)
+            counts["typed_control_tokens"] = len(texts[0].typed)
         num_tokens, cuts = len(whole.token_ids), self.options.too_long in ("auto", "truncate")
         ids = whole.token_ids[:limit] if cuts else whole.token_ids
         done = self._fit(TokenizedText(ids, np.arange(len(ids)) == len(ids) - 1), counts, is_whole=True)
@@ -261,7 +290,10 @@ class SampleTokenizer:
         silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
         counts = {"empty_answers": sum(map(is_empty, silent))}
         counts |= noticed(sample, texts[-1].text if texts else "", self._control)
+        counts["learnt_control"] = int(any(map(_is_learnt, texts)))
         counts["unlike_prompt"] = sum(masked.num_unlike_prompt for masked in texts)
+        if (inline := sum("</think>" in m.content for m in sample.messages if m.role == "assistant")) and texts:
+            counts["reasoning_as_text"] = inline * self.masker.leaves_inline_reasoning
         if len(texts) > 1:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:
@@ -304,8 +336,8 @@ class SampleTokenizer:
         ids = np.concatenate([np.array(bos, np.int32), body.token_ids, np.array(end, np.int32)])
         ends_with_loss = bool(spans) and spans[-1][1] == len(text)
         loss_mask = np.concatenate([np.zeros(len(bos), np.bool_), body.loss_mask, np.full(len(end), ends_with_loss)])
-        counts = {"documents": 1, "typed_documents": int(bool(typed)), "typed_control_tokens": len(typed)}
-        counts |= noticed(sample, skipped=self._control)
+        counts = {"documents": 1, "typed_control_tokens": len(typed)}
+        counts |= noticed(sample, skipped=self._control, template=self.options.template_source or "")
         return TokenizedText(ids, loss_mask), counts
 
     def _fit(
@@ -340,6 +372,11 @@ class SampleTokenizer:
             counts[f"{fate}_tokens"] = length - sum(len(piece.token_ids) for piece in pieces)
             counts[f"{fate}_labels"] = num_labels - sum(int(piece.loss_mask.sum()) for piece in pieces)
         return TokenizedSample(pieces, fate, length, counts)
+
+
+def _is_learnt(text: MaskedText) -> bool:
+    """Whether a control token that is part of the data carries loss."""
+    return any(start <= first < end for first, _ in text.typed for start, end in text.spans)
 
 
 def _joined(samples: Sequence[TokenizedSample], counts: Mapping[str, int]) -> TokenizedSample:
@@ -385,7 +422,7 @@ def _joined_units(row: PreferenceRow, answers: Sequence[TokenizedSample]) -> Tok
         columns[PREFIX_TOKENS] = [_prefix_tokens(unit) for unit in texts]
         counts |= {"pairs": len(units), "lost_pairs": len(row.units) - len(units)}
     else:
-        counts["labelled"] = len(units)
+        counts |= {"labelled": len(units), "labelled_good": int(sum(columns.get("label", ())))}
     longest = max(answer.num_tokens for answer in answers)
     return TokenizedSample(pieces, fate, longest, counts, tuple(map(len, units)), columns)
 

@@ -78,9 +78,10 @@ def load_tokenizer(
             "does not have; correct eos_token there"
         )
     known = tokenizer.get_vocab()
-    for text, is_special in (added or {}).items():
-        if text not in known:
-            tokenizer.add_tokens([AddedToken(text, normalized=False, special=is_special)], special_tokens=is_special)
+    new = {text: is_special for text, is_special in (added or {}).items() if text not in known}
+    for is_special in (False, True):  # all at once: each call builds the vocabulary's index again
+        tokens = [AddedToken(text, normalized=False, special=is_special) for text in new if new[text] is is_special]
+        tokenizer.add_tokens(tokens, special_tokens=is_special)
     return tokenizer
 
 
@@ -102,11 +103,15 @@ def _unknown_end(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """What a data set records of a tokenizer: its digest, its number of tokens, and its own chat template."""
+    """What a data set needs of a tokenizer: its digest, its number of tokens, its own chat template.
+
+    `begins_with_bos`: it starts every text with its bos.
+    """
 
     digest: str
     num_tokens: int
     chat_template: Any
+    begins_with_bos: bool = False
 
 
 def tokenizer_facts(
@@ -122,7 +127,8 @@ def tokenizer_facts(
     if files and not checks_again() and (known := find_facts("tokenizer", key, log)):
         return TokenizerFacts(**known.facts)
     tokenizer = load_tokenizer(name, added=added)
-    facts = TokenizerFacts(tokenizer_digest(tokenizer), len(tokenizer), tokenizer.chat_template)
+    digest, begins = tokenizer_digest(tokenizer), begins_with_bos(tokenizer)
+    facts = TokenizerFacts(digest, len(tokenizer), tokenizer.chat_template, begins)
     if files:
         keep_facts("tokenizer", key, asdict(facts), log)
     return facts
@@ -145,6 +151,12 @@ def has_no_template(name: str) -> bool:
         return False
     is_beside = any("chat_template" in path.name for path in Path(name).iterdir())
     return not is_beside and "chat_template" not in read_json(config, DataError)
+
+
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer starts every text with its bos."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and bool(tokenizer("a")["input_ids"][:1] == [bos])
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

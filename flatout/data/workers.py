@@ -296,7 +296,7 @@ def _in_processes(
     # a new process: forking this one with its threads (torch, tokenizers, the console's) can deadlock
     pipes = [Pipe() for _ in range(num_procs)]
     fds = [theirs.fileno() for _, theirs in pipes]
-    command = [sys.executable, "-c", _SERVING, json.dumps(sys.path), *map(str, fds)]
+    command = [sys.executable, "-P", "-c", _SERVING, json.dumps(sys.path), *map(str, fds)]
     pool, workers = ThreadPoolExecutor(num_procs * _CHUNKS_AHEAD), cycle([_Worker(ours) for ours, _ in pipes])
     waiting: deque[tuple[Chunk, Future[TokenizedChunk]]] = deque()
 

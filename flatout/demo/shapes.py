@@ -20,6 +20,7 @@ from flatout.data.rows.formats.pictures import MARK
 from flatout.demo.settings import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE, tiny_config
 from flatout.demo.write import save_parts, train_tokenizer, write_once
 from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import encode_json
 from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.rollout.chat import Sampling, answer_all
 from flatout.rollout.prompts import prompt_ids
@@ -91,8 +92,7 @@ def write_shapes(folder: Path, seed: int) -> None:
     Raises UsageError as `write_once` does, and without Pillow.
     """
     require_pillow()
-    durable_io = DurableIO()
-    durable_io.make_dir(folder / PICTURES_DIR)
+    DurableIO().make_dir(folder / PICTURES_DIR)
     rows, asked = list[dict[str, Any]](), list[dict[str, Any]]()
     for one in sample_shapes(NUM_TRAIN, seed, held_out=False):
         turns = [{"role": "user", "content": f"<image>{one.question}"}, {"role": "assistant", "content": one.answer}]
@@ -100,10 +100,10 @@ def write_shapes(folder: Path, seed: int) -> None:
         rows.append({"messages": turns, "images": [uri]})
     for number, one in enumerate(sample_shapes(NUM_HELD_OUT, seed, held_out=True)):
         path = f"{PICTURES_DIR}/{number:03}.png"
-        durable_io.write_bytes(folder / path, one.content)
+        write_once(folder / path, one.content)
         asked.append({"prompt": one.question, "images": [path], "answer": one.answer})
     for name, listed in ((TRAIN_FILE, rows), (HELD_OUT_FILE, asked)):
-        write_once(folder / name, "".join(json.dumps(row) + "\n" for row in listed))
+        write_once(folder / name, "".join(json.dumps(row) + "\n" for row in listed).encode())
     texts = [f"{turn['role']} {turn['content']}" for row in rows for turn in row["messages"]]
     _write_model(folder / MODEL_DIR, train_tokenizer(texts, _VOCABULARY_SIZE))
 
@@ -141,7 +141,7 @@ def _write_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     }  # fmt: skip
     processor = {"processor_class": "Qwen2_5_VLProcessor", "image_processor": images}
     save_parts(folder, (config, ends, tokenizer))
-    DurableIO().write_json(folder / "processor_config.json", processor)
+    write_once(folder / "processor_config.json", encode_json(processor))
 
 
 def shapes_config(folder: Path, seed: int) -> Config:

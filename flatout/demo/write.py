@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: 
     held_out = sample_conversations(num_held_out, seed, held_out=True)
     DurableIO().make_dir(folder)
     for file, rows in ((folder / TRAIN_FILE, conversations), (folder / HELD_OUT_FILE, held_out)):
-        write_once(file, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+        write_once(file, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows).encode())
     # with the role names, since the chat template writes them
     texts = (
         text for messages in conversations for message in messages for text in (message["role"], message["content"])
@@ -49,14 +50,14 @@ def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: 
     write_model_folder(folder / MODEL_DIR, train_tokenizer(texts, VOCABULARY_SIZE))
 
 
-def write_once(file: Path, text: str) -> None:
-    """Write a file, or leave it as it is. Raises UsageError if it holds another text, which a run may depend on."""
-    if not file.exists():
-        DurableIO().write_bytes(file, text.encode())
-    elif file.read_text(encoding="utf-8") != text:
+def write_once(file: Path, content: bytes) -> None:
+    """Write a file, or leave it as it is. Raises UsageError if it has other content, which a run may depend on."""
+    if not (file.exists() or file.is_symlink()):
+        DurableIO().write_bytes(file, content)
+    elif not file.is_file() or file.read_bytes() != content:
         raise UsageError(
-            f"{file}: holds different conversations from this demo's (another seed or version of flatout); "
-            f"remove {file.parent}, or choose a different folder"
+            f"{file}: is not this demo's (yours, or of another seed or version of flatout); remove {file.parent}, or "
+            "choose a different folder"
         )
 
 
@@ -112,9 +113,10 @@ def write_model_folder(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def save_parts(folder: Path, parts: Iterable[Any]) -> None:
-    """Write parts of a model, such as its config, into a folder, which is made if needed."""
-    durable_io = DurableIO()
-    durable_io.make_dir(folder)
-    for part in parts:
-        part.save_pretrained(str(folder))
-    durable_io.sync_tree(folder)
+    """Write parts of a model, such as its config, into a folder, which is made if needed, as `write_once` does."""
+    DurableIO().make_dir(folder)
+    with tempfile.TemporaryDirectory() as temp:
+        for part in parts:
+            part.save_pretrained(temp)
+        for file in sorted(Path(temp).iterdir()):
+            write_once(folder / file.name, file.read_bytes())

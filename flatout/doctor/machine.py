@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from flatout.errors import first_line
+from flatout.errors import counted, first_line
 
 GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
@@ -72,7 +72,7 @@ def check_torch(wanted: str) -> Iterator[Finding]:
     yield ok("torch", f"{torch.__version__}, CUDA {cuda}, gloo {dist.is_gloo_available()}")
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
-        yield ok("CUDA", f"{num_gpus} GPU(s) visible, cuDNN {torch.backends.cudnn.version()}")
+        yield ok("CUDA", f"{counted(num_gpus, 'GPU')} visible, cuDNN {torch.backends.cudnn.version()}")
         if dist.is_nccl_available():
             yield ok("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
         elif num_gpus > 1:

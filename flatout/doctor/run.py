@@ -16,6 +16,7 @@ import torch
 
 from flatout.checkpoint.manifest import versions
 from flatout.checkpoint.write import Checkpoints, Snapshot
+from flatout.config.folders import require_own
 from flatout.config.schema import Config
 from flatout.doctor.machine import Finding, check_machine, fail, ok, smi_rows, warn
 from flatout.errors import FlatoutError
@@ -74,6 +75,7 @@ def _check_model(config: Config) -> Iterator[Finding]:
 def _check_run_folder(config: Config) -> Iterator[Finding]:
     """Check that the run folder can be written and locked, its disk's space, and a checkpoint; leave nothing behind."""
     folder, was_there = config.folder, config.folder.exists()
+    require_own(folder)
     try:
         with RunLock(folder, "doctor"):
             yield ok("run folder", f"{folder.absolute()}: writable and not locked")

@@ -138,7 +138,7 @@ def _add_stops(file: Path, fields: dict[str, int], stop_ids: Sequence[int]) -> N
         return
     changed, copied = [(name, str(token_id)) for name, token_id in fields.items()], file.with_suffix(".stops")
     options = [word for pair in changed for word in ("--special-token-by-id", *pair)]
-    _run_tool([sys.executable, "-m", "gguf.scripts.gguf_new_metadata", *options, str(file), str(copied)])
+    _run_tool([sys.executable, "-P", "-m", "gguf.scripts.gguf_new_metadata", *options, str(file), str(copied)])
     copied.replace(file)
 
 

@@ -26,10 +26,19 @@ def host_memory_error(error: BaseException) -> ResourceError | None:
     )
 
 
+# where a container sees the limit of its own group
+_CGROUP = Path("/sys/fs/cgroup")
+
+
 def available_host_bytes() -> int | None:
-    """Return how much memory of this host is available to programs now, in bytes; None if unknown."""
+    """Return how much memory programs may still take here, in bytes: of the host and its container; None if unknown."""
+    free: list[int] = []
     with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # without a limit, memory.max is a word
+        most, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # cached files make room
+        free.append(max(0, most - used + int(stat.get("file", 0))))
+    return min(free, default=None)

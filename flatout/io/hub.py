@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from flatout.errors import ResourceError, UsageError, first_line
+from flatout.io.allowed import require_allowed
 from flatout.io.near_path import did_you_mean, other_model
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
@@ -29,9 +30,11 @@ def hub_source(name: str, revision: str | None) -> tuple[str, str | None]:
     """Return a model's folder or hub id and its revision unchanged, or its cached folder if the hub does not answer.
 
     The hub is tried once a minute, for HF_HUB_ETAG_TIMEOUT seconds (10); its client tries six times and waits minutes.
-    Raises UsageError for a folder with an unreadable file, and as `hub_errors` if the model is not cached either.
+    Raises UsageError for a folder with an unreadable file, SecurityError as `require_allowed`, and as `hub_errors` if
+    the model is not cached either.
     """
     if is_folder(name):
+        require_allowed(name, is_model=True)
         files = [file for file in Path(name).iterdir() if file.suffix in (".json", ".jinja", ".safetensors")]
         if odd := [file for file in files if not file.is_file()]:
             # transformers would silently ignore such a file
@@ -93,6 +96,10 @@ def hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
 
     hint = "" if is_folder(name) else did_you_mean(name, is_folder=True)
+    if "$" in name:
+        hint = (
+            "; files have no variables: write the name itself, or give it on the command line, where shells have them"
+        )
     try:
         yield
     except HFValidationError as error:

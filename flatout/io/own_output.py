@@ -29,6 +29,11 @@ def write_output(path: Path, content: bytes, kind: str) -> FileFacts:
     return DurableIO().write_bytes(path, content)
 
 
+def is_own_output(path: Path, kind: str) -> bool:
+    """Whether a file begins as those of `kind` do."""
+    return path.is_file() and _problem(path, BEGINNINGS[kind]) is None
+
+
 def require_folders(run_dir: Path) -> None:
     """Raise UsageError for a file or link where a run writes a folder of results, before anything slow happens."""
     for name in ("checkpoints", "eval", "logs", "trackers", "final", "best"):

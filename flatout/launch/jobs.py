@@ -35,7 +35,7 @@ IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A run on a cluster; `argv` follows `python -m flatout`, where `python` is the interpreter there."""
+    """A run on a cluster; `argv` follows `python -P -m flatout`, where `python` is the interpreter there."""
 
     name: str
     nodes: int
@@ -46,7 +46,7 @@ class ClusterJob:
     @property
     def command(self) -> list[str]:
         """The command as a list, so that no shell interprets the arguments."""
-        return [self.python, "-m", "flatout", *self.argv]
+        return [self.python, "-P", "-m", "flatout", *self.argv]
 
 
 def sbatch_script(

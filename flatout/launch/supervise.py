@@ -11,11 +11,11 @@ from typing import TextIO
 
 from flatout.config.parallel import FaultsConfig
 from flatout.environment import LAUNCHED
-from flatout.errors import PeerLostError, PreemptedError
+from flatout.errors import PeerLostError, PreemptedError, counted
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
-from flatout.launch.attempt import RESTARTABLE, AttemptOutcome, RankReport, classify_attempt
+from flatout.launch.attempt import RESTARTABLE, UNCAUGHT_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
 from flatout.launch.ranks import count_gpus, count_oom_kills, kill, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous
@@ -104,7 +104,7 @@ class Supervisor:
             lost_before, crashed_before = outcome.rank, outcome.crashed_at
             num_restarts += 1
             left = f"restart {num_restarts} of {self._faults.max_restarts}"
-            self._log(f"{outcome.why}; {left} with {mode.num_procs} rank(s) here, logs in {folder}")
+            self._log(f"{outcome.why}; {left} with {counted(int(mode.num_procs), 'rank')} here, logs in {folder}")
             time.sleep(PAUSE_S)
 
     def _attempt(self, mode: SpawnRanks) -> tuple[Path, AttemptOutcome, bool]:
@@ -131,7 +131,8 @@ class Supervisor:
                 step, phase = (board and board.read(rank - info.first_rank)) or (None, None)
                 report = replace(report, killed_by=-code, step=step, phase=phase)
             elif report.exit_code is None:
-                report = replace(report, exit_code=code)
+                why = "its process ended before the run, with exit code 0: code such as os._exit(0) ended it"
+                report = replace(report, exit_code=code or UNCAUGHT_EXIT_CODE, error=report.error if code else why)
             reports[rank] = report
         ended = [reports[rank] for rank in self._ranks]
         self._ranks = {}

@@ -131,8 +131,10 @@ def merge_adapter(target: str, out: Path, *, base: str | None = None, device: st
 
 
 def require_empty(out: Path) -> None:
-    """Raise ResourceError for an output folder that has content, UsageError for a path that cannot be read."""
+    """Raise ResourceError for an output folder with content and for a link, UsageError for one that cannot be read."""
     try:
+        if out.is_symlink():
+            raise ResourceError(f"--out: {out} is a link, which the folder would replace; name the folder itself")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ResourceError(f"--out: {out} already exists and is not empty; choose a different folder")
     except OSError as error:

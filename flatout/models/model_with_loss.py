@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flatout.config.read import line_of
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import OF_OWN_CODE, FlatoutError, UsageError
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
 from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.models.blocks import hidden_states, towers
@@ -151,7 +151,7 @@ def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False
         sums = objective.estimate(inputs) if estimates else objective(inputs)
     except (FlatoutError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except OF_OWN_CODE as error:
         file = getattr(sys.modules.get(type(objective).__module__), "__file__", None)
         if not (file and objective._source):
             raise
@@ -161,10 +161,10 @@ def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False
         raise UsageError(f"{where}: objective {objective.name} failed with {type(error).__name__}: {why}") from error
     if (losses := inputs.example_losses) is not None:
         count = inputs.batch.num_units if objective.scope == "unit" else inputs.batch.num_samples
-        if losses.shape != (count,):
+        if (wrong := _wrong_tensor(losses, (count,))) is not None:
             raise UsageError(
-                f"objective {objective.name} set `example_losses` of shape {tuple(losses.shape)}; expected ({count},), "
-                f"a loss for each {objective.scope}"
+                f"objective {objective.name} set `example_losses` {wrong}; expected a tensor of shape ({count},), a "
+                f"loss for each {objective.scope}"
             )
     if (wrong := _wrong_in(sums, names)) is not None:
         more = [name for name in sums if name not in names] if isinstance(sums, Mapping) else []
@@ -187,8 +187,17 @@ def _wrong_in(sums: object, names: Sequence[str]) -> str | None:
         return f"a {type(sums).__name__}"
     if set(sums) != set(names):
         return ", ".join(map(str, sums)) or "nothing"
-    shapes = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in sums.items()}
-    return ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items() if shape != ()) or None
+    wrong = {name: _wrong_tensor(value, ()) for name, value in sums.items()}
+    return ", ".join(f"{name} {what}" for name, what in wrong.items() if what) or None
+
+
+def _wrong_tensor(value: object, shape: tuple[int, ...]) -> str | None:
+    """Say what a value is in place of a tensor of real numbers of this shape; None if it is one."""
+    if not isinstance(value, torch.Tensor):
+        return f"as a {type(value).__name__}"
+    if tuple(value.shape) != shape:
+        return f"of shape {tuple(value.shape)}"
+    return "of complex numbers" if value.is_complex() else None
 
 
 def next_logits(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,24 +81,9 @@ def convert_to_float8(
     `TrainedFp8Linear`: output and input gradient, one scale per row (e4m3), weight gradients in the compute dtype, in
     which weights are also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before
     compiling the layers: uncompiled, the casts cost more than fp8 gains.
-    Raises UsageError for fp8 without torchao, with compile off or if no layer fits, ResourceError on a GPU without fp8.
+    Raises like `find_float8`, and UsageError for fp8 without torchao.
     """
-    if compile_mode == "off":
-        raise UsageError(
-            f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
-            "full.compute: model"
-        )
-    if not has_fp8(model.device):
-        raise ResourceError(
-            f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
-        )
-    fitting, num_others = fitting_linears(model)
-    num_experts = experts_to_float8(model)
-    if not fitting and not num_experts:
-        raise UsageError(
-            f"full.compute: {compute} needs linear layers or experts with widths in multiples of {MULTIPLE} between "
-            "the first and the last decoder layer; this model has none, use full.compute: model"
-        )
+    fitting, num_others, num_experts = find_float8(model, compute, compile_mode=compile_mode)
     if is_rowwise := compute == "fp8_rowwise":
         for linear in fitting:
             linear.__class__ = TrainedFp8Linear
@@ -112,6 +97,33 @@ def convert_to_float8(
         f"{experts}"
         f"{num_others} do not (the first and last decoder layer, routers, other widths)"
     )
+
+
+def find_float8(
+    model: PreTrainedModel, compute: Literal["fp8", "fp8_rowwise"], *, compile_mode: CompileMode, on_cpu: bool = False
+) -> tuple[set[nn.Linear], int, int]:
+    """Return what `fitting_linears` does, and how many experts `experts_to_float8` has converted.
+
+    The model may be on the meta device. Raises UsageError with compile off or if no layer fits, ResourceError
+    `on_cpu` and on a GPU without fp8.
+    """
+    if compile_mode == "off":
+        raise UsageError(
+            f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
+            "full.compute: model"
+        )
+    device = torch.device("cpu") if on_cpu else model.device
+    if device.type != "meta" and not has_fp8(device):
+        raise ResourceError(
+            f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
+        )
+    (fitting, num_others), num_experts = fitting_linears(model), experts_to_float8(model)
+    if not fitting and not num_experts:
+        raise UsageError(
+            f"full.compute: {compute} needs linear layers or experts with widths in multiples of {MULTIPLE} between "
+            "the first and the last decoder layer; this model has none, use full.compute: model"
+        )
+    return fitting, num_others, num_experts
 
 
 def _convert_by_torchao(model: PreTrainedModel, fitting: Collection[nn.Linear], shards: bool) -> None:

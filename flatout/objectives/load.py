@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from flatout.config.data import Format
 from flatout.config.objective import ObjectiveConfig, class_of_kind
 from flatout.config.read import line_of
-from flatout.errors import UsageError
+from flatout.errors import OF_OWN_CODE, UsageError
 from flatout.objectives.protocol import COUNTED, Metric, Objective
 
 MAX_FILE_BYTES = 1 << 20
@@ -50,8 +50,9 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     _check(kind, config.path)
     try:
         objective = kind.of(config.fields)
-    except ValueError as error:
-        raise UsageError(f"{config.path}: {error}") from error
+    except OF_OWN_CODE as error:
+        why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{config.path}: {why}") from error
     objective._source = digest
     return objective
 
@@ -84,7 +85,7 @@ def _module(path: Path, content: bytes, digest: str) -> ModuleType:
     sys.path.append(folder := f"{path.parent}/")
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except OF_OWN_CODE as error:
         del sys.modules[name]
         raise UsageError(
             f"{path}{line_of(error, path)}: the objective's own code failed with {type(error).__name__}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,10 @@ def make_optimizer(
     exist. `offset_of` is AdamW8bit's, for sharded parameters. Raises UsageError for bf16 weights with sgd.
     """
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
-    if is_bf16 and config.name == "sgd":
-        raise UsageError("full.weights: bf16 needs optim.name adamw or adamw8bit; got sgd, which would lose updates")
+    if is_bf16 and config.name not in ("adamw", "adamw8bit"):
+        raise UsageError(
+            f"full.weights: bf16 needs optim.name adamw or adamw8bit; got {config.name}, which would lose updates"
+        )
     is_low_bit = is_bf16 or config.name == "adamw8bit"
     groups: list[dict[str, Any]] = []
     for names, decay in zip(split_by_decay(named, layer_norms), (config.weight_decay, 0.0), strict=True):
@@ -69,14 +71,16 @@ def make_optimizer(
                     {"params": flatten(parameters) if flat and not is_low_bit else parameters, "weight_decay": decay}
                 )
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    if is_low_bit:
+    if config.name == "adamw8bit" or is_bf16:
         return AdamW8bit(groups, eight_bit=config.name == "adamw8bit", seed=seed, offset_of=offset_of, **options)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = (FlatSGD if flat else torch.optim.SGD)(groups, lr=config.lr, momentum=config.beta1)
-    else:
+    elif config.name == "adamw":
         on_gpu = all(parameter.is_cuda for parameter in named.values())
         optimizer = (FlatAdamW if flat else torch.optim.AdamW)(groups, fused=on_gpu, **options)
+    else:
+        assert_never(config.name)
     if isinstance(optimizer, FlatOptimizer):
         optimizer.gradient_views = [(p, p.grad) for p in named.values() if p.grad is not None]
     return optimizer

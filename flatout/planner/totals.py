@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from flatout.errors import counted
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
@@ -158,9 +159,12 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     naive = f"{totals.num_naive_tokens:,} tokens of batches padded to their longest sample"
     yield "steps", f"{totals.num_steps:,}"
     units = "" if totals.num_units is None else f" in {totals.num_units:,} units"
-    yield "samples", f"{totals.num_samples:,}{units}{held_out}, {totals.epochs:.4g} epoch" + "s" * (totals.epochs != 1)
+    yield "samples", f"{totals.num_samples:,}{units}{held_out}, {counted(totals.epochs, 'epoch', '.4g')}"
     yield "tokens", f"{totals.num_tokens:,}, {totals.label_share:.1%} of them label tokens"
-    yield "micro-batches", f"{totals.num_micro_batches:,} on {_ranks(totals.num_ranks)}, {each_step}, {largest}"
+    yield (
+        "micro-batches",
+        f"{totals.num_micro_batches:,} on {counted(totals.num_ranks, 'rank')}, {each_step}, {largest}",
+    )
     yield "padding avoided", f"{totals.padding_avoided:.1%} of the {naive} at the same budget"
     if totals.padding_share:
         why = "each sample is a padded row" if totals.layout == "rows" else "ranks that share a pass fill it up alike"
@@ -180,7 +184,7 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     for balance in totals.balances:
         mark = " (this run)" if balance.num_ranks == totals.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
-        yield f"balance, {_ranks(balance.num_ranks)}", text
+        yield f"balance, {counted(balance.num_ranks, 'rank')}", text
     yield "compute", f"{totals.flops / 1e15:,.0f} PFLOP" if totals.flops >= 1e17 else f"{totals.flops / 1e15:.3g} PFLOP"
     if memory := totals.memory:
         parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
@@ -192,10 +196,6 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
         hours, minutes = divmod(minutes, 60)
         yield "time", f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     yield "fingerprint", totals.fingerprint
-
-
-def _ranks(number: int) -> str:
-    return f"{number:,} rank{'' if number == 1 else 's'}"
 
 
 def memory_size(num_bytes: int) -> str:

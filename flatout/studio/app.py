@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from flatout.config.names import dotted_names
 from flatout.config.objective import OBJECTIVES
-from flatout.config.schema import SourceConfig
+from flatout.config.schema import Config, SourceConfig
 from flatout.config.spelling import STUDIO, spelled
 from flatout.config.template import describe_setting
 from flatout.data import registry
@@ -82,6 +82,11 @@ class _Plan(_Settings):
 
 class _Folder(_Body):
     folder: str
+
+
+class _Delete(_Folder):
+    # what the person was shown; without it, nothing is deleted
+    others: list[str] | None = None
 
 
 class _Notes(_Folder):
@@ -179,7 +184,7 @@ class Studio:
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.trainings = workspace, Trainings(workspace)
-        self.workers = {name: Worker(workspace.root, workspace.models) for name in ("build", "plan", "chat")}
+        self.workers = {name: Worker(workspace) for name in ("build", "plan", "chat")}
         self._templates = Environment(loader=PackageLoader("flatout.studio", "assets"), autoescape=True)
 
     async def entry(self, request: Request) -> Response:
@@ -205,12 +210,10 @@ class Studio:
         if name in ("runs", "chat"):
             facts |= {"runs": self.trainings.rows(facts["survey"].runs), "chosen": query.get("run", "")}
         elif name == "run":
-            folder = workspace.inside(query.get("folder", ""))
-            if not folder.is_dir():
-                raise UsageError(f"there is no folder {workspace.relative(folder)}; choose a run from the list")
+            folder = workspace.run(query.get("folder", ""))
             facts |= {"folder": workspace.relative(folder), "notes": self.trainings.notes(folder)}
         elif name == "compare":
-            folders = [workspace.inside(folder) for folder in query.getlist("run")]
+            folders = [workspace.run(folder) for folder in query.getlist("run")]
             if len(folders) < 2:
                 raise UsageError("choose at least two runs to compare")
             logs = zip(map(workspace.relative, folders), open_runs(folders).values(), strict=True)
@@ -219,7 +222,8 @@ class Studio:
 
     async def upload(self, request: Request) -> Response:
         """Write the body of the request to a file of the workspace; return its path."""
-        if int(request.headers.get("content-length") or 0) > MAX_UPLOAD_BYTES:
+        size = request.headers.get("content-length", "0")
+        if not re.fullmatch(r"\d{1,15}", size, re.ASCII) or int(size) > MAX_UPLOAD_BYTES:
             limit = f"{MAX_UPLOAD_BYTES >> 30} GiB"
             raise UsageError(f"the file is larger than {limit}; copy it into the workspace instead")
         name = request.query_params.get("name", "")
@@ -230,10 +234,8 @@ class Studio:
         kind = request.url.path.rpartition("/")[2]
         body = await _read(request, JOBS[kind])
         facts = body.model_dump()
-        for name in {"source", "run", "folder"} & facts.keys():
-            self.workspace.inside(facts[name], is_model=kind == "chat")
         try:
-            config = self.workspace.config(body.settings, body.overrides) if isinstance(body, _Settings) else None
+            config = await run_in_threadpool(self._checked, body, facts)
         except UsageError as error:
             if kind != "plan":
                 raise
@@ -249,29 +251,37 @@ class Studio:
         # a long build keeps neither plans nor samples waiting
         return _stream(self.workers[_WORKERS.get(kind, kind)].submit(kind, **facts))
 
+    def _checked(self, body: _Body, facts: Mapping[str, Any]) -> Config | None:
+        """Return the configuration of a request, if it has one. Raises what is wrong with its paths and settings."""
+        workspace = self.workspace
+        look = {"source": workspace.contained, "run": workspace.run_or_model, "folder": workspace.run}
+        for name in look.keys() & facts.keys():
+            look[name](facts[name])
+        return workspace.config(body.settings, body.overrides) if isinstance(body, _Settings) else None
+
     def settings(self, request: Request) -> Response:
         """The settings of a run that differ from their defaults, as text by dotted name: where another one starts."""
-        return JSONResponse(self.trainings.settings(self.workspace.inside(request.query_params.get("folder", ""))))
+        return JSONResponse(self.trainings.settings(self.workspace.run(request.query_params.get("folder", ""))))
 
     async def rename(self, request: Request) -> Response:
         """Give a run another name, and its folder too; return the folder."""
         body = await _read(request, _Rename)
-        renamed = await run_in_threadpool(self.trainings.rename, self.workspace.inside(body.folder), body.name)
+        renamed = await run_in_threadpool(self.trainings.rename, self.workspace.run(body.folder), body.name)
         return JSONResponse({"folder": renamed})
 
     async def notes(self, request: Request) -> Response:
         """Write a run's note and tags, which a space or a comma parts; return them."""
         body = await _read(request, _Notes)
         notes = self.trainings.write_notes(
-            self.workspace.inside(body.folder), body.note, re.findall(r"[^\s,]+", body.tags)
+            self.workspace.run(body.folder), body.note, re.findall(r"[^\s,]+", body.tags)
         )
         return JSONResponse({"note": notes.note, "tags": list(notes.tags)})
 
     def report(self, request: Request) -> Response:
         """The page of a run, as `flatout report` writes it, to save."""
-        folder = self.workspace.inside(request.query_params.get("folder", ""))
+        folder = self.workspace.run(request.query_params.get("folder", ""))
         content = page(f"{folder.name} · flatout", run_fragment(read_run(folder)))
-        name = re.sub(r"[^\w.-]+", "-", folder.name)
+        name = re.sub(r"[^\w.-]+", "-", folder.name, flags=re.ASCII)
         return HTMLResponse(content, headers={"content-disposition": f'attachment; filename="{name}.html"'})
 
     async def follow_build(self, request: Request) -> Response:
@@ -285,29 +295,32 @@ class Studio:
         return JSONResponse({})
 
     async def control(self, request: Request) -> Response:
-        """Start, stop or resume a run."""
-        action = request.url.path.rpartition("/")[2]
+        """Start, stop, resume or delete a run."""
+        action, runs = request.url.path.rpartition("/")[2], self.trainings
         if action == "train":
             body = await _read(request, _Settings)
-            config = self.workspace.config(body.settings, body.overrides)
-            shown = await run_in_threadpool(self.trainings.start, config)
+            config = await run_in_threadpool(self.workspace.config, body.settings, body.overrides)
+            answer = {"folder": await run_in_threadpool(runs.start, config)}
+        elif action == "delete":
+            asked = await _read(request, _Delete)
+            answer = await run_in_threadpool(runs.delete, self.workspace.run(asked.folder), asked.others)
         else:
-            shown = (await _read(request, _Folder)).folder
-            runs = self.trainings
-            act = {"stop": runs.stop, "resume": runs.resume, "delete": runs.delete}[action]
-            await run_in_threadpool(act, self.workspace.inside(shown))
-        if action != "stop":
+            answer = {"folder": (await _read(request, _Folder)).folder}
+            act = runs.stop if action == "stop" else runs.resume
+            await run_in_threadpool(act, self.workspace.run(answer["folder"]))
+        if action in ("train", "resume") or "trash" in answer:
             # before the run measures the memory that is free; a build goes on
             for name, worker in self.workers.items():
                 if name != "build" or worker.current is None:
                     await worker.close()
-        return JSONResponse({"folder": shown})
+        return JSONResponse(answer)
 
     def live(self, request: Request) -> Response:
         """Return the state of a run, and its drawing if the page has an older one."""
         version, folder = request.query_params.get("version", "0"), request.query_params.get("folder", "")
-        number = int(version) if version.isdecimal() else 0
-        return JSONResponse(self.trainings.live(self.workspace.inside(folder), number))
+        if re.fullmatch(r"\d{1,15}", version, re.ASCII) is None:
+            raise UsageError(f"version: expected a whole number, got {version!r:.80}")
+        return JSONResponse(self.trainings.live(self.workspace.run(folder), int(version)))
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer with the error's sentence: as JSON to a script, as a page to a person."""

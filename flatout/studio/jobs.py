@@ -6,13 +6,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flatout.errors import reason_of
+from flatout.studio.workspace import Workspace
 
 # a page that follows a job gets a line at least this often
 TICK_S = 2.0
@@ -59,8 +59,8 @@ class WorkerJob:
 class Worker:
     """A child process that answers one request at a time; it starts with the first one and keeps what it loaded."""
 
-    def __init__(self, root: Path, models: Sequence[Path] = ()) -> None:
-        self._root, self._models, self._lock = root, models, asyncio.Lock()
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace, self._lock = workspace, asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._was_cancelled = False
         self.current: WorkerJob | None = None
@@ -101,10 +101,11 @@ class Worker:
             self._was_cancelled = False
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "flatout.studio.worker"),  # -P: modules of the workspace are not imported
-                *map(str, self._models),
+                *map(str, self._workspace.models),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                cwd=self._root,
+                cwd=self._workspace.root,
+                env=self._workspace.environment,
                 limit=MAX_LINE_BYTES,
                 start_new_session=True,
             )

@@ -15,8 +15,9 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
+from flatout.config.folders import foreign_entries, free_folder, require_own, run_identity
 from flatout.config.names import as_yaml
-from flatout.config.read import flatten, load_config, make_config, read_text
+from flatout.config.read import flatten, make_config, read_text
 from flatout.config.schema import NAME_PATTERN, Config
 from flatout.config.template import render_template, with_values
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
@@ -24,7 +25,7 @@ from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock, holder_of
 from flatout.io.redact import printable, redacted
-from flatout.studio.workspace import Workspace, require_no_code
+from flatout.studio.workspace import TRASH, Workspace
 from flatout.track.notes import RunNotes, write_notes
 from flatout.track.record import StepRecord
 from flatout.track.run_log import LineFollower, RunFollower, notes_to_change, read_end, read_side_files, record_of
@@ -66,50 +67,70 @@ class Trainings:
         self._lock = Lock()
 
     def start(self, config: Config) -> str:
-        """Start a new run; return its folder. Raises ResourceError if it is held, UsageError if it has a run."""
-        folder = self._workspace.inside(str(config.folder))
+        """Start a new run; return its folder. Raises ResourceError if it is held, UsageError if it has a run.
+
+        So it does for a folder with files that a run would replace.
+        """
+        folder = self._workspace.contained(str(config.folder))
         shown = self._workspace.relative(folder)
+        if not self._workspace.may_be_run(folder):
+            raise UsageError(f"run_dir: {shown} is hidden or the workspace itself; choose a folder such as runs/run")
         with self._lock:
             self._require_free(folder)
             if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final")):
+                require_own(folder)
                 raise UsageError(f"{shown} already holds a run; resume it, or choose another name")
+            run_identity(folder)
             intro = [f"Written by flatout studio. From a terminal: flatout train {shown}/{CONFIG_FILE}"]
-            DurableIO().make_dir(folder)
             DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, which="first").encode())
             self._spawn(folder, folder / CONFIG_FILE)
         return shown
 
     def resume(self, folder: Path) -> None:
-        """Continue a run that stopped, with its own settings."""
+        """Continue a run that stopped, with its own settings. Raises SecurityError as `Workspace.require_inside`."""
         file, shown = _settings_file(folder), self._workspace.relative(folder)
         if file is None:
             raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
-        config = load_config(file)
-        require_no_code(config)  # the folder may be another person's
+        config = self._workspace.read_config(file)
+        self._workspace.require_inside(config)  # the folder may be another person's
         if self._workspace.inside(str(config.folder)) != folder:
             raise UsageError(f"{shown}/{file.name} is for another run folder; set run_dir: {shown} in it")
         with self._lock:
             self._require_free(folder)
             self._spawn(folder, file)
 
-    def delete(self, folder: Path) -> None:
-        """Remove a run that does not train, with all it wrote. Raises UsageError for a folder that is no run's."""
+    def delete(self, folder: Path, seen: Sequence[str] | None) -> dict[str, Any]:
+        """Move a run that does not train to TRASH; return where, and its `others`: what no run wrote.
+
+        Nothing is moved, and there is no `trash`, if `seen` is None; if it is not `others`, which a person sees first,
+        ResourceError is raised.
+        """
+        shown = self._workspace.relative(folder)
         with self._lock:
             self._require_free(folder)
-            self._require_run(folder)
+            others = [f"{one.relative_to(folder)}{'/' * one.is_dir()}" for one in foreign_entries(folder)]
+            answer: dict[str, Any] = {"folder": shown, "others": others}
+            if seen is None:
+                return answer
+            if new := sorted({*others} ^ {*seen}):
+                raise ResourceError(f"what no run wrote in {shown} is not what was shown: {new[0]}; delete it again")
+            trash = self._workspace.inside(f"{TRASH}/{shown}")
+            trash = free_folder(trash) if trash.exists() else trash
             with RunLock(folder, "delete"):
+                DurableIO().make_dir(trash.parent)
                 self._drawings.pop(folder, None)
-                DurableIO().remove_tree(folder)
+                DurableIO().rename(folder, trash)
+        return answer | {"trash": self._workspace.relative(trash)}
 
     def settings(self, folder: Path) -> dict[str, str]:
         """Return a run's settings that differ from their defaults, as YAML by dotted name, but its name and folder."""
         file, shown = _settings_file(folder), self._workspace.relative(folder)
         if file is None:
             raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml, so it has no settings to start from")
-        given = dict(flatten(load_config(file).model_dump(mode="json", exclude_unset=True)))
+        given = dict(flatten(self._workspace.read_config(file).model_dump(mode="json", exclude_unset=True)))
         usual = dict(flatten(make_config({"model": {"name": "-"}}).model_dump(mode="json")))
         return {
-            name: value if isinstance(value, str) else as_yaml(value)
+            name: as_yaml(value)
             for name, value in given.items()
             if name not in ("name", "run_dir") and usual.get(name) != value
         }
@@ -124,8 +145,7 @@ class Trainings:
         target = folder.with_name(name)
         with self._lock:
             self._require_free(folder)
-            self._require_run(folder)
-            if target.exists():
+            if target.exists() or target.is_symlink():
                 raise UsageError(f"{self._workspace.relative(target)} exists already; choose another name")
             before, shown = self._workspace.relative(folder), self._workspace.relative(target)
             own = {"name": name, "run_dir": None if shown == f"runs/{name}" else shown}
@@ -135,7 +155,7 @@ class Trainings:
                     f"train {before}/{file.name}", f"train {shown}/{file.name}"
                 )
                 for file in files
-                if load_config(file)
+                if self._workspace.read_config(file)
             }
             start = read_side_files(folder).start
             with RunLock(folder, "rename"):
@@ -152,14 +172,9 @@ class Trainings:
         return read_side_files(folder).notes
 
     def write_notes(self, folder: Path, note: str, tags: Sequence[str]) -> RunNotes:
-        """Write a run's note and all its tags; return them. Raises UsageError for a folder that is no run's."""
-        self._require_run(folder)
+        """Write a run's note and all its tags; return them."""
         old = notes_to_change(folder)
         return write_notes(folder, old, note=note, add=tags, remove=sorted(set(old.tags) - set(tags)))
-
-    def _require_run(self, folder: Path) -> None:
-        if (shown := self._workspace.relative(folder)) not in self._workspace.survey().runs:
-            raise UsageError(f"{shown} is not the folder of a run; choose one from the list")
 
     def stop(self, folder: Path) -> None:
         """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""
@@ -203,7 +218,14 @@ class Trainings:
         rows = []
         for name in folders:
             folder = self._workspace.root / name
-            row: dict[str, Any] = {"folder": name, "state": self.state(folder), "started_at": folder.stat().st_mtime}
+            row: dict[str, Any] = {"folder": name, "state": "damaged", "started_at": folder.stat().st_mtime, "tags": ()}
+            rows.append(row)
+            try:
+                self._workspace.run(name)
+            except FlatoutError as error:
+                row["problem"] = str(error)
+                continue
+            row["state"] = self.state(folder)
             is_saved = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step-*"))
             row["can_chat"] = row["state"] != "running" and is_saved
             start, _, notes, problems = read_side_files(folder)
@@ -211,7 +233,6 @@ class Trainings:
             if start:
                 row |= {"model": start.model, "method": start.method, "data": start.data}
                 row["started_at"] = start.first_started_at
-            rows.append(row)
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def live(self, folder: Path, version: int) -> dict[str, Any]:
@@ -255,13 +276,14 @@ class Trainings:
     def gpus_in_use(self) -> dict[str, list[int]]:
         """Return the GPUs of each run that trains now, by its folder, as `gpus` numbers them; none for a CPU."""
         users = {}
-        for folder in {self._workspace.root / name for name in self._workspace.survey().runs} | self._processes.keys():
-            if self.state(folder) == "running":
+        for row in self.rows(self._workspace.survey().runs):
+            if row["state"] == "running":
                 config = None
                 with suppress(FlatoutError):  # damaged since it started
-                    config = load_config(file) if (file := _settings_file(folder)) else None
+                    file = _settings_file(self._workspace.root / row["folder"])
+                    config = self._workspace.read_config(file) if file else None
                 on_cpu = config is not None and config.wanted_device == "cpu"
-                users[self._workspace.relative(folder)] = [] if on_cpu else (config and config.gpus) or [0]
+                users[row["folder"]] = [] if on_cpu else (config and config.gpus) or [0]
         return users
 
     def running(self) -> dict[str, int]:
@@ -279,12 +301,12 @@ class Trainings:
             raise ResourceError(f"{shown} is locked by {holder}; wait for it, stop it, or choose another name")
 
     def _spawn(self, folder: Path, config_file: Path) -> None:
-        root = self._workspace.root
+        root, env = self._workspace.root, self._workspace.environment
         self._drawings.pop(folder, None)
         DurableIO().make_dir(folder / "logs")
         # -P: a tokenize.py of the workspace is not the one that libraries import
         words = ["-P", "-m", "flatout", "train", str(config_file.relative_to(root))]
-        self._processes[folder] = start_python(words, folder / OUTPUT_FILE, append=False, cwd=root)
+        self._processes[folder] = start_python(words, folder / OUTPUT_FILE, append=False, cwd=root, env=env)
 
     def _tail(self, folder: Path) -> str:
         """Return the last lines of what the run printed; of train.log if studio did not start it."""

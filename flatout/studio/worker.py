@@ -185,11 +185,12 @@ _MODELS: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
 
 def _loaded(folder: Path, device: torch.device, emit: Emit) -> tuple[Any, Any, Any]:
     """Return a run's model, its tokenizer, and its base: the model itself under its adapter, another, or None."""
+    from flatout.config.folders import is_run_folder
     from flatout.config.read import load_config
     from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
     from flatout.trainer.load_stopped import load_stopped
 
-    is_run, is_finished = (folder / "config.yaml").is_file(), (folder / "final").is_dir()
+    is_run, is_finished = is_run_folder(folder), (folder / "final").is_dir()
     results = folder / ("final" if is_finished else "checkpoints")
     key = (str(folder), (results if results.is_dir() else folder).stat().st_mtime_ns)
     if key in _MODELS:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from flatout.config.folders import free_folder
-from flatout.config.read import make_config, merge_overrides
+from flatout.config.folders import RUN_NAME, free_folder, is_run_folder
+from flatout.config.read import load_config, load_values, make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
 from flatout.config.section import paths_of
 from flatout.data import registry
 from flatout.data.rows.read import ROW_TYPES, row_type
-from flatout.errors import DataError, ProblemsError, SecurityError, UsageError, reason_of
+from flatout.environment import STUDIO_FOLDERS, environment
+from flatout.errors import DataError, ProblemsError, SecurityError, UsageError
+from flatout.io.allowed import require_below, require_contained
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import open_lock, take_lock
-from flatout.track.run_log import RUN_FILES
 
-UPLOADS = "uploads"
+UPLOADS, TRASH = "uploads", ".trash"
 MAX_UPLOAD_BYTES = 2 << 30
 # how far below the workspace files are offered, and of how many entries
 MAX_DEPTH, MAX_ENTRIES = 4, 20_000
@@ -60,25 +62,56 @@ class Workspace:
 
     @property
     def data_root(self) -> Path:
-        """The folder of the registry and the built data sets."""
-        return self.root / DataConfig().root
+        """The folder of the registry and the built data sets. Raises SecurityError if a link leads out of it."""
+        root = DataConfig().root
+        for path in registry.own_paths(root):
+            self.contained(str(path))
+        return self.root / root
 
     def inside(self, path: str, *, is_model: bool = False) -> Path:
         """Return the absolute path, links resolved. Raises SecurityError if it is outside the workspace.
 
         What `is_model` may be in the folders of models, too.
         """
-        try:
-            resolved = (self.root / path).resolve()
-            # some readers expand ~ to a home folder
-            roots = (self.root, *(self.models if is_model else ()))
-            if path.startswith("~") or not any(map(resolved.is_relative_to, roots)):
-                raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
-            with suppress(FileNotFoundError, NotADirectoryError):  # it may be made
-                resolved.stat()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise SecurityError(f"{path!r:.200} is no path in the workspace: {reason_of(error)}") from error
+        if path.startswith("~"):  # some readers expand it to a home folder
+            raise SecurityError(f"{path!r:.200} is outside the workspace {self.root}; choose something inside it")
+        return require_below(self.root / path, (self.root, *(self.models if is_model else ())))
+
+    def contained(self, path: str, *, is_model: bool = False) -> Path:
+        """Return what `inside` does. Raises SecurityError, too, for a folder in which a link leads elsewhere."""
+        resolved = self.inside(path, is_model=is_model)
+        if resolved.is_relative_to(self.root):  # the folders of models may have links: a person named them
+            require_contained(resolved, [self.root])
         return resolved
+
+    def run(self, path: str) -> Path:
+        """Return the folder of a run by its name in `survey`.
+
+        Raises SecurityError as `contained`, UsageError for a folder that is no run's, and for a path that goes by a
+        link, `..` or the root of the disk.
+        """
+        if not self._is_run(folder := self.inside(path)) or path != self.relative(folder):
+            raise UsageError(f"{path!r:.200} is not the folder of a run; choose one from the list")
+        return self.contained(path)
+
+    def run_or_model(self, path: str) -> Path:
+        """Return the folder of a run, or of a model or adapter. Raises as `run` does."""
+        folder = self.contained(path, is_model=True)
+        is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+        return folder if is_model else self.run(path)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of processes that read and write only in the workspace."""
+        return environment() | {STUDIO_FOLDERS: json.dumps([str(folder) for folder in (self.root, *self.models)])}
+
+    def may_be_run(self, folder: Path) -> bool:
+        """Whether a run may have this folder: it is below the workspace, and not hidden, as TRASH is."""
+        parts = folder.relative_to(self.root).parts
+        return bool(parts) and not any(part.startswith(".") for part in parts)
+
+    def _is_run(self, folder: Path) -> bool:
+        return self.may_be_run(folder) and not (folder / RUN_NAME).is_symlink() and is_run_folder(folder)
 
     def relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -93,7 +126,7 @@ class Workspace:
                 break
             folder = Path(parent)
             is_model = {"config.json", "tokenizer.json"} <= set(files)
-            if not {*RUN_FILES}.isdisjoint(files):
+            if RUN_NAME in files and self._is_run(folder):
                 survey.runs.append(self.relative(folder))
             elif is_model:
                 survey.models.append(self.relative(folder))
@@ -124,8 +157,8 @@ class Workspace:
         own objective.
         """
         values: dict[str, Any] = {}
-        # a list or mapping in a field is YAML, as on the command line
-        lines = [f"{name}={value}" for name, value in settings.items() if value[:1] in ("[", "{")]
+        # null and a list, mapping or quoted text in a field are YAML, as on the command line
+        lines = [f"{name}={value}" for name, value in settings.items() if re.match(r"[\[{'\"]|null$", value)]
         for name, value in settings.items():
             *sections, leaf = name.split(".")
             holder = values
@@ -137,14 +170,39 @@ class Workspace:
         merged, problems = merge_overrides(values, [*lines, *(line.strip() for line in overrides if line.strip())])
         if problems:
             raise ProblemsError("settings", problems)
-        if isinstance(file := merged.get("deepspeed"), str):
-            self.inside(file)  # before it is read
+        self._require_readable(merged, self.root)
         config = make_config(merged, origin="settings", folder=self.root)
-        require_no_code(config)
-        models = {config.model.name, config.data.tokenizer}
-        for path in (str(config.folder), *paths_of(config)):
-            self.inside(path, is_model=path in models)  # a hub id, read as a path, is inside
+        self.require_inside(config)
         return config
+
+    def read_config(self, file: Path) -> Config:
+        """Return the settings in the file of a run. Raises as `load_config`, and SecurityError as `inside`."""
+        self._require_readable(load_values(self.inside(str(file))), file.parent)
+        return load_config(file)
+
+    def _require_readable(self, values: Mapping[str, Any], folder: Path) -> None:
+        if isinstance(file := values.get("deepspeed"), str):
+            for path in (file, str(folder / file)):
+                self.inside(path)
+
+    def require_inside(self, config: Config) -> None:
+        """Raise SecurityError for settings with a path outside the workspace, or a person's own objective."""
+        require_no_code(config)
+        models, others = {config.model.name, config.data.tokenizer}, paths_of(config)
+        for path in (str(config.folder), *map(str, registry.own_paths(config.data.root)), *others):
+            # a hub id, read as a path, is inside; data.root may hold a person's files too
+            (self.inside if path == str(config.data.root) else self.contained)(path, is_model=path in models)
+            if has_magic(path):
+                self._require_matches_inside(path)
+
+    def _require_matches_inside(self, pattern: str) -> None:
+        parts = Path(pattern).parts
+        depth = next(index for index, part in enumerate(parts) if has_magic(part))
+        folder = self.inside(str(Path(*parts[:depth])))
+        if depth < len(parts) - 1 or parts[-1] == "**":  # which follows links to folders
+            require_contained(folder, [self.root], skips_hidden="/." not in pattern)
+        for match in glob(pattern, root_dir=self.root, recursive=True):  # noqa: PTH207
+            self.contained(match)
 
     async def receive(self, name: str, content: AsyncIterator[bytes]) -> str:
         """Write an uploaded file to `uploads/` piece by piece; return its path relative to the workspace.
@@ -163,7 +221,7 @@ class Workspace:
         taken = f"{UPLOADS}/{name} already exists; rename the file, or pick it from the list"
         if path.exists():
             raise UsageError(taken)
-        for left in folder.glob(".*.part"):
+        for left in folder.glob(f".{'[0-9a-f]' * 16}.part"):
             with os.fdopen(open_lock(left)) as file:
                 if take_lock(file.fileno(), left):  # else another upload still writes it
                     durable_io.remove_tree(left)

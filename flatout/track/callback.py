@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event, RLock, Thread, get_ident
 from typing import Any
 
+from flatout.errors import OF_OWN_CODE
 from flatout.io import bounded_wait
 from flatout.io.redact import redacted
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord
@@ -76,7 +77,7 @@ class Reporter:
         self._lock = RLock()
         self._posted: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._poster = ThreadPoolExecutor(1, "posted-events")
-        self._post_errors: list[Exception] = []
+        self._post_errors: list[BaseException] = []
         # the callback that is called now, on which thread and since when
         self._calling: tuple[Callback, int, float] | None = None
 
@@ -153,7 +154,7 @@ class Reporter:
                 self._calling = callback, get_ident(), time.monotonic()
                 try:
                     callback.on_end(end)
-                except Exception as error:  # noqa: BLE001  (raised below, after the other callbacks have closed)
+                except OF_OWN_CODE as error:  # raised below, after the other callbacks have closed
                     errors.append(error)
             self._callbacks, self._calling = (), None
         if errors:
@@ -180,7 +181,7 @@ class Reporter:
                     self._calling = callback, get_ident(), time.monotonic()
                     try:
                         callback.on_event(kind, redacted(facts))
-                    except Exception as error:  # noqa: BLE001  (raised by the next report)
+                    except OF_OWN_CODE as error:  # raised by the next report
                         self._post_errors.append(error)
                 self._calling = None
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flatout.config.folders import is_run_folder
 from flatout.config.track import TrackConfig
 from flatout.environment import environment
 from flatout.errors import DataError
@@ -55,9 +56,9 @@ class RedactedLog(io.TextIOBase):
 
 def tracked_run(folder: Path, clean: Callable[[Any], Any]) -> tuple[RunStart, TrackConfig]:
     """Return the facts of a run folder, as they may be sent, and its settings of trackers. Raises DataError."""
-    start = read_start(folder)
+    start = read_start(folder) if is_run_folder(folder) else None
     if start is None:
-        raise DataError(f"{folder} has no start.json: no run of this version started there; name the folder of a run")
+        raise DataError(f"{folder} has no start.json of flatout: no run started there; name the folder of a run")
     settings = {name.removeprefix("track."): value for name, value in start.settings.items() if name[:6] == "track."}
     shown = {name: clean(getattr(start, name)) for name in ("name", "folder", "settings", "model_text")}
     try:

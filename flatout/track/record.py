@@ -282,6 +282,10 @@ def describe_metrics(metrics: Mapping[str, float]) -> str:
     return "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
 
 
+# events whose `why` says what is wrong with a run's result
+BAD_RESULTS = {"adapter_differs", "diverged"}
+
+
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
     """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
     if kind == START_UP:
@@ -290,5 +294,7 @@ def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
         where = f"{facts['data']}: " if "data" in facts else ""
         count = facts["eval_samples_also_trained_on"]
         return f"{where}{count:,} evaluation samples are also in the training data; remove the duplicate rows"
+    if kind in BAD_RESULTS or facts.keys() == {"why"}:
+        return str(facts["why"])
     hidden = ("staged_s", "copied_s", "step") if kind == "saved" else ()
     return "  ".join(f"{name} {value}" for name, value in facts.items() if name not in hidden)

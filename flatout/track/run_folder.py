@@ -12,6 +12,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
+from flatout.config.folders import RUN_NAME, mark_run, run_identity
 from flatout.errors import DataError, FlatoutError, ResourceError
 from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO, remove_unfinished
@@ -43,7 +44,7 @@ class RunFolderWriter(Callback):
         keep_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._log, self._keep_folder = folder, log, keep_folder
-        DurableIO().make_dir(folder)
+        self._run_id = run_identity(folder)
         remove_unfinished(folder)
         names = ("metrics.jsonl", "answers.jsonl", "events.jsonl", "train.log", PICTURES_FILE)
         self._files = [AppendFile(folder / name) for name in names]
@@ -100,7 +101,7 @@ class RunFolderWriter(Callback):
 
     def _record(self, file: AppendFile, record: Record) -> None:
         try:
-            self._keep_folder()
+            self._keep()
         except FlatoutError:
             self._is_ours = False  # stops all further writes
             raise
@@ -109,6 +110,12 @@ class RunFolderWriter(Callback):
             one["pictures"] = [self._named(copy) for copy in one["pictures"]]
         self._write(file, json.dumps({"kind": kind, **content}, allow_nan=False))
         self.on_stage(kind, text)
+
+    def _keep(self) -> None:
+        """Call `keep_folder`, and mark a folder that was deleted as this run's again."""
+        self._keep_folder()
+        if not (self._folder / RUN_NAME).exists():
+            mark_run(self._folder, self._run_id)
 
     def _named(self, copy: str) -> str:
         """Return what records name a small copy by, which is written if the run has not recorded it yet."""
@@ -121,7 +128,7 @@ class RunFolderWriter(Callback):
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         try:
-            self._keep_folder()
+            self._keep()
         except FlatoutError:
             self._is_ours = False
         if not self._is_ours:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from flatout.config.folders import RUN_NAME, is_run_folder
 from flatout.errors import DataError
 from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
@@ -26,8 +27,6 @@ _RECORDS: Mapping[str, TypeAdapter[Any]] = {
 }
 _START, _END, _NOTES = TypeAdapter(RunStart), TypeAdapter(RunEnd), TypeAdapter(RunNotes)
 
-RUN_FILES = ("start.json", "metrics.jsonl", "train.log")
-"""Any of them makes a folder a run's."""
 PICTURES_FILE = "pictures.jsonl"
 Shown = TypeVar("Shown", Answer, WorstSample)
 _REPAIR = "repair the file, or move it away"
@@ -142,8 +141,8 @@ class RunFollower:
 
     def __init__(self, folder: Path) -> None:
         """Raises DataError for a folder that is not a run's."""
-        if not (folder / "metrics.jsonl").is_file() and not (folder / "train.log").is_file():
-            raise DataError(f"{folder} is not a run folder: it has no metrics.jsonl; name the folder of a run")
+        if not is_run_folder(folder):
+            raise DataError(f"{folder} is not a run folder: it has no {RUN_NAME} of flatout; name the folder of a run")
         self.log = RunLog(folder)
         self._files = {name: LineFollower(folder / f"{name}.jsonl") for name in ("metrics", "answers", "events")}
         self._pictures, self._num_unknown = RecordedPictures(folder), 0

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
 
+from flatout.config.folders import SETTINGS_FILES
 from flatout.errors import STEP
 from flatout.io.redact import printable
-from flatout.track.record import EvalRecord, StepRecord
+from flatout.track.record import BAD_RESULTS, EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
 
 WIDTH = 80
 # steps after each start that allocate, compile and fill caches; rates leave them out
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
-ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up"}
+ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up", "learning_rate"}
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
 # an evaluation counts as worse if it lost more than this share of what training had gained
@@ -167,14 +168,15 @@ def _number(event: Mapping[str, object], name: str) -> float:
 
 
 def next_commands(log: RunLog) -> list[str]:
-    """Return three commands worth typing next, by how the run ended."""
+    """Return at most three commands worth typing next, by how the run ended."""
     folder = shlex.quote(str(log.folder))
-    again = f"flatout train {shlex.quote(str(log.folder / 'config.yaml'))}"
+    files = [file for name in SETTINGS_FILES if (file := log.folder / name).is_file()]
+    again = [f"flatout train {shlex.quote(str(file))}" for file in files[:1]]
     watch, report = f"flatout watch {folder}", f"flatout report {folder}"
     if log.state in ("running", "not ended"):
-        return [watch, report, again]
+        return [watch, report, *again]
     if log.state != "complete":
-        return [again, report, watch]
+        return [*again, report, watch]
     last = f"flatout eval {folder} --tasks arc_easy"
     scores = log.start is not None and log.start.scores
     if log.start is None or log.start.method == "lora":
@@ -267,6 +269,7 @@ def _warnings(log: RunLog) -> list[str]:
     losses = [step.loss for step in log.steps]
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
         warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
+    warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in BAD_RESULTS)
     slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
     if slow:
         warnings.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ class TrackerProcess(Callback):
 
     def __init__(self, folder: Path, names: Sequence[str], log: Callable[[str], None]) -> None:
         self._folder, self._names, self._log = folder, names, log
+        self._again = f"flatout track {shlex.quote(str(folder))}"
         self._process: subprocess.Popen[bytes] | None = None
         self._troubles: dict[str, str | None] = {}
         self._checked_at = time.monotonic()
@@ -46,7 +48,7 @@ class TrackerProcess(Callback):
             self._process = start_python(words, trackers / LOG_NAME, env=env)
             (trackers / LOG_NAME).chmod(0o600)
         except (OSError, FlatoutError) as error:
-            self._log(f"not started: {error}; `flatout track {self._folder}` sends everything after the run")
+            self._log(f"not started: {error}; `{self._again}` sends everything after the run")
 
     def on_step(self, record: StepRecord) -> None:
         if time.monotonic() - self._checked_at < CHECK_EVERY_S or self._process is None:
@@ -86,7 +88,7 @@ class TrackerProcess(Callback):
                 self._log(f"{name}: {num_records:,} records not sent" + (f" ({trouble})" if trouble else ""))
         if missing:
             going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
-            self._log(f"{going_on}`flatout track {self._folder}` sends the rest")
+            self._log(f"{going_on}`{self._again}` sends the rest")
 
     def _trouble_of(self, name: str) -> str | None:
         """Return why a tracker takes nothing now."""

@@ -14,7 +14,7 @@ from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config, Recompute
-from flatout.errors import PackingError, SharedPrefixError
+from flatout.errors import PackingError, SharedPrefixError, counted
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.blocks import decoder_layers
@@ -241,7 +241,7 @@ def shard_state(
     loss.aux_loss.hold_buffers()
     if config.full.compute == "fp8" and layout.shards_state and not layout.offload:
         compute_scales_after_updates(loaded.model, optimizer)
-    line = f"{type(strategy).__name__}: {rank.world} rank(s) on {device.type}"
+    line = f"{type(strategy).__name__}: {counted(rank.world, 'rank')} on {device.type}"
     if layout.shards_state and config.base.storage != "model":
         in_shards = f"in {layout.num_shards} shards, gathered layer by layer"
         where = in_shards if layout.reshard_after_forward else "whole on every rank"

@@ -18,6 +18,7 @@ from flatout.trainer.answers import answer_prompts
 from flatout.trainer.passes import autocast, inference, run_with_oom_retry, sum_unless_stopped, until_stopped
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_eval_estimates
+from flatout.trainer.step_guards import remedy
 from flatout.trainer.worst_samples import WorstSamples
 
 
@@ -38,8 +39,8 @@ def evaluate_now(run: TrainingRun) -> bool:
     if not math.isfinite(loss):
         which = next(name for name, figures in by_data.items() if not math.isfinite(figures.loss))
         raise NumericError(
-            f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; check its "
-            "rows, lower optim.lr or set model.precision: fp32"
+            f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; "
+            f"{remedy(run)}"
         )
     judged = total.of(run.config.eval.best)
     is_best = _is_better(run, judged)
@@ -59,7 +60,11 @@ def evaluate_now(run: TrainingRun) -> bool:
             worst=worst_samples,
         )
     )
-    answer_prompts(run)
+    if progress.step == 0 and run.device.type == "cpu" and run.config.eval.prompts is None:
+        # on a CPU they take longer than the evaluation, and nobody has asked for these
+        run.reporter.stage("answers", "none before step 1 on a CPU; set eval.prompts to see what the model says then")
+    else:
+        answer_prompts(run)
     if progress.first_eval_loss is None:
         progress.first_eval_loss = loss
     if is_best:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.write import Checkpoints
+from flatout.config.folders import how_to_finish
 from flatout.config.read import load_config
 from flatout.data import registry
 from flatout.data.token_store import TokenStore
@@ -27,7 +28,7 @@ def load_stopped(folder: Path, device: torch.device) -> tuple[PreTrainedModel, A
     weights or with new tokens, or that scores texts; CheckpointError for a damaged one.
     """
     config = load_config(folder / "config.yaml")
-    resume = f"resume it: flatout train {folder / 'config.yaml'}"
+    resume = how_to_finish(folder)
     saved = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None).newest()
     if saved is None:
         raise UsageError(f"{folder} has no final/ and no checkpoint yet; {resume}")

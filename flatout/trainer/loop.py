@@ -17,6 +17,7 @@ from flatout.trainer.passes import PassesStopped
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import Pending, step_launcher
+from flatout.trainer.step_guards import tell_divergence
 
 
 def run_steps(run: TrainingRun) -> None:
@@ -90,6 +91,7 @@ def finish_step(run: TrainingRun, meter: Meter, step: StepPlan, pending: Pending
     run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
     if outcome.skipped:
         run.reporter.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
+    tell_divergence(run, step, outcome.loss)
     meter.end_step(step, outcome)
 
 

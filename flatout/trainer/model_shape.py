@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
@@ -11,7 +11,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from flatout.config.schema import Config
 from flatout.errors import UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list, text_decoder, towers
@@ -21,9 +20,7 @@ from flatout.models.frozen.frozen_linear import is_plain_linear
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.quantized import empty_model
 from flatout.models.load.source import read_model_config
-from flatout.models.lora.layer import choose_targets, freeze
-from flatout.models.scoring import score_module, use_scoring
-from flatout.objectives.load import load_objective
+from flatout.models.scoring import ONE_SCORE, score_module, use_scoring
 from flatout.planner.shape import LayerShape, Linear, ModelShape, TowerShape
 
 # layer kinds with a window
@@ -58,17 +55,6 @@ def read_text_config(name: str, revision: str | None) -> Any:
     return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values)).get_text_config()
 
 
-def check_trained(config: Config) -> None:
-    """Raise UsageError as a start does for lora.targets, lora.layers, lora.rank and freeze, without any weights."""
-    values = read_model_config(config.model.name, config.model.revision)
-    scores = load_objective(config.objective).reads == "scores"
-    model = _empty(values, f"{config.model.name}/config.json", scores=scores)
-    if config.method == "lora":
-        choose_targets(model, config.lora, config.model.trained_parts)
-    elif config.freeze:
-        freeze(model, config.freeze)
-
-
 def make_shape(
     values: Mapping[str, Any], *, origin: str = "config.json", scores: bool = False, trained: Collection[str] = ()
 ) -> ModelShape:
@@ -81,24 +67,32 @@ def make_shape(
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UsageError(f"{origin}: model_type is {model_type!r}, which the installed transformers does not know")
     try:
-        model = _empty(values, origin, scores=scores)
+        model = build_empty(values, origin, labels=ONE_SCORE if scores else None)
         return _shape_of(model, model.config.get_text_config(), trained)
     except _REFUSALS as error:
         raise UsageError(f"{origin}: transformers rejects it: {reason_of(error)}") from error
 
 
-def _empty(values: Mapping[str, Any], origin: str, *, scores: bool) -> PreTrainedModel:
-    """Build the model of a config.json without weights. Raises UsageError unless it can score, or write."""
+def build_empty(
+    values: Mapping[str, Any], origin: str, *, labels: Sequence[str] | None = None, num_rows: int = 0
+) -> PreTrainedModel:
+    """Build the model of a config.json without weights, with at least `num_rows` tokens.
+
+    It scores `labels`, or writes without any. Raises UsageError unless it can.
+    """
     config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
-    if scores:
-        use_scoring(config, None, origin)
+    if labels:
+        use_scoring(config, None if labels == ONE_SCORE else labels, origin)
     elif is_scoring(config):
         raise UsageError(
             f"{origin}: a {config.architectures[0]} scores texts and does not write; train it with objective: reward "
             "or classify, or choose the model that it was made from"
         )
+    if num_rows:
+        text = config.get_text_config()
+        text.vocab_size = max(num_rows, text.vocab_size)
     model = empty_model(config, {})
-    if scores:
+    if labels:
         score_module(model)
     return model
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.cuda import device_count
 from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.resume_check import config_changes
@@ -46,10 +47,11 @@ from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
+from flatout.trainer.start_check import check_start
 from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, hold_out_samples, plan_training
 
-# a learning rate above so many times that of the loss's papers is told
-UNUSUAL_LR = 5.0
+# a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
+UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
 # what ranks compare, in words
@@ -132,7 +134,7 @@ def plan_run(
     of a model that its config would allow to pack and to share prefixes.
     Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
     """
-    objective, shape, split, scoring = data or open_data(config, reporter, rank)
+    objective, shape, split, scoring = data or open_data(config, reporter, rank, starts=False)
     store = split.store
     plan, layout, memory, sharing = plan_training(config, shape, split, rank, device, reporter, inexact_reasons)
     if config.full.update == "backward":
@@ -167,23 +169,45 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
             raise UsageError(f"objective.reference.adapter has no effect with {why}; remove it")
     if config.objective != ObjectiveConfig():
         ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
-        usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
-        if usual and lr > UNUSUAL_LR * usual:
-            ran += f"; optim.lr {lr:g} is {lr / usual:.0f} times the usual {usual:g}, which optim.lr=auto takes"
-        pairs_lr = Preference.usual_lr[config.method]
-        if config.objective.path and isinstance(objective, Preference) and lr > UNUSUAL_LR * pairs_lr:
-            ran += f"; losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
         reporter.stage("objective", f"{objective.line}{ran}")
+    if note := lr_note(config, objective):
+        reporter.event("learning_rate", {"why": note})
+    if config.method == "lora" and config.model.init == "random":
+        why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method: full"
+        reporter.event("random_base", {"why": why})
     return objective
 
 
-def open_data(config: Config, reporter: Reporter, rank: Rank) -> RunData:
-    """Read the loss and the model's sizes, open the data or build it, and check that they fit."""
+def lr_note(config: Config, objective: Objective) -> str:
+    """Return what is odd about a learning rate far above the usual; empty for others.
+
+    The usual rates are AdamW's, for pretrained weights.
+    """
+    usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
+    if not usual or config.optim.name == "sgd" or config.model.init == "random":
+        return ""
+    pairs_lr = Preference.usual_lr[config.method]
+    if config.objective.path and isinstance(objective, Preference) and UNUSUAL_LR * pairs_lr < lr <= UNUSUAL_LR * usual:
+        return f"losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
+    most = UNUSUAL_LR_OF_CROSS_ENTROPY if config.objective == ObjectiveConfig() else UNUSUAL_LR
+    if lr <= most * usual:
+        return ""
+    return f"optim.lr {lr:g} is {lr / usual:,.0f} times the usual {usual:g}, which optim.lr=auto takes"
+
+
+def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:
+    """Read the loss and the model's sizes, open the data or build it, and check that they fit.
+
+    First raises what a start on these settings would (`check_start`). A run that `starts` does so on this machine;
+    others may be planned for another.
+    """
     objective = checked_objective(config, reporter)
     check_context(config, rank, objective)
     reporter.phase("reading the model's configuration")
     model, scores = config.model, objective.reads == "scores"
     shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
+    on_cpu = config.wanted_device == "cpu" or (starts and config.wanted_device == "auto" and not device_count())
+    check_start(config, objective, on_cpu=on_cpu, reads_peft=not starts)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
     scoring = scoring_of(config, objective, store)
@@ -281,7 +305,7 @@ def report_objective(config: Config, plan: TrainingPlan, reporter: Reporter, nor
     """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
     objective, part = normalizers.objective, "third" if config.method == "full" else "half"
     for note in objective.notes({name: float(values.sum()) for name, values in normalizers.values.items()}):
-        reporter.stage("objective", note)
+        reporter.event("objective", {"notes": note})
     if REFERENCE in objective.columns:
         num_steps = min(plan.num_steps, plan.steps_per_epoch)
         cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"

@@ -12,10 +12,17 @@ import torch
 from flatout.config.objective import REFERENCE
 from flatout.config.schema import Config
 from flatout.errors import ResourceError
-from flatout.io.host_memory import available_host_bytes
 from flatout.parallel.rank import Rank
-from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB, Device
-from flatout.planner.memory.budget import budget_bytes, longest_document_tokens, memory_model
+from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB
+from flatout.planner.memory.budget import (
+    CPU,
+    SMALLER,
+    budget_bytes,
+    cpu_budget,
+    cpu_bytes,
+    longest_document_tokens,
+    memory_model,
+)
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
@@ -51,7 +58,7 @@ class PlanSummary:
         if self.why_not is not None:
             yield "does not fit", self.why_not
         if self.host_bytes is not None and needed:
-            total, has = (int(needed.total_bytes * CPU_SHARE) + PROCESS_BYTES) / GIB, self.host_bytes / GIB
+            total, has = cpu_bytes(needed) / GIB, self.host_bytes / GIB
             sizes = f"{total:.1f} GiB of {has:.1f} that this computer has free; it trains on its CPU"
             more = f"; {SMALLER}, or name a GPU to plan for" if total > has else f", {has - total:.1f} to spare"
             yield "does not fit" if total > has else "fits", sizes + more
@@ -66,7 +73,8 @@ class PlanSummary:
             yield f"on {device.name}", memory.reason
             yield "longest document", f"{self.longest_document_tokens:,} tokens, alone in a micro-batch"
         for kind, facts in events:
-            yield kind, ", ".join(f"{name} {value}" for name, value in facts.items())
+            said = facts.get("why") if len(facts) == 1 else None
+            yield kind, said or ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, str]:
@@ -89,14 +97,6 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
             f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(config, device) / GIB:.1f} GiB"
         )
     return fits
-
-
-# what a process on the CPU holds beside its tensors, and how much more memory than tensors its allocator takes: with
-# both, 0.6 GiB were planned where 0.5 were resident, and 4.2 where 4.2 were (12 layers of 576, 4,033 tokens)
-PROCESS_BYTES, CPU_SHARE = int(0.45 * GIB), 1.3
-SMALLER = "set batch.micro_batch_tokens: 2048, recompute: full or data.max_tokens: 1024"
-# computes in fp32, and without the compiler
-CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
 
 
 def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[PlannedRun, str | None]:
@@ -130,7 +130,7 @@ def summarize_plan(
     longest = None
     if device is not None:
         longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)
-    host_bytes = available_host_bytes() if on_cpu and totals.num_ranks == 1 else None
+    host_bytes = cpu_budget(config, is_alone=True) if on_cpu and totals.num_ranks == 1 else None
     return PlanSummary(planned, totals, longest, host_bytes, why_not)
 
 

@@ -130,7 +130,11 @@ def _fill_column(
     num_needed = sum(len(_ids(chunk)) for chunk in chunks())
     total = sum(len(_unknown(values, chunk)) for chunk in chunks())
     if not total:
-        run.reporter.stage("reference", f"{name}: {num_needed:,} log-probabilities are known from an earlier run")
+        known_line = f"{name}: {num_needed:,} log-probabilities are known from an earlier run"
+        if run.dtype.itemsize < 4:
+            # packing changes the last bits of 16, and a reward's sign with them
+            known_line += "; if it packed samples otherwise, rewards and accuracies of step 1 show rounding"
+        run.reporter.stage("reference", known_line)
         return
     started, done, keeping_s, kept_at = time.perf_counter(), 0, 0.0, -math.inf
     meaning = f"log-probability by {run.config.model.name}, {str(run.dtype).removeprefix('torch.')}"

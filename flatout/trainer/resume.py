@@ -26,7 +26,7 @@ from flatout.checkpoint.resume_check import (
 )
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.config.folders import free_folder
-from flatout.config.read import make_config
+from flatout.config.read import make_config, paths_in_place
 from flatout.config.schema import Config
 from flatout.config.spelling import RESTART
 from flatout.errors import CheckpointError, NumericError, UsageError, next_steps
@@ -225,13 +225,15 @@ def _accepted_changes(
     """Return the settings that differ from the checkpoint's. Raises CheckpointError as `find_checkpoint` does."""
     # settings added after the checkpoint was made get their defaults
     old_config = make_config(checkpoint.facts["config"], origin=f"the config of step {checkpoint.step}")
+    old_config = paths_in_place(old_config, config.folder, old_config.folder)
     changes = config_changes(old_config.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
     saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
     allow = config.checkpoint.allow_change
-    if saved["model"] == now["model"]:
-        # the same base model, loaded from another place
-        places = ("model.name", "model.revision")
-        changes = [replace(change, effect="harmless") if change.key in places else change for change in changes]
+    # the same base model or rows, read from another place
+    places = [*("model.name", "model.revision") * (saved["model"] == now["model"])]
+    places += ["data.sources"] * (saved["data"] == now["data"])
+    why = "the content is the same"
+    changes = [replace(one, effect="harmless", why=why) if one.key in places else one for one in changes]
     refuse_changes(changes, allow)
     refuse_other_model(saved.pop("model"), now.pop("model"), allow)
     refuse_other_data(saved, now, allow=allow, explained_by=changes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,20 @@ from torch import Tensor
 
 from flatout.checkpoint.final import publish
 from flatout.checkpoint.write import Checkpoints
-from flatout.config.read import dump_config
+from flatout.config.folders import free_folder, run_identity
+from flatout.config.read import dump_config, is_as_dumped, load_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import FlatoutError, PreemptedError, ResourceError, UsageError
+from flatout.errors import (
+    OF_OWN_CODE,
+    FlatoutError,
+    PreemptedError,
+    ResourceError,
+    UsageError,
+    exit_refused,
+    exits_refused,
+    reason_of,
+)
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
@@ -30,7 +40,8 @@ from flatout.io.redact import redacted
 from flatout.io.stop_signals import announcing_stop
 from flatout.models.export import copy_processor, save_model
 from flatout.models.load.source import fingerprint_model
-from flatout.models.lora.adapter import adapter_parameters, in_peft_shapes, read_back, save_adapter
+from flatout.models.lora.adapter import adapter_parameters, save_adapter
+from flatout.models.lora.read_back import read_back
 from flatout.models.stops import GENERATION_CONFIG, give_template, set_stops, stop_token_ids
 from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
@@ -123,7 +134,7 @@ def train(
                 result = set_up_and_train(config, reporter, rank, watch, reuse_checks)
             leave_group()
         except BaseException as raised:
-            error = host_memory_error(raised) or raised
+            error = host_memory_error(raised) or exit_refused(raised) or raised
             # after any other error the group is not destroyed: a clean shutdown would wait for the lost rank
             end = ended_by(error)
             with errors_printed():
@@ -137,7 +148,8 @@ def train(
                 raise
             raise error from raised
         final_dir = str(result.final_dir)
-        reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
+        with exits_refused():
+            reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
         return result
 
 
@@ -162,6 +174,7 @@ def open_run(
 ) -> tuple[Reporter, list[OnPeerLost]]:
     """Lock the run folder within `stack`; return the first rank's reporter, and what to call once a peer is lost."""
     require_folders(config.folder)
+    run_identity(config.folder)
     lock = stack.enter_context(RunLock(config.folder))
     shown = console or stack.enter_context(open_console(every_record=config.log_every_steps != 1))
     folder = RunFolderWriter(config.folder, lambda text: shown.on_event("log", {"why": text}), lock.keep)
@@ -181,7 +194,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     method = f"{config.method} at lr {config.optim.lr:g}"
     reporter.stage("config", f"{config.name}: {method} on {config.model.name}, folder {config.folder}")
     # tokenizing may take long, so it comes before ranks connect, which has a timeout
-    data = open_data(config, reporter, rank)
+    data = open_data(config, reporter, rank, starts=True)
     if rank.world > 1:
         reporter.phase("waiting for all ranks")
     group = watch.join(rank, choose_device(config.wanted_device, rank))
@@ -201,7 +214,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
         return Result(config.folder, final_dir, planned.plan.num_steps, progress)
     if rank.is_first:
-        DurableIO().write_bytes(config.folder / "config.yaml", redacted(dump_config(config)).encode())
+        write_settings(config, reporter)
     if checkpoint is not None:
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
@@ -215,6 +228,19 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.start(run_start(run, gpus))
     run_to_end(run, final_dir)
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+
+
+def write_settings(config: Config, reporter: Reporter) -> None:
+    """Write config.yaml, unless it has these settings; an earlier one that a person has edited is kept beside it."""
+    file, text = config.folder / "config.yaml", redacted(dump_config(config))
+    with suppress(FlatoutError):
+        if redacted(dump_config(load_config(file))) == text:
+            return
+    if file.exists() and not is_as_dumped(file.read_text(encoding="utf-8", errors="replace")):
+        aside = free_folder(file, ".old-", 1)
+        DurableIO().rename(file, aside)
+        reporter.event("kept", {"path": str(aside), "why": "settings with comments, which this run does not have"})
+    DurableIO().write_bytes(file, text.encode())
 
 
 def run_to_end(run: TrainingRun, final_dir: Path) -> None:
@@ -281,7 +307,6 @@ def export(run: TrainingRun, folder: Path) -> None:
     if gather or any(is_sharded(parameter) for parameter in (*parameters.values(), *run.model.parameters())):
         group.all_gather(None)  # so that no rank waits in a GPU collective for one that is still writing
         state = global_tensors(parameters, keep=run.rank.is_first, dtype=None if is_lora else run.dtype, gather=gather)
-        state = in_peft_shapes(state) if is_lora else state
 
     def write(half_done: Path) -> None:
         tokenizer = tokenizer_of(run.config.data, run.config.model.name)
@@ -296,8 +321,7 @@ def export(run: TrainingRun, folder: Path) -> None:
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(scoring.padding_id)
         if is_lora:
             base_name, lora = run.config.model.name, run.config.lora
-            save_adapter(run.model, half_done, base_name=base_name, config=lora, state=state)
-            run.reporter.stage(folder.name, read_back(run.model, half_done, config=lora, state=state))
+            save_adapter(run.model, half_done, base_name=base_name, config=lora, live=state)
             if scoring is None:
                 # servers of adapters take the tokens that end an answer from there
                 run.model.generation_config.to_json_file(half_done / GENERATION_CONFIG)
@@ -313,6 +337,21 @@ def export(run: TrainingRun, folder: Path) -> None:
             copy_processor(meta.tokenizer, half_done)
 
     group.run_on_first_rank(lambda: publish(folder, write, asdict(run.progress), run.reporter.event))
+    if is_lora:
+        run.reporter.phase("comparing with PEFT")
+        group.run_on_first_rank(lambda: report_reading(run, folder, state))
+
+
+def report_reading(run: TrainingRun, folder: Path, live: Mapping[str, Tensor] | None) -> None:
+    """Tell whether PEFT reads an exported adapter as trained; the result stands, whatever comes of it."""
+    try:
+        text, is_same = read_back(run.model, folder, live=live, has_diverged=run.state.has_diverged)
+    except Exception as error:  # noqa: BLE001  (PEFT may raise anything, and memory may be short)
+        text, is_same = f"could not be compared with what PEFT reads: {reason_of(error)}", False
+    if is_same:
+        run.reporter.stage(folder.name, text)
+    else:
+        run.reporter.event("adapter_differs", {"folder": str(folder), "why": f"{folder}: {text}"})
 
 
 @contextmanager
@@ -320,7 +359,7 @@ def errors_printed() -> Iterator[None]:
     """Print an error and go on: the one that ended the run must stay the one that is raised."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  (a callback may raise anything)
+    except OF_OWN_CODE as error:  # a callback may raise anything
         to_stderr(f"at the end of the run: {type(error).__name__}: {redacted(str(error))}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flatout.config.schema import Config
-from flatout.data.classes import in_order_of
+from flatout.data.classes import alike_labels, in_order_of
 from flatout.data.rows.formats.classify import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
@@ -78,6 +78,8 @@ def with_used_labels(store: TokenStore, objective: Objective, reporter: Reporter
     note = f"; no sample has {', '.join(map(repr, unused))[:200]}, whose rows were left out" if unused else ""
     if len(used) < 2:
         raise DataError(f"{store.folder}: every row has the label {used[0]!r:.60}: there is nothing to classify{note}")
+    if alike := alike_labels(used):
+        reporter.event("labels", {"notes": alike})
     if note:
         reporter.stage("labels", f"{len(used)} of {len(labels)} are trained{note}")
     return in_order_of(store, used)

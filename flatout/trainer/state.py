@@ -80,12 +80,14 @@ class LoopState:
 
     `micro_batch_cap` is the maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as
     planned. `num_in_flight` counts launched updates whose totals the host has not read yet. `loss_history` is kept for
-    `faults.spike`.
+    `faults.spike`. `first_loss` is that of this process's first step, `has_diverged` whether a later one told so.
     """
 
     micro_batch_cap: int | None = None
     num_in_flight: int = 0
     loss_history: LossHistory = LossHistory()
+    first_loss: float | None = None
+    has_diverged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

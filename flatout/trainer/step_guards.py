@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flatout.config.objective import OBJECTIVES
 from flatout.errors import NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.trainer.planned_run import lr_note
 from flatout.trainer.state import LossHistory, TrainingRun
 
 MAX_NAMED_SAMPLES = 8
@@ -17,6 +19,9 @@ LEAST_LOSSES, WINDOW = 32, 128
 # the least deviation, as a share of the mean, so that a flat loss has some room
 LEAST_DEVIATION = 0.01
 SKIPPED_SPIKE = "loss spike"
+# a cross-entropy has diverged near that of a uniform guess, if it was far below at first; another loss at so many times
+# its first value
+NEAR_GUESS, DIVERGED_TIMES = 0.95, 10.0
 
 
 def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: float | None) -> None:
@@ -50,9 +55,38 @@ def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: flo
     raise NumericError(
         f"step {step.index + 1}: loss {loss}{'' if grad_norm is None else f', gradient norm {grad_norm}'}"
         f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
-        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; check these rows, lower optim.lr or set "
-        "model.precision: fp32"
+        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; {remedy(run)}"
     )
+
+
+def remedy(run: TrainingRun) -> str:
+    """Say what to do about a loss that is not finite."""
+    if note := lr_note(run.config, run.planned.objective):
+        return f"training diverged: {note}; lower it"
+    return "check these rows, lower optim.lr or set model.precision: fp32"
+
+
+def tell_divergence(run: TrainingRun, step: StepPlan, loss: float) -> None:
+    """Tell once that training diverged: a loss that is finite, but far above the first one.
+
+    A person's own loss may start anywhere, such as at 0, and is not judged.
+    """
+    first, objective = run.state.first_loss, run.planned.objective
+    if first is None:
+        run.state.first_loss = first = loss
+    if run.state.has_diverged or run.config.objective.path or run.config.objective.kind not in OBJECTIVES:
+        return
+    limit, than = DIVERGED_TIMES * abs(first), f"{DIVERGED_TIMES:g} times the first"
+    if objective.reads == "labels" and objective.scope == "token":
+        guess = math.log(run.planned.shape.vocab_size)
+        limit = max(2 * first, NEAR_GUESS * guess)
+        than = f"what guessing any of the {run.planned.shape.vocab_size:,} tokens costs ({guess:.2f})"
+    if loss <= limit or step.num_label_tokens == 0:
+        return
+    run.state.has_diverged = True
+    note = lr_note(run.config, objective) or f"start over with a lower optim.lr than {run.config.optim.lr:g}"
+    why = f"training diverged at step {step.index + 1}: loss {loss:.4f} after {first:.4f} at first, {than}; {note}"
+    run.reporter.event("diverged", {"step": step.index + 1, "loss": loss, "first_loss": first, "why": why})
 
 
 def origins_of(run: TrainingRun, step: StepPlan) -> dict[int, str]:

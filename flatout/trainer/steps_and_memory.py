@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from flatout.config.schema import Config
 from flatout.data.columns import PREFIX_TOKENS
+from flatout.data.row_keys import prompt_keys
 from flatout.data.token_store import TokenStore
 from flatout.errors import UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
@@ -51,7 +52,16 @@ def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> S
     if not config.eval.fraction:
         return SplitStore(store, None, None)
     facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
-    train_ids, eval_ids = split_held_out(*facts)
+    reporter.phase("looking for equal prompts")
+    prompts, is_judged = prompt_keys(store), bool(store.meta.counts.get("pairs") or store.meta.counts.get("labelled"))
+    by_prompt = config.eval.split_by == "prompt" or (config.eval.split_by == "auto" and is_judged)
+    train_ids, eval_ids = split_held_out(*facts, prompts if by_prompt else None)
+    if by_prompt:
+        line = f"{len(eval_ids):,} samples: rows with one prompt stay on one side (eval.split_by)"
+        reporter.stage("held out", line)
+    elif num_seen := int(np.isin(prompts[eval_ids], prompts[train_ids]).sum()):
+        line = f"{num_seen:,} of {len(eval_ids):,} samples begin with a question that is trained on, too"
+        reporter.stage("held out", f"{line}; eval.split_by: prompt keeps such rows together")
     if num_copies := store.num_samples - len(np.unique(store.hashes)):
         line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
         reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flatout.config.read import make_config
-from flatout.errors import FlatoutError, PeerLostError, ResourceError, UsageError
+from flatout.errors import FlatoutError, PeerLostError, ResourceError, UsageError, exits_refused
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.parallel.process_group import choose_device, leave_group
@@ -128,7 +128,8 @@ def run_process(folder: Path, index: int) -> None:
 
 if __name__ == "__main__":
     try:
-        run_process(Path(sys.argv[1]), int(sys.argv[2]))
+        with exits_refused():
+            run_process(Path(sys.argv[1]), int(sys.argv[2]))
     except FlatoutError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)

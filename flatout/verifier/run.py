@@ -11,14 +11,16 @@ from typing import Literal
 
 import torch
 
+from flatout.config.folders import run_identity
 from flatout.config.objective import ObjectiveConfig
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
-from flatout.errors import NumericError, ResourceError, UsageError
+from flatout.errors import NumericError, ResourceError, UsageError, counted
 from flatout.io.durable_io import DurableIO
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.model import resolve_precision
+from flatout.objectives.load import load_objective
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.prefixes import make_bundles
@@ -26,6 +28,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun
+from flatout.trainer.start_check import check_start
 from flatout.trainer.state import TrainingRun
 from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
@@ -59,7 +62,7 @@ def require_equal(rows: Sequence[Comparison]) -> None:
     why = worst.note or f"differs by {worst.largest:.1e} (limit {worst.limit:.0e}){where}"
     raise NumericError(
         f"verify: {len(failed)} of {len(rows)} ways to compute this step do not match the reference, such as "
-        f"{worst.case} on {worst.num_ranks} rank(s): {why}; do not train with them"
+        f"{worst.case} on {counted(worst.num_ranks, 'rank')}: {why}; do not train with them"
     )
 
 
@@ -78,9 +81,11 @@ def verify(
     what loading the model or the data raises. A row above its limit raises nothing here.
     """
     device = choose_device(config.wanted_device, Rank())
-    if device.type == "cuda" and num_ranks > torch.cuda.device_count():
-        raise ResourceError(f"--ranks is {num_ranks}, but {torch.cuda.device_count()} GPU(s) are visible; use fewer")
-    DurableIO().make_dir(config.folder)
+    if device.type == "cuda" and num_ranks > (num_gpus := torch.cuda.device_count()):
+        raise ResourceError(f"--ranks is {num_ranks}, but there is {counted(num_gpus, 'visible GPU')}; use fewer")
+    # the rows below change settings, such as lora.dropout
+    check_start(config, load_objective(config.objective), on_cpu=device.type == "cpu", reads_peft=True)
+    run_identity(config.folder)
     rows: list[Comparison] = []
     # an exception, so that a signal leaves neither processes nor the folder behind
     signals = StopSignals(lambda: None, on_first=lambda: sys.exit(SIGNAL_EXIT_CODE + (signals.number or 0)))

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from flatout.config.folders import how_to_finish, is_run_folder
 from flatout.errors import DataError, UsageError, next_steps
 from flatout.io.near_path import other_model
 from flatout.io.redact import redacted
-from flatout.track.run_log import RUN_FILES, RunLog, read_run
+from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import summarize
 
 RUNS = Path("runs")
@@ -23,11 +25,18 @@ _FILE_ENDINGS = (
 )  # fmt: skip
 
 
-def find_run(target: str | Path, runs: Path = RUNS, *, is_published: bool = False) -> Path:
+def find_run(
+    target: str | Path,
+    runs: Path = RUNS,
+    *,
+    proposes: Literal["any", "near", "none"] = "any",
+    needs_results: bool = False,
+) -> Path:
     """Return the folder of a run that is named by its folder, or by its name in `runs`.
 
-    For a run that is published (`is_published`), an error proposes only one whose name is a slip away.
-    Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file.
+    Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file. The command that it
+    ends with is for `any` run, for one whose name is `near`, or left out (`none`): a verb that publishes or changes a
+    run must not do so to one that nobody named. `needs_results` says how to get them.
     """
     path = Path(target)
     try:
@@ -44,12 +53,14 @@ def find_run(target: str | Path, runs: Path = RUNS, *, is_published: bool = Fals
         raise UsageError(f"{target} is the folder of all runs; {end}")
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
     if near:
-        step = next_steps((f"{near[0]} instead of {target}", ""))
+        step = next_steps((f"{near[0]} instead of {target}", "")) if proposes != "none" else ""
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
     end = _one_of(known, target, runs)
-    if is_published and known:
-        resume = f"finish {'one' if known[1:] else 'it'} first: `flatout train {runs / known[0] / 'config.yaml'}`"
-        end = f"{end.partition(chr(10))[0]}; {'name a finished one' if finished_runs(runs) else resume}"
+    if proposes != "any":
+        end = end.partition("\n")[0]
+    if needs_results and known:
+        alone = "none of them is finished" if known[1:] else how_to_finish(runs / known[0])
+        end += f"; {'name a finished one' if finished_runs(runs) else alone}"
     raise UsageError(f"{target}: no such folder, and no run of that name{end}")
 
 
@@ -117,11 +128,11 @@ def _gguf(file: Path) -> str:
 
 def run_folders(folder: Path) -> list[Path]:
     """Return the run folders in a folder and in those below it, sorted by name; the folder alone if it is a run's."""
-    if _is_run(folder):
+    if is_run_folder(folder):
         return [folder]
     folders: list[Path] = []
     for path in _folders(folder):
-        folders += [path] if _is_run(path) else filter(_is_run, _folders(path))
+        folders += [path] if is_run_folder(path) else filter(is_run_folder, _folders(path))
     return folders
 
 
@@ -129,10 +140,6 @@ def _folders(folder: Path) -> list[Path]:
     with suppress(OSError):
         return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.is_dir())
     return []
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in RUN_FILES)
 
 
 def open_runs(folders: Sequence[Path]) -> dict[str, RunLog]:
@@ -159,9 +166,9 @@ def _open_run(folder: Path) -> RunLog:
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
     if not (log.steps or log.evals or log.start or (has_settings and not log.num_bad_lines)):
-        problem = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "its files are empty"
+        problem = f"{log.num_bad_lines} lines could not be read" if log.num_bad_lines else "no step was taken"
         problem = "; ".join(log.problems.values()) or problem
-        raise DataError(f"{folder} is not a run folder: {problem}; name the folder of a run")
+        raise DataError(f"{folder} has nothing to report: {problem}; name another run")
     return log
 
 

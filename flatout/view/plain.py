@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -39,9 +40,9 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
         return "\n\n".join(parts) + "\n"
     log = next(iter(logs.values()))
     summary = summarize(log)
-    parts = [f"# {printable(summary.name)}: {summary.state}", table(["", "", ""], headline(summary))]
-    parts += [f"**{name}** {printable(value)}" for name, value in notes_rows([log])]
-    parts += [f"> {printable(note)}" for note in (summary.why, *summary.warnings) if note]
+    parts = [f"# {text_of(summary.name)}: {summary.state}", table(["", "", ""], headline(summary))]
+    parts += [f"**{name}** {text_of(value)}" for name, value in notes_rows([log])]
+    parts += [f"> {text_of(note)}" for note in (summary.why, *summary.warnings) if note]
     if planned := plan_rows(log):
         parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
     if started := start_rows(log):
@@ -67,7 +68,7 @@ def figures_of(record: EvalRecord) -> dict[str, str]:
     """Return what an evaluation measured besides the loss, by name."""
     accuracy = record.eval_token_accuracy
     shown = {} if accuracy is None else {"token accuracy": f"{accuracy:.1%}"}
-    return shown | {printable(name): f"{value:.4g}" for name, value in record.metrics.items()}
+    return shown | {text_of(name): f"{value:.4g}" for name, value in record.metrics.items()}
 
 
 def json_report(logs: Mapping[str, RunLog]) -> str:
@@ -83,5 +84,10 @@ def json_report(logs: Mapping[str, RunLog]) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
-    cells = [[printable(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    cells = [[text_of(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def text_of(value: str) -> str:
+    """Return a text that Markdown shows as it is: no HTML, link or picture of it counts."""
+    return html.escape(printable(value), quote=False).replace("](", "]\\(")

@@ -52,16 +52,16 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 65_000
+MAX_LINES = 66_000
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
     "api": 1_500,
     "checkpoint": 1_500,
     "cli": 3_500,
-    "compat": 3_500,
+    "compat": 4_000,
     "config": 3_500,
-    "data": 11_500,
+    "data": 12_000,
     "demo": 1_000,
     "doctor": 500,
     "environment": 500,

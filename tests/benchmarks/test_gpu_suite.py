@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing() -> None:
     assert (ROOT / "benchmarks/results/gpu-suite.json").exists() == before
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_is_this_checkouts_and_a_changed_file_makes_it_dirty(
     suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

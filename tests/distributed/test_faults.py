@@ -302,6 +302,6 @@ def test_a_rank_that_is_lost_twice_is_left_out(tiny: Any, tmp_path: Path, metric
         strike(run_dir, attempt, rank=1, number=signal.SIGKILL)
     output = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 0, output
-    assert "restart 1 of 3 with 2 rank(s) here" in output
-    assert "restart 2 of 3 with 1 rank(s) here" in output
+    assert "restart 1 of 3 with 2 ranks here" in output
+    assert "restart 2 of 3 with 1 rank here" in output
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 121))

@@ -43,7 +43,7 @@ def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics
     assert [path.name for path in sorted((tmp_path / "wrong" / "logs").iterdir())] == [".lock", "attempt-0", "latest"]
     output = right.communicate(timeout=DEADLINE_S)[0]
     assert right.returncode == 0, output
-    assert "DDP: 2 rank(s) on cpu" in output
+    assert "DDP: 2 ranks on cpu" in output
     for a, b in zip(metrics_of(tmp_path / "alone"), metrics_of(tmp_path / "right"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-10)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-10)
@@ -118,7 +118,7 @@ def test_one_machine_listens_on_loopback_and_strangers_end_nothing_but_a_signal_
     assert main(["train", str(tmp_path / "alone.yaml")]) == 0
     output = capfd.readouterr().out
     assert f"from step {stopped_at}" in output
-    assert "Single: 1 rank(s)" in output
+    assert "Single: 1 rank" in output
 
 
 def attack(ports: list[tuple[str, int]], run_dir: Path) -> None:

@@ -119,11 +119,11 @@ def test_one_node_goes_on_alone_and_takes_the_other_back(
     try:
         wait_for_steps(run_dir, 12)
         link(nodes[0], "down")
-        wait_for_text(logs / "attempt-1" / "rank-0.log", "Single: 1 rank(s)")
+        wait_for_text(logs / "attempt-1" / "rank-0.log", "Single: 1 rank")
         num_alone = num_steps_told(run_dir)
         wait_for_steps(run_dir, num_alone + 5)
         link(nodes[0], "up")
-        wait_for_text(logs / "attempt-2" / "rank-0.log", "DDP: 2 rank(s)")
+        wait_for_text(logs / "attempt-2" / "rank-0.log", "DDP: 2 ranks")
         num_together = num_steps_told(run_dir)
         wait_for_steps(run_dir, num_together + 5)
         for process in running:

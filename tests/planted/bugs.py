@@ -91,7 +91,7 @@ BUGS = (
         "seed_micro_batch(X, step=id(Y), rank=Z, micro_batch=W)", RESUME),
     Bug("a unit is parted", "make_bundles", "index if item.unit is None else item.unit", "index",
         f"{UNITS}::test_steps_count_units_and_no_pass_parts_one"),
-    Bug("a unit is held out in part", "split_held_out", "labelings.append(X)", "None",
+    Bug("a unit is held out in part", "split_held_out", "np.asarray(units, np.int64)", "rows",
         f"{UNITS}::test_a_unit_is_held_out_whole"),
     Bug("a label of the wrong sample", "BatchLoader._gather", "np.arange(len(read))", "np.arange(len(read))[::-1]",
         f"{COLUMNS}::test_each_label_has_the_columns_of_its_token_sample_and_unit"),

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 from flatout.api.run import Run, options_as_keywords
+from flatout.compat.call_arguments import ARGUMENTS, PEFT_DEFAULTS, settings_of
 from flatout.compat.unsloth.distributed_utils import this_rank
-from flatout.compat.unsloth.settings import ARGUMENTS, settings_of
 from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.tokenizer import load_tokenizer
 from flatout.environment import set_environment
@@ -28,10 +28,6 @@ from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.parallel.process_group import choose_device
 
 _GGUF = {"fast_quantized": "q8_0", "quantized": "q4_k_m", "not_quantized": "f16"}
-PEFT_DEFAULTS = {
-    "r": 16, "lora_alpha": 16,
-    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-}  # fmt: skip
 # Unsloth's names for parts of models, in the full names of their linear layers
 _VISION, _LANGUAGE = ("vision", "image", "visual", "patch"), ("language", "text")
 _ATTENTION, _MLP = ("self_attn", "attention", "attn"), ("mlp", "feed_forward", "ffn", "dense")

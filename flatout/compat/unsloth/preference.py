@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from flatout.compat import translation as t
+from flatout.compat.call_arguments import ARGUMENTS
 from flatout.compat.preference import defaults_of, rules_of_method
-from flatout.compat.unsloth.settings import ARGUMENTS
 from flatout.compat.unsloth.trainer import SFTConfig, SFTTrainer
 from flatout.errors import UsageError
 

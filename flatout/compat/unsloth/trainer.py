@@ -14,11 +14,11 @@ import torch
 
 from flatout.api.prepare import build_data
 from flatout.api.start import train
+from flatout.compat.call_arguments import ARGUMENTS, PEFT_DEFAULTS, changed_fields, settings_of
 from flatout.compat.training_arguments import SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
 from flatout.compat.translation import Rule
 from flatout.compat.unsloth.distributed_utils import cleanup_distributed_training, this_rank
-from flatout.compat.unsloth.models import PEFT_DEFAULTS, Model
-from flatout.compat.unsloth.settings import ARGUMENTS, changed_fields, settings_of
+from flatout.compat.unsloth.models import Model
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
 from flatout.data.templates.template import RENDER_ERRORS
 from flatout.data.tokenizer import load_tokenizer

@@ -6,16 +6,27 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.loss_mask.by_parts import PartRuns, require_stop, span_by_parts, without_foreign
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
-from flatout.data.loss_mask.probes import ANSWER, ASK, NEXT, Stops, describe, empty_reasoning, find_stops
+from flatout.data.loss_mask.probes import (
+    ANSWER,
+    ASK,
+    NEXT,
+    Stops,
+    closed_reasoning,
+    describe,
+    empty_reasoning,
+    find_stops,
+    reasoning_forms,
+    without_asking,
+)
 from flatout.data.loss_mask.turns import PROBES, Rendering, Span, TurnFinder, UnprovenMaskError
 from flatout.data.templates.description import TemplateDescription
 from flatout.data.templates.forms import RawMessage
@@ -57,7 +68,7 @@ class Masker:
 
         Raises DataError if the prompt changes what precedes it, or if an answer has another end.
         """
-        self.template = template
+        self.template = template = without_asking(template)
         self.loss_type = loss_type
         self._control = control
         self._empty_reasoning = empty_reasoning(template) if mask_empty_reasoning else None
@@ -68,9 +79,10 @@ class Masker:
         self._edges: dict[tuple[str, str, str], tuple[int, int]] = {}
         self._rewrites: dict[bool, bool] = {}
         # whether an answer follows other text than inference shows, by the text before it
-        self._unlike: dict[tuple[str | bool, ...], bool] = {}
+        self._unlike: dict[tuple[Hashable, ...], bool] = {}
         self.stops = Stops()  # while the template's own end is looked for
         self.stops = find_stops(template, self._probe, end_of_turn)
+        self._closed = closed_reasoning(template)
 
     def _probe(self, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Span]]:
         wanted, self.loss_type = self.loss_type, "response_only"
@@ -83,6 +95,11 @@ class Masker:
     @cached_property
     def description(self) -> TemplateDescription:
         return describe(self.template, self.stops, self._turns.prompt)
+
+    @cached_property
+    def leaves_inline_reasoning(self) -> bool:
+        """Whether reasoning in <think> tags in a text looks other than reasoning in a field of its own."""
+        return len(set(reasoning_forms(self.template))) > 1
 
     def end_of_turn(self) -> str:
         """Return what carries loss behind the text of an answer ("<|im_end|>"); empty if nothing does."""
@@ -133,6 +150,7 @@ class Masker:
                 text, spans = self._with_stops(text, spans, messages, typed)
             if layout is not None and self._marked_source is None and self.loss_type == "response_only":
                 _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
+            self._check_opened(text, messages, runs, {*range(since), *lost_reasoning})
             if any(message.silent for message in messages):
                 spans = self._without_silent(rendering, runs, messages, spans, len(text))
             if self._empty_reasoning is not None:
@@ -227,6 +245,21 @@ class Masker:
             widened.append((start, behind + len(stop_text) if takes else end))
         return text, tuple(widened)
 
+    def _check_opened(self, text: str, messages: Sequence[Message], runs: PartRuns, unasked: Container[int]) -> None:
+        """Raise UnprovenMaskError if reasoning with loss stands behind a block for reasoning that is closed."""
+        for turn, message in enumerate(messages):
+            inline, closed, _ = message.content.partition("</think>")
+            thinks = (message.reasoning or (closed and inline.replace("<think>", ""))).strip()
+            if not thinks or message.role != "assistant" or message.train is False or turn in unasked:
+                continue
+            before, own_start = runs.around(turn)[:2] if turn in runs else (0, 0)
+            if shut := self._closed.search(text, before, own_start):
+                into = "put it into reasoning_content, or " if closed else ""
+                raise UnprovenMaskError(
+                    f"messages[{turn}] (assistant): the template writes {shut[0]!r} before its reasoning, as for an "
+                    f"answer without any; {into}{self.template.remedy('reasoning')}"
+                )
+
     def _check_ended(
         self,
         text: str,
@@ -235,28 +268,21 @@ class Masker:
         runs: PartRuns,
         spans: Sequence[Span],
     ) -> None:
-        """Raise UnprovenMaskError if an answer with loss would be learnt without what stops it, or has it inside, too.
-
-        An answer that goes on in the next message needs none.
-        """
-        ends, stops = [end for _, end in spans], self.stops.texts
-        own = {turn: runs.around(turn)[2] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
-        unended = []
-        for turn, own_end in own.items():
-            goes_on = turn + 1 < len(messages) and messages[turn + 1].role == "assistant"
+        """Raise UnprovenMaskError if an answer would be learnt without what stops it, or has it inside, too."""
+        ends, stops, starts = [end for _, end in spans], self.stops.texts, {start for _, start, _ in parts}
+        own = {turn: runs.around(turn)[2:] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
+        answers = []
+        for turn, (own_end, after) in own.items():
             span = bisect_left(ends, own_end)
-            if not goes_on and span < len(spans) and spans[span][0] < own_end:
-                unended.append((f"messages[{turn}] (assistant)", spans[span][0], own_end, text[own_end : ends[span]]))
+            if span < len(spans) and spans[span][0] < own_end:
+                # the last one's stop may have been added behind the text that `runs` is of
+                behind = text[own_end : min(ends[span], after if after in starts else ends[span])]
+                answers.append((turn, spans[span][0], own_end, behind))
         if not own:  # without its parts, an answer is known by its end alone
-            unended = [("an answer", 0, 0, stops[0] if text[a:b].endswith(stops) else "") for a, b in spans]
-        for where, start, own_end, behind in unended:
-            inside = text[start:own_end]
-            # earlier answers may have an end of their own
-            if not any(map(behind.count, stops)) and not self._turns.has_marker(behind, stops):
-                raise UnprovenMaskError(
-                    f"{where}: nothing ends it where other messages follow, so a model would not learn to stop; use "
-                    "data.lost_reasoning: split, or another template (data.template)"
-                )
+            answers = [(-1, 0, 0, stops[0] if text[a:b].endswith(stops) else "") for a, b in spans]
+        for turn, start, own_end, behind in answers:
+            inside, where = text[start:own_end], f"messages[{turn}] (assistant)" if turn >= 0 else "an answer"
+            self._check_behind(behind, where, [m.role for m in messages[turn : turn + 2]] == ["assistant"] * 2)
             if not any(map(inside.count, stops)):
                 continue
             for _, first, last in reversed(parts):
@@ -267,6 +293,25 @@ class Masker:
                     f"{where}: {stop!r}, which ends an answer, is inside it; use a template that writes an answer "
                     "as one turn (data.template)"
                 )
+
+    def _check_behind(self, behind: str, where: str, goes_on: bool) -> None:
+        """Raise UnprovenMaskError unless a stop, and no text of another turn, is learnt behind an answer."""
+        stop = next((stop for stop in self.stops.texts if stop in behind), None)
+        if stop and re.search(r"\w", self._turns.without_tags(behind.partition(stop)[2])):
+            raise UnprovenMaskError(
+                f"{where}: {behind!r} follows it, and is not of it; use another template (data.template)"
+            )
+        # earlier answers may have an end of their own
+        if stop or self._turns.has_marker(behind, self.stops.texts):
+            return
+        if goes_on:
+            raise UnprovenMaskError(
+                f"{where}: another answer follows, and nothing ends this one; join the two into one message"
+            )
+        raise UnprovenMaskError(
+            f"{where}: nothing ends it where other messages follow, so a model would not learn to stop; use "
+            "data.lost_reasoning: split, or another template (data.template)"
+        )
 
     def _without_silent(
         self,
@@ -322,11 +367,18 @@ class Masker:
             shown = rendering.attempt(messages[:turn], prompt=True)
             return shown is not None and not text.startswith(shown)
         asked = max((k for k in range(turn) if messages[k]["role"] == "user" and k in runs), default=turn)
-        (first, begin), gaps = runs.between(asked, turn)
-        key = (*(m["role"] for m in messages[asked:turn]), *(text[a:b] for a, b in gaps), turn == len(messages) - 1)
+        _, gaps = runs.between(asked, turn)
+        earlier = messages[:asked]
+        thinks = any(m["role"] == "assistant" and "</think>" in m["content"] for m in earlier)
+        # what is before the question counts by its kind: who follows whom, with what
+        kinds = frozenset((one["role"], two["role"], *two) for one, two in pairwise([{"role": ""}, *earlier]))
+        roles, texts = [m["role"] for m in messages[asked:turn]], [text[a:b] for a, b in gaps]
+        key = (bool(rendering.tools), kinds, thinks, turn == len(messages) - 1, *roles, *texts)
         if (unlike := self._unlike.get(key)) is None:
-            shown, anchor = rendering.attempt(messages[:turn], prompt=True), text[first:begin]
-            unlike = shown is not None and not text.startswith(shown.rpartition(anchor)[2] if anchor else shown, begin)
+            shown = rendering.attempt(messages[:turn], prompt=True)
+            unlike = shown is not None and not text.startswith(shown)
+            if shown is not None and turn and messages[turn - 1]["role"] in ("assistant", "tool"):
+                unlike = not self._turns.asks_again(text, shown, runs.around(turn)[1])
             if len(self._unlike) >= _MAX_EDGES:
                 self._unlike.clear()
             self._unlike[key] = unlike
@@ -334,11 +386,14 @@ class Masker:
 
     def _proved(self, rendering: Rendering, turn: int, runs: PartRuns) -> Span:
         try:
-            return self._turns.span(rendering, turn)
+            start, end = self._turns.span(rendering, turn)
         except UnprovenMaskError:
             if (span := span_by_parts(self._turns, rendering, turn, runs, self.stops.texts)) is None:
                 raise
-            return span
+            start, end = span
+        if rendering.messages[turn]["role"] == "assistant":
+            start = self._turns.behind_header(rendering, turn, start, runs.around(turn)[1])
+        return start, end
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

@@ -9,7 +9,15 @@ from typing import Any
 
 from flatout.data.conversation import Message, ToolCall
 from flatout.data.loss_mask.turns import PROBES, Span, shared_length
-from flatout.data.templates.description import Mismatch, Problem, StopsFrom, TemplateDescription, Treatment
+from flatout.data.templates.description import (
+    EARLIER,
+    Mismatch,
+    Problem,
+    StopsFrom,
+    TemplateDescription,
+    Treatment,
+    brief,
+)
 from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
 from flatout.errors import DataError
@@ -17,6 +25,7 @@ from flatout.errors import DataError
 Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
 """Renders messages with tools; returns the text and the ranges of its answers. Raises DataError."""
 
+_SHARED_CHARS = 40  # shown of what two texts have in common
 QUESTION = "AskprobefourMnb"
 ASK, ANSWER, NEXT = Message("user", QUESTION), Message("assistant", PROBES[0]), Message("user", "b")
 CALL = Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": PROBES[1]}, "call00000"),))
@@ -77,7 +86,8 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
         tags = [tag[0] for tag in markup.finditer(call) if tag[0] in (*tokens, after_text) or tag[0][1] != "/"][-1:]
         is_cut = bool(call) and (not tags or tags[0] in between)
         if is_cut:
-            tags = [_marker(template, [ASK, CALL], PROBES[1] + call)]
+            answered = [ASK, CALL, RESULT, replace(ANSWER, content="b")]
+            tags = [_marker(template, turns, PROBES[1] + call) for turns in ([ASK, CALL], answered)]
         after_call = (*filter(None, tags), after_text)[0]
         return Stops(after_text, after_call, not last or is_cut, "template")
     if end_of_turn == "none" or not marker:
@@ -87,6 +97,31 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
     # where the result follows inside of the turn, a token of its own closes the call
     closing = [tag for tag, special in tokens.items() if special and closed.endswith(tag) and tag not in between]
     return Stops(marker, (*filter(None, [after_call]), *closing, marker)[0], True, "next turn")
+
+
+def without_asking(template: ChatTemplate) -> ChatTemplate:
+    """Return a template whose texts end with their last message, though it asks for an answer behind each text."""
+    asked, shown = _render(template, [ASK]) or "", _render(template, [ASK], prompt=True) or ""
+    last = (_render(template, [ASK, ANSWER]) or "").partition(PROBES[0])[2]
+    earlier = (_render(template, [ASK, ANSWER, NEXT]) or "").partition(PROBES[0])[2]
+    markup = markup_pattern(template.tokenizer)
+    end = shared_length(last, earlier)
+    end = next((m.start() for m in markup.finditer(last) if m.start() < end < m.end()), end)
+    # both may go on with what opens every turn: the first of a text begins with that
+    opening = {tag[0] for tag in _run(markup, asked)} - {template.tokenizer.eos_token}
+    while (tags := list(markup.finditer(last, 0, end))) and tags[-1].end() == end and tags[-1][0] in opening:
+        end = tags[-1].start()
+    asks = last[end:]
+    is_added = earlier and asks.strip() and asked.endswith(asks) and shown.startswith(asked)
+    return replace(template, asks=asks) if is_added else template
+
+
+def _run(markup: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Yield the tags with which a text begins."""
+    end = 0
+    while match := markup.match(text, len(text) - len(text[end:].lstrip())):
+        yield match
+        end = match.end()
 
 
 def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -145,6 +180,21 @@ def empty_reasoning(template: ChatTemplate) -> re.Pattern[str]:
     return re.compile(rf"\s*(?:{begin}\s*)?{close}\s*")
 
 
+def reasoning_forms(template: ChatTemplate) -> Iterator[str]:
+    """Yield what a template makes of an answer with reasoning in a field, and in <think> tags, if it shows it."""
+    inline = f"<think>\n{THOUGHT}\n</think>\n\n{PROBES[0]}"
+    for answer in (replace(ANSWER, reasoning=THOUGHT), replace(ANSWER, content=inline)):
+        if THOUGHT in (text := _render(template, [ASK, answer]) or ""):
+            yield text
+
+
+def closed_reasoning(template: ChatTemplate) -> re.Pattern[str]:
+    """Return a pattern of what closes reasoning, and nothing else."""
+    tag = reasoning_tags(template)[1]
+    own = () if tag in (_render(template, [ASK]) or "") else (tag,)
+    return re.compile("|".join(["</[^<>/]*think[^<>]*>", *map(re.escape, own)]))
+
+
 def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescription:
     """Return the description of a template whose stops and generation prompt are known."""
     stem = (_render(template, [ASK], prompt=True) or "").removesuffix(prompt)
@@ -185,14 +235,19 @@ def _treatment(text: str | None, probe: str) -> Treatment:
 
 def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
     """Yield the kinds of answers before which inference shows other text than training does."""
-    kinds = {
-        "the last answer": ([ASK, ANSWER], 1),
-        "an earlier answer": ([ASK, ANSWER, NEXT, replace(ANSWER, content=PROBES[1])], 1),
-        "an answer with reasoning": ([ASK, replace(ANSWER, reasoning=THOUGHT)], 1),
-        "an answer after a tool result": ([ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER], 3),
+    other = replace(ANSWER, content=PROBES[1])
+    kinds: dict[str, tuple[list[Message], int, Sequence[Mapping[str, Any]]]] = {
+        "the last answer": ([ASK, ANSWER], 1, ()),
+        EARLIER: ([ASK, ANSWER, NEXT, other], 1, ()),
+        "an answer with reasoning": ([ASK, replace(ANSWER, reasoning=THOUGHT)], 1, ()),
+        "an answer after a tool result": ([ASK, CALL, replace(RESULT, content=THOUGHT), ANSWER], 3, TOOLS),
+        "an answer with tools": ([ASK, ANSWER], 1, TOOLS),
+        "an answer to a later question": ([ASK, other, NEXT, ANSWER], 3, ()),
     }
-    for kind, (turns, turn) in kinds.items():
-        tools = TOOLS if turn == 3 else ()
+    differs = False  # then answers with more around them do, too
+    for kind, (turns, turn, tools) in kinds.items():
+        if differs and kind in list(kinds)[-2:]:
+            continue
         text, shown = _render(template, turns, tools), _render(template, turns[:turn], tools, prompt=True)
         if text is None or shown is None or text.startswith(shown) or PROBES[0] not in text:
             continue
@@ -201,12 +256,13 @@ def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
         plain = _render(template, turns[:turn], tools) or ""
         base = len(plain) if text.startswith(plain) and shown.startswith(plain) else _last_line(text, shown)
         yield Mismatch(kind, text[base:first], shown[base:])
+        differs |= kind == "the last answer"
 
 
 def _last_line(one: str, two: str) -> int:
-    """Return where the last line begins that two texts share as a whole."""
+    """Return where the last line begins that two texts share as a whole, or a place near the end of a long one."""
     shared = shared_length(one, two)
-    return one.rfind("\n", 0, shared) + 1
+    return max(one.rfind("\n", 0, shared) + 1, shared - _SHARED_CHARS)
 
 
 def _problems(
@@ -223,8 +279,9 @@ def _problems(
             "it carries loss and is added behind the last answer; to choose another, set data.end_of_turn",
         )
     for mismatch in mismatches:
-        what = f"{mismatch.answer} is trained after {mismatch.trained!r}, but inference shows {mismatch.shown!r}"
-        yield Problem(what, _remedy(template, mismatch, unequal))
+        trained, shown = brief(mismatch.trained), brief(mismatch.shown)
+        what = f"{mismatch.answer} is trained after {trained}, but inference shows {shown}"
+        yield Problem(what, _remedy(template, mismatch, unequal), mismatch.answer)
 
 
 def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> str:
@@ -255,9 +312,9 @@ def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> st
                 )
     if for_some:
         return for_some
-    if mismatch.answer == "an earlier answer":
+    if mismatch.answer == EARLIER:
         return "data.lost_reasoning: split (the default) makes each question a sample of its own, as inference shows it"
     return (
-        "no variable of the template makes them equal: set data.template to a copy of it (.jinja) whose generation "
-        "prompt adds the first text"
+        "no variable of the template makes them equal: set data.template to a copy of it (.jinja) that adds the first "
+        "text to ask for an answer"
     )

@@ -69,10 +69,11 @@ class TurnFinder:
                 f"chat template {template.name!r}: the generation prompt changes the text before it, so masks "
                 "cannot be proved; use a template with {% generation %} marks, or one of flatout's (data.template)"
             )
-        self._prompt = asked[len(stem) :]
+        self._prompt, self._plain = asked[len(stem) :], plain
+        rendering = Rendering(template, (), (), "")
+        self._header = self._find_header(rendering)
         # how assistant turns open: (length shared with the generation prompt, what is inserted after it)
         openings: set[tuple[int, str]] = set()
-        rendering = Rendering(template, (), (), "")
         for tail in ([], [user, answer]):
             for fields in (("content",), ("reasoning_content", "thinking")):
                 turns = [answer | dict.fromkeys(fields, probe) for probe in PROBES]
@@ -84,6 +85,14 @@ class TurnFinder:
                         openings.add((shared, opening[shared:]))
         self._openings = sorted(openings, key=lambda item: item[0] + len(item[1]), reverse=True)
 
+    def _find_header(self, rendering: Rendering) -> str:
+        """Return the first tag of the generation prompt that ends no answer, or the last of what asks for one."""
+        user, answer = {"role": "user", "content": PROBES[0]}, {"role": "assistant", "content": PROBES[1]}
+        asked, both = rendering.attempt([user], prompt=True) or "", rendering.attempt([user, answer, user]) or ""
+        ended = self._markup.findall(both.partition(PROBES[1])[2])[:1]
+        tags = self._markup.findall(self._prompt) or self._markup.findall(asked.rpartition(PROBES[0])[2])[-1:]
+        return next((tag for tag in tags if tag not in ended), "")
+
     @property
     def prompt(self) -> str:
         """What the template adds to ask for an answer to one question."""
@@ -93,6 +102,9 @@ class TurnFinder:
         """Whether a text holds a token; a tag will do if none of `like` is a token. What closes a tag is neither."""
         tags = (match[0] for match in self._markup.finditer(text) if match[0][1] != "/" or match[0] == self._eos)
         return any(tag in self._tokens or self._tokens.isdisjoint(like) for tag in tags)
+
+    def without_tags(self, text: str) -> str:
+        return self._markup.sub("", text)
 
     def shared_whole(self, text: str, prompt: str) -> int:
         """Return the length of the longest common prefix that ends inside no tag and no word of either.
@@ -132,6 +144,34 @@ class TurnFinder:
             raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not contain its text")
         return start, end
 
+    def behind_header(self, rendering: Rendering, turn: int, start: int, own_start: int) -> int:
+        """Return where an answer begins behind what inference shows directly before it, if other text precedes that.
+
+        Raises UnprovenMaskError if its header would still carry loss.
+        """
+        shown = rendering.attempt(rendering.messages[:turn], prompt=True) or self._prompt
+        lead = rendering.text[start:own_start]
+        if turn and rendering.text.startswith(
+            shown
+        ):  # it may not ask for a second answer in a row, and yet give it a header
+            return start + len(self._prompt) * lead.startswith(self._prompt)
+        near = "".join(shown[-2 * len(lead) - _MARKUP_CHARS :].split())
+        first = next((tag.end() for tag in self._markup.finditer(lead)), len(lead) + 1)
+        ends = (end for end in range(len(lead), first - 1, -1) if near.endswith("".join(lead[:end].split())))
+        if end := len(lead[: next(ends, 0)].rstrip()):
+            start += end + shared_length(lead[end:], shown[len(shown.rstrip()) :])
+        if self._header and self._header in rendering.text[start:own_start]:
+            raise UnprovenMaskError(
+                f"messages[{turn}]: it writes {lead!r} before this answer, but {shown[-len(lead) :]!r} where it asks "
+                "for one; use another template (data.template)"
+            )
+        return start
+
+    def asks_again(self, text: str, shown: str, own_start: int) -> bool:
+        """Whether inference shows the header of an answer that follows another, or its tool's result."""
+        header = self._header or self._prompt
+        return text.startswith(shown) and not (header and header in text[len(shown) : own_start])
+
     def _end_by_prefix(self, rendering: Rendering, turn: int, start: int) -> int | None:
         turns = rendering.messages[: turn + 1]
         until = rendering.attempt(turns, prompt=True)
@@ -168,6 +208,8 @@ class TurnFinder:
     def _start_by_variation(self, rendering: Rendering, turn: int, before: str) -> int | None:
         if rendering.messages[turn]["role"] != "assistant":
             return len(before) if rendering.text.startswith(before) else None
+        if not turn and not self._openings:  # without a header, the first turn begins where a question would
+            return min(self.shared_whole(rendering.text, self._plain), len(before))
         for length, inserted in self._openings:
             base = len(before) - len(inserted) - length
             if before.endswith(self._prompt[:length] + inserted) and rendering.text.startswith(before[:base]):

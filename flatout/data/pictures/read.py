@@ -18,6 +18,7 @@ import xxhash
 
 from flatout.data.conversation import Origin, PictureSource
 from flatout.errors import DataError, UsageError, install, reason_of
+from flatout.io.allowed import require_allowed
 from flatout.io.near_path import expand_home
 
 # a picture of more pixels takes over half a gigabyte while it is decoded and resized
@@ -122,7 +123,7 @@ def shown_size(image: Any) -> tuple[int, int]:
 
 def is_transparent(image: Any) -> bool:
     """Return whether a pixel of an image of Pillow's is not opaque."""
-    return image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+    return bool(image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255)
 
 
 def decoded(content: bytes) -> Any:
@@ -187,6 +188,7 @@ def _content(source: PictureSource, where: str, root: Path, download: Callable[[
         raise DataError(f"{where}: of addresses, only http:// and https:// are read; give the path of a file")
     try:
         path = root / expand_home(value)
+        require_allowed(path, where=f"{where}: ")
         status = path.stat()
         if status.st_size > MAX_FILE_BYTES:
             raise DataError(f"{where}: {path} has over {MAX_FILE_BYTES >> 20} MiB; resize it")

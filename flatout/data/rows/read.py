@@ -9,10 +9,11 @@ import io
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, BinaryIO, Literal, NoReturn, Protocol
 
@@ -61,11 +62,13 @@ _FOOTERS_AT_ONCE = 16
 class RawRow:
     """One row as read: its columns, or a line of JSON that is parsed where they are asked for.
 
-    So lines go to other processes as they are, and are parsed there.
+    So lines go to other processes as they are, and are parsed there. `classes` are the names that a file has for the
+    numbers of its columns, which stand in their place, in the order of the numbers.
     """
 
     origin: Origin
     content: dict[str, Any] | str
+    classes: Mapping[str, Sequence[str]] | None = None
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -75,7 +78,9 @@ class RawRow:
         try:
             value = parse_json(self.content)
         except JSONSyntaxError as error:
-            raise DataError(f"{self.origin}:{error.column}: {error.what}") from None
+            is_listed = error.at_second_value and self.content[error.column - 1 :].strip() == ","
+            hint = "a comma follows the row; remove it, or write [ before all rows and ] behind them" * is_listed
+            raise DataError(f"{self.origin}:{error.column}: {hint or error.what}") from None
         return _object(self.origin, value)
 
 
@@ -171,6 +176,8 @@ def most_rows(file: DataFile) -> int | None:
     if mark is None:
         return count_rows(file)
     with unpacked(file) as (_, content):
+        if mark == b"\n" and content.read(1) == b"[":  # a list
+            mark = b"{"
         return 1 + sum(int(block.count(mark)) for block in iter(lambda: content.read(1 << 22), b""))
 
 
@@ -243,8 +250,21 @@ def _parsed(path: DataFile, lines: Iterable[tuple[int, str]], bad_row: BadRow) -
 
 
 def _read_jsonl(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
-    name = str(path)
-    for number, line in _lines(path, file, bad_row):
+    """Read a row a line, or a list of rows, which is often named so."""
+    name, lines = str(path), _lines(path, file, bad_row)
+    first = next((one for one in lines if one[1].strip(" \t\r\n")), (0, ""))
+    if first[1].strip() == "{":
+        raise DataError(f"{path}:{first[0]}: the row goes on in the next line; write each row on one line")
+    if first[1].lstrip()[:1] == "[":
+        rest = [line for _, line in lines]
+        try:
+            yield from _listed(path, parse_json("\n" * (first[0] - 1) + first[1] + "".join(rest)), bad_row)
+            return
+        except JSONSyntaxError as error:
+            if not error.at_second_value:
+                raise DataError(f"{path}:{error.line}:{error.column}: {error.what}") from None
+        lines = enumerate(rest, start=first[0] + 1)
+    for number, line in chain([first], lines):
         if line.strip(" \t\r\n"):
             yield RawRow(Origin(name, number), line.rstrip("\r\n"))
 
@@ -258,6 +278,10 @@ def _read_json(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawR
         if not (error.at_second_value and text.lstrip()[:1] == "{"):
             raise DataError(f"{path}:{error.line}:{error.column}: {error.what}") from None
         return _rows_of(path, _parsed(path, enumerate(text.split("\n"), start=1), bad_row), bad_row)
+    return _listed(path, value, bad_row)
+
+
+def _listed(path: DataFile, value: Any, bad_row: BadRow) -> Iterator[RawRow]:
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     if not isinstance(value, list):
@@ -333,19 +357,43 @@ def _read_table(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[Raw
         raise DataError(f"{path}: not readable as {kind}: {first_line(error)}") from error
 
 
-def table_rows(source: str, batches: Iterable[Any]) -> Iterator[RawRow]:
+def table_rows(source: str, batches: Iterable[Any], features: Mapping[str, Any] | None = None) -> Iterator[RawRow]:
     """Yield the rows of arrow tables or record batches; `source` names them in messages. Null columns become None.
 
     A null inside a column counts as an absent key: arrow gives every object of a column the keys of all of them.
+    Numbers of a ClassLabel become its names: of `features`, or of those that `datasets` writes into the schema.
     """
     from pyarrow import types  # lazy: importing pyarrow costs 0.1 s
 
     number = 0
     for batch in batches:
         nested = [field.name for field in batch.schema if types.is_nested(field.type)]
+        classes = _classes(_features(batch.schema.metadata) if features is None else features)
         for row in batch.to_pylist():
             number += 1
-            yield RawRow(Origin(source, number), row | {name: _without_nulls(row[name]) for name in nested})
+            changed = {name: _without_nulls(row[name]) for name in nested}
+            changed |= {name: _class_name(row[name], names) for name, names in classes.items() if name in row}
+            yield RawRow(Origin(source, number), row | changed, classes or None)
+
+
+def _features(metadata: Mapping[bytes, bytes] | None) -> Any:
+    try:
+        return parse_json((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, LookupError, TypeError):  # not what `datasets` writes
+        return {}
+
+
+def _classes(features: Any) -> dict[str, list[str]]:
+    given = features.items() if isinstance(features, Mapping) else ()
+    labels = {name: one for name, one in given if isinstance(one, Mapping) and one.get("_type") == "ClassLabel"}
+    return {name: [*map(str, one["names"])] for name, one in labels.items() if isinstance(one.get("names"), list)}
+
+
+def _class_name(value: Any, names: Sequence[str]) -> Any:
+    """Return the name of a class; -1 stands for none."""
+    if not isinstance(value, int) or not -1 <= value < len(names):
+        return value
+    return names[value] if value >= 0 else None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from flatout.config.schema import SourceConfig
 from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, most_rows, raise_error, row_type, table_rows, total_rows
 from flatout.errors import DataError, next_steps
+from flatout.io.allowed import require_allowed
 from flatout.io.durable_io import digest
 from flatout.io.near_path import did_you_mean, expand_home, has_rows, unknown_user
 from flatout.io.redact import redacted
@@ -29,10 +30,11 @@ _FILE_NAME = re.compile(r"^[^/]+\.[a-z]{2,8}$")
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 # split -> the words that stand for it in names of files and folders, as `datasets` reads them
 _SPLITS = {
-    "test": {"test", "testing", "eval", "evaluation"},
-    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "tests", "testing", "testset", "eval", "evaluation", "evalset", "heldout", "holdout"},
+    "validation": {"validation", "valid", "val", "dev", "devset"},
     "train": {"train", "training"},
 }
+_HELD_OUT = re.compile(r"(held|hold)[ _-]out", re.IGNORECASE)
 # a folder with more is not a data set: a home folder, or a whole disk
 _MAX_FILES = 100_000
 # how many types of files that are not read are named
@@ -45,7 +47,7 @@ class RowSource:
     """An opened source: `files` maps each path to the xxh3-128 digest of its bytes, for fingerprints.
 
     `num_rows` is known without reading only for parquet files and what `datasets` has loaded. `address` is that of a
-    set on the hub, with its commit.
+    set on the hub, with its commit. `held_out` is a sentence on files that are named for testing.
     """
 
     name: str
@@ -55,6 +57,7 @@ class RowSource:
     is_local: bool = True
     unread: Unread = field(default_factory=lambda: Unread("", "error"))
     address: str = ""
+    held_out: str = ""
 
     def about_rows(self) -> int | None:
         """Return about how many rows there are, by the first lines; None if only parsing them would tell."""
@@ -97,7 +100,7 @@ class RowSource:
         empty = True
         for row in self.read(count_bad):
             try:
-                raw = RawRow(row.origin, row.columns) if parse else row
+                raw = replace(row, content=row.columns) if parse else row
             except DataError as error:
                 count_bad(error)
                 continue
@@ -152,7 +155,7 @@ def local_source(source: SourceConfig) -> RowSource | None:
         if source.hub is False or _looks_local(source.path):
             raise DataError(_nothing_found(source.path))
         return None
-    name, files = _of_split(source, listing)
+    name, files, _ = _of_split(source, listing)
     unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
     return RowSource(
         name, {}, None, lambda bad_row: chain.from_iterable(read_file(file, bad_row, unread) for file in files)
@@ -160,9 +163,9 @@ def local_source(source: SourceConfig) -> RowSource | None:
 
 
 def _source_of(source: SourceConfig, listing: Found) -> RowSource:
-    name, files = _of_split(source, listing)
+    name, files, held_out = _of_split(source, listing)
     unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
-    return _of_files(name, files, unread, total_rows(files))
+    return replace(_of_files(name, files, unread, total_rows(files)), held_out=held_out)
 
 
 def _of_files(
@@ -250,34 +253,50 @@ def _local_files(pattern: str) -> Found:
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
     matches = [file for file in matches if file.is_file()]
     others = [str(file) for file in matches if holds_rows(file.name) is False]
-    return Found({file: Path(file.name) for file in matches if row_type(file) is not None}, others)
+    # names above the first wildcard are common to all
+    top = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+    return Found({file: file.relative_to(top) for file in matches if row_type(file) is not None}, others)
 
 
-def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | RemoteFile]]:
-    """Return the source's name and its files of the requested split, which is read from the names below the source.
+def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | RemoteFile], str]:
+    """Return the source's name, its files of the requested split, and a sentence on those named for testing.
 
-    Files listed one by one, or all from one split, are used as given unless `split` is set.
+    A split is read from the names below the source. Without `split`, these are the files named for training, or those
+    that are not named for testing, or all if there are only others.
     """
     files = list(listing.files)
+    for file in files:
+        if isinstance(file, Path):  # a glob or a folder may hold links
+            require_allowed(file)
     # `datasets` saved each split to its own folder
     saved = listing.is_folder and (expand_home(source.path) / "dataset_dict.json").exists()
     splits = {file: path.parts[0] if saved else _split_of(path) for file, path in listing.files.items()}
     named = sorted({split for split in splits.values() if split})
-    if source.split in (None, "train") and (
-        not named or (source.split is None and not (listing.is_folder and named[1:]))
-    ):
-        return redacted(source.path), files
-    wanted = source.split or "train"
+    path, wanted = redacted(source.path), source.split or "train"
+    many = f"[{len(files)} files]" if files[1:] else ""
+    if wanted == "train" and (not named or (source.split is None and named == ["train"])):
+        return path + many, files, ""
     chosen = [file for file, split in splits.items() if split == wanted]
+    unnamed = [file for file, split in splits.items() if split is None]
+    are_for_tests = all(_split_of(PurePath(name)) in ("test", "validation") for name in named)
+    if source.split is None and not chosen:
+        chosen = (unnamed if are_for_tests else []) or files * (len(named) == 1)
+    if source.split is None and chosen == files:
+        line = f"{listing.files[files[0]]}: its name says {named[0]}; its rows are read as any others"
+        return path + many, files, line * are_for_tests
     if not chosen:
         there = f"the file names contain {', '.join(named)}" if named else "no file name contains a split"
         raise DataError(f"{source.path}: no files of split {wanted!r}: {there}; set split to one that exists")
-    return f"{redacted(source.path)}[{wanted}, {len(chosen)} of {len(files)} files]", chosen
+    left = [str(listing.files[file]) for file in files if file not in chosen]
+    line = f"{path}: {len(left)} of {len(files)} files are left out: {', '.join(left[:_MAX_TOLD])}"
+    why = f"{line}{', ...' * bool(left[_MAX_TOLD:])}; name such a file, or set its split, to train on it"
+    return f"{path}[{wanted}, {len(chosen)} of {len(files)} files]", chosen, why
 
 
 def _split_of(path: PurePath) -> str | None:
     """Return the split that a path names, such as `train_sft` for `train_sft-00000-of-00002`."""
-    words = {word for part in path.parts for word in re.split(r"[^a-z]+", part.lower())}
+    spaced = _HELD_OUT.sub(r"\1out", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", "/".join(path.parts))).lower()
+    words = set(re.split(r"[^a-z]+", spaced))
     split = next((split for split, names in _SPLITS.items() if words & names), None)
     shard = _SHARD.match(path.name) if split else None
     return shard[1] if shard and _split_of(PurePath(shard[1])) else split
@@ -346,6 +365,7 @@ def _open_hub(source: SourceConfig, log: Callable[[str], None]) -> RowSource:
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row
-        return table_rows(hub_set.name, hub_set.loaded.with_format("arrow").iter(batch_size=1024))
+        tables = hub_set.loaded.with_format("arrow").iter(batch_size=1024)
+        return table_rows(hub_set.name, tables, hub_set.loaded.features.to_dict())
 
     return RowSource(hub_set.name, digests, hub_set.num_rows, read, address=hub_set.address)

@@ -10,6 +10,9 @@ from typing import Literal
 StopsFrom = Literal["template", "next turn", "setting", "nothing"]
 Treatment = Literal["written", "dropped", "refused"]
 _WIDTH, _INDENT = 80, 35
+_HEAD, _TAIL = 60, 40
+EARLIER = "an earlier answer"
+"""The kind of answer that data.lost_reasoning: split trains in a sample of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class Problem:
 
     what: str
     remedy: str
+    answer: str = ""  # the kind of answer that it is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class TemplateDescription:
         """Yield (name, value) of every fact, for a person."""
         yield "an answer opens with", _shown(self.opens)
         yield "the generation prompt adds", _shown(self.prompt)
-        same = "no: see below" if self.mismatches else "yes"
+        same = "no: see below" if {mismatch.answer for mismatch in self.mismatches} - {EARLIER} else "yes"
         yield "answers begin with exactly that", same
         yield "an answer ends with", _shown(self.ends)
         source = {"template": "", "next turn": " (it opens the next turn)", "setting": " (data.end_of_turn)"}
@@ -81,7 +85,7 @@ class TemplateDescription:
     def summary_lines(self) -> list[str]:
         """Return what a build prints: one sentence of what is learnt, and one for each problem."""
         stops = ", ".join(map(repr, self.stops)) or "nothing"
-        lines = [f"chat template {self.name!r}: an answer follows {self.prompt!r}, and ends with {stops}"]
+        lines = [f"chat template {self.name!r}: an answer follows {brief(self.prompt)}, and ends with {stops}"]
         return lines + [f"chat template {self.name!r}: {problem.what}; {problem.remedy}" for problem in self.problems]
 
     def lines(self) -> list[str]:
@@ -97,4 +101,9 @@ class TemplateDescription:
 
 
 def _shown(text: str) -> str:
-    return repr(text) if text else "nothing"
+    return brief(text) if text else "nothing"
+
+
+def brief(text: str) -> str:
+    """Return a text of a template quoted, a long one without its middle."""
+    return repr(text if len(text) <= 2 * (_HEAD + _TAIL) else f"{text[:_HEAD]} ... {text[-_TAIL:]}")

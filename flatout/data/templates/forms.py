@@ -22,18 +22,20 @@ class Form:
     `tools` takes the bare functions. `empty_tools`: rows without tools give an empty list. `reasoning`: in fields of
     its own; `inline`, in the content between <think> tags; `last`, the same for a template that cuts the content at
     </think>, also in the last answer, where inference shows the reasoning that the model has just written; `prefix`,
-    the same for one whose generation prompt writes <think>, and that takes a last answer which begins there. `parts`:
-    every content is a list of typed parts, as templates of vision-language models have it.
+    the same for one whose generation prompt writes <think>, and that takes a last answer which begins there. `breaks`:
+    its tags stand on lines of their own. `parts`: every content is a list of typed parts, as templates of
+    vision-language models have it.
     """
 
     arguments_as_text: bool = False
     tools_as: str = "tools"
     empty_tools: bool = False
     reasoning: Literal["fields", "inline", "last", "prefix"] = "fields"
+    breaks: bool = True
     parts: bool = False
 
     def content(self, reasoning: str, content: str) -> str:
-        if self.reasoning == "prefix":
+        if not self.breaks:
             return f"{_OPEN_TAG}{reasoning}{CLOSE_TAG}{content}"
         return f"{_OPEN_TAG}\n{reasoning}\n{CLOSE_TAG}\n\n{content}"
 
@@ -77,9 +79,8 @@ def _in_parts(content: str) -> list[dict[str, str]]:
 def shows_reasoning(text: str, thought: str, prompt: str) -> bool:
     """Whether the text of a conversation shows a last answer's reasoning as the model writes it after `prompt`."""
     before = text.partition(thought)[0].rstrip()
-    # opened once, and not right behind a block that is closed: only the prompt may have closed one, and then a break
+    # opened once, and not right behind a block that is closed
     _, closed, behind = before.rpartition(CLOSE_TAG)
-    is_in_prompt = prompt.rstrip().endswith(CLOSE_TAG) and behind != _OPEN_TAG
-    is_again = bool(closed) and behind.strip() == _OPEN_TAG and not is_in_prompt
+    is_again = bool(closed) and behind.strip() == _OPEN_TAG
     opens = before.endswith(_OPEN_TAG) and behind.count(_OPEN_TAG) == 1 and not is_again
     return thought in text and text.startswith(prompt) and opens

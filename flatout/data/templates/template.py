@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from flatout.data.conversation import PICTURE, Message, ToolCall
 from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
-from flatout.data.tokenizer import TokenizerFacts
+from flatout.data.tokenizer import TokenizerFacts, begins_with_bos
 from flatout.errors import DataError, FlatoutError, first_line, next_steps, reason_of
 from flatout.io.near_path import near_path
 
@@ -45,6 +45,7 @@ class ChatTemplate:
     """A template, and the tokenizer that supplies its bos and eos text. `name` is for messages.
 
     `mark` is what it writes for a picture; rendered texts have PICTURE in its place. Empty: rows have no pictures.
+    `asks` is what it adds behind the last message even if no answer is asked for: only generation prompts have it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ChatTemplate:
     args: Mapping[str, Any] = field(default_factory=dict)
     form: Form = _USUAL
     mark: str = ""
+    asks: str = ""
 
     @classmethod
     def checked(
@@ -104,7 +106,7 @@ class ChatTemplate:
         prompt = self._probe(form, [_ASK], prompt=True) or ""
         kinds: tuple[Literal["inline", "last", "prefix"], ...] = ("inline", "last", "prefix")
         for kind in kinds:
-            asked = replace(form, reasoning=kind)
+            asked = replace(form, reasoning=kind, breaks=kind != "prefix" or prompt.endswith("\n"))
             if shows_reasoning(self._probe(asked, [_ASK, _ANSWER]) or "", THOUGHT, prompt):
                 return asked
         return form
@@ -116,7 +118,10 @@ class ChatTemplate:
                 if self.args.get(name) is not True and re.search(rf"\b{name}\b", self.source):
                     switched = replace(self, args={**self.args, name: True})
                     if THOUGHT in (switched._probe(switched._find_form(), [_ASK, _ANSWER]) or ""):
-                        return f"set data.template_args: {{{name}: true}}"
+                        return (
+                            f"set data.template_args: {{{name}: true}}, or give {name} to these rows alone, as "
+                            "chat_template_kwargs"
+                        )
         if part == "tools" and TOOL_NAME in (self._probe(self.form, [_ASK, _CALL]) or ""):
             return (
                 "it writes calls, but no list of tools: describe them in the system message as the model's card says, "
@@ -168,6 +173,8 @@ class ChatTemplate:
             text.encode()  # half of a surrogate pair is no text
         if self.mark:
             text = text.replace(self.mark, PICTURE)
+        if not generation_prompt:
+            text = text.removesuffix(self.asks)
         return text.replace(CLOSE, CLOSE_TAG) if self.form.reasoning in ("last", "prefix") else text
 
     def raw_messages(self, messages: Sequence[Message]) -> list[RawMessage]:
@@ -229,7 +236,9 @@ def template_text(
             "or to a .jinja file"
         )
     if template in OURS:
-        return template, Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
+        text = Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
+        begins = tokenizer.begins_with_bos if isinstance(tokenizer, TokenizerFacts) else begins_with_bos(tokenizer)
+        return template, "{{- bos_token -}}\n" * (begins and template == "plain") + text
     path = Path(template)
     try:
         if path.suffix == ".jinja" and path.exists():

@@ -41,7 +41,9 @@ class ExpertLora(nn.Module):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT
         bound = 1 / math.sqrt(in_features)
-        first = torch.empty(self.num_experts * rank, in_features).uniform_(-bound, bound, generator=generator)
+        place = weight.device if weight.device.type == "meta" else None
+        first = torch.empty(self.num_experts * rank, in_features, device=place)
+        first.uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(first.to(weight.device, dtype))
         zeros = torch.zeros(out_features, rank, self.num_experts, dtype=dtype, device=weight.device)
         self.lora_b = nn.Parameter(zeros)

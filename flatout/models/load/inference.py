@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from flatout.errors import CheckpointError, ResourceError, UsageError, next_steps, reason_of
+from flatout.config.folders import how_to_finish, is_run_folder
+from flatout.config.read import load_values
+from flatout.config.schema import ModelConfig
+from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, next_steps, reason_of
 from flatout.io.hub import hub_errors, hub_source, is_folder, is_path
 from flatout.io.json_file import read_json
 from flatout.models.blocks import decoder_layers
@@ -53,23 +55,17 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
     """
     folder, revision = Path(target), None
     try:
-        is_run = (folder / "config.yaml").is_file()
+        is_run = folder.exists() and is_run_folder(folder)
     except OSError as error:
         raise UsageError(f"{target:.100}: {reason_of(error)}; give a folder or a hub id such as org/model") from error
     if is_run:
         if not (folder / results).is_dir():
-            why = f"the run is not finished; resume it: flatout train {folder / 'config.yaml'}"
+            why = f"the run is not finished; {how_to_finish(folder)}"
             why = why if results == FINAL_DIR else f"no evaluation was better than the last; use {FINAL_DIR}/"
             raise UsageError(f"{folder} has no {results}/: {why}")
         file, folder = folder / "config.yaml", folder / results
         if base is None and (folder / ADAPTER_CONFIG).is_file():
-            try:
-                section = yaml.safe_load(file.read_text(encoding="utf-8"))["model"]
-                base, revision = section["name"], section.get("revision")
-                if not isinstance(base, str) or not isinstance(revision, str | None):
-                    raise TypeError("not text")
-            except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
+            base, revision = _base_of_run(file)
     if not (folder / ADAPTER_CONFIG).is_file():
         name = str(folder) if folder.is_dir() else target
         _refuse_base(base, target)
@@ -83,6 +79,23 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
             raise UsageError(f"{file} does not name a base model; give --base, or copy the adapter again")
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else base
     return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
+
+
+def _base_of_run(file: Path) -> tuple[str, str | None]:
+    """Return the name and revision of the model that a run's adapter is for, by its config.yaml."""
+    try:
+        section = ModelConfig.long_form(load_values(file)["model"])
+        base, revision, init = section["name"], section.get("revision"), section.get("init")
+        if not isinstance(base, str) or not isinstance(revision, str | None):
+            raise TypeError("not text")
+    except (FlatoutError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
+    if init == "random":
+        raise UsageError(
+            f"{file.parent}: its adapter was trained over random weights (model.init: random), which no file keeps; "
+            "train with method: full to use what is trained"
+        )
+    return base, revision
 
 
 def _refuse_base(base: str | None, target: str) -> None:

@@ -120,12 +120,14 @@ def read_nf4(
     files = _open_files(name, revision)
     quantized = {key.removesuffix(_STATE) for key in files if key.endswith(_STATE)}
     model = empty_model(config, options)
-    names = {module: path for path, module in model.named_modules()}
+    layers = set(decoder_layers(model))
+    # names of layers only: a dict of all modules would keep each dense weight after it is replaced
+    names = {module: path for path, module in model.named_modules() if module in layers}
     taken: set[str] = set()
 
     def take(layer: nn.Module) -> None:
         for path, linear in list(layer.named_modules()):
-            if type(linear) is nn.Linear and (full_name := names[linear]) in quantized:
+            if type(linear) is nn.Linear and (full_name := f"{names[layer]}.{path}") in quantized:
                 replace_module(layer, path, _read_linear(files, full_name, linear, device, options["dtype"]))
                 taken.add(full_name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import xxhash
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
+from flatout.config.folders import is_run_folder
 from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
 from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError, next_steps
@@ -62,13 +64,15 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
         )
     if revision is not None and is_folder(name):
         raise UsageError(f"model.revision: {revision!r:.100} is for hub ids, but {name} is a folder; remove it")
-    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-        raise UsageError(
-            f"{name} is a run, not a model; write its model: flatout merge {folder} --out {folder.name}-merged"
-        )
+    if is_run_folder(folder) and not (folder / "config.json").is_file():
+        merge = shlex.join(["flatout", "merge", str(folder), "--out", f"{folder.name}-merged"])
+        raise UsageError(f"{name} is a run, not a model; write its model: {merge}")
     file = hub_file(name, "config.json", revision)
     if file is None and (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder} is an adapter, not a model; give its base model here, and the adapter separately")
+        content = read_json(folder / "adapter_config.json", UsageError)
+        base = str(content.get("base_model_name_or_path") or "BASE") if isinstance(content, dict) else "BASE"
+        step = next_steps((shlex.join([f"model.name={base}", f"lora.continue_from={folder}"]), "train it further"))
+        raise UsageError(f"{folder} is an adapter, not a model; give its base model, and name it separately{step}")
     if file is None:
         raise UsageError(
             f"{name} has no config.json; give a folder or a hub id of a transformers model{other_model(name)}"

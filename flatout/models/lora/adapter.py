@@ -1,10 +1,9 @@
-"""Write and load adapters in PEFT's format, and check that PEFT reads them as trained."""
+"""Write and load adapters in PEFT's format."""
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,10 @@ from flatout.models.lora.layer import (
     add_lora,
     lora_layers,
     lora_scaling,
-    remove_adapter,
     target_name,
 )
-from flatout.models.lora.peft_reading import ADAPTER_NAME, EXPERT_NAME, misread_layers, peft_state
-from flatout.models.lora.plain import borrow_weights, plain_copy
+from flatout.models.lora.peft_reading import EXPERT_NAME, misread_layers
 from flatout.models.lora.saved import SavedModule, TrainedRows, grow_vocabulary, saved_modules, ties_ends
-
-# relative tolerance between PEFT's logits and ours, for the median token: both add the same terms in another order
-LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -170,7 +164,7 @@ def _saved_config(model: PreTrainedModel, config: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return an adapter's tensors as its file holds them: what is trained beside LoRA in the precision of the base.
 
     Those are copies, as tied ones share memory, which safetensors refuses.
@@ -185,7 +179,7 @@ def _as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str
 def _rows_of(model: PreTrainedModel) -> dict[str, list[int]]:
     """Return the ids of trained rows by module name; PEFT ties a tied head itself."""
     rows = {name: module for name, module in saved_modules(model).items() if isinstance(module, TrainedRows)}
-    return {name: module.token_ids.tolist() for name, module in rows.items() if not module.is_tied}
+    return {name: module.listed_ids for name, module in rows.items() if not module.is_tied}
 
 
 def save_adapter(
@@ -194,70 +188,20 @@ def save_adapter(
     *,
     base_name: str,
     config: LoraConfig,
-    state: Mapping[str, Tensor] | None = None,
+    live: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` so that peft.PeftModel.from_pretrained loads them.
 
-    `state` is like `adapter_state`'s result, gathered if the model's own tensors are sharded.
+    `live` is like `adapter_parameters`' result, gathered if the model's own tensors are sharded.
     Raises UsageError if the model has no LoRA layers, and like `adapter_config`.
     """
-    state = adapter_state(model) if state is None else state
+    state = adapter_state(model) if live is None else in_peft_shapes(live)
     if not state:
         raise UsageError("this model has no LoRA layers to save")
     content = adapter_config(model, config, base_name=base_name, state=state)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_as_written(model, state), folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    save_file(as_written(model, state), folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_back(
-    model: PreTrainedModel, folder: Path, *, config: LoraConfig, state: Mapping[str, Tensor] | None = None
-) -> str:
-    """Check that PEFT reads the adapter in `folder` as the one that was trained; return a line for the console.
-
-    PEFT loads the files. Its tensors must have the names and shapes of `state` (None: the live adapter), and its scale
-    must be that of `config`. If the base weights are available (unsharded, 16 bits or more), values must also be equal,
-    and PEFT's logits on 16 tokens must equal those of our layers within LOGIT_TOLERANCES. The base weights are used in
-    place, so this only needs memory for the adapter and 16 tokens. Raises CheckpointError.
-    """
-    import peft
-
-    state = _as_written(model, adapter_state(model) if state is None else state)
-    plain = plain_copy(model)
-    ours = None
-    has_weights = borrow_weights(plain, model)
-    if has_weights:
-        apply_adapter(plain, folder)
-        logits = _outputs_of_short_text(plain.eval())
-        remove_adapter(plain)
-        plain.set_experts_implementation("eager")
-        ours = logits if bool(logits.isfinite().all()) else None
-    with warnings.catch_warnings(action="ignore"):
-        wrapped = peft.PeftModel.from_pretrained(plain, str(folder), low_cpu_mem_usage=not has_weights).eval()
-    read = peft_state(wrapped)
-    problems = [
-        f"{name} is {'missing' if name not in read else 'unknown' if name not in state else 'different'}"
-        for name in sorted(read.keys() | state.keys())
-        if name not in read or name not in state or not _same(read[name], state[name])
-    ]
-    # the factors by which PEFT multiplies B A x
-    scalings = {module.scaling[ADAPTER_NAME] for module in wrapped.modules() if hasattr(module, "lora_A")}
-    layers = lora_layers(model).items()
-    if scalings != (expected := {lora_scaling(config.of_layer(target_name(name, layer))) for name, layer in layers}):
-        problems.append(f"the scale is {scalings}, not {expected}")
-    proved = "names, shapes, scale"
-    if ours is not None and not problems:
-        theirs, limit = _outputs_of_short_text(wrapped), LOGIT_TOLERANCES[model.dtype]
-        error = float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).median())
-        if not error <= limit:
-            problems.append(f"logits differ by {error:.1e} (limit {limit:.0e})")
-        proved = f"logits within {error:.0e}"
-    if problems:
-        raise CheckpointError(
-            f"{folder}: PEFT {peft.__version__} reads a different adapter: {problems[0]} ({len(problems)} such); the "
-            "trained weights are safe in the run's checkpoints; please report this"
-        )
-    return f"PEFT {peft.__version__} reads the same adapter: {len(adapted_modules(model))} layers, {proved}"
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -299,7 +243,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         tensor.copy_(tensors[name])
     for name, tensor in tensors.items():
         path, _, leaf = name.removeprefix(PREFIX).partition(".base_layer.")
-        if name.endswith(OF_BASE) and not _same(tensor, getattr(layers[path].base, leaf)):
+        if name.endswith(OF_BASE) and not same_values(tensor, getattr(layers[path].base, leaf)):
             raise UsageError(
                 f"{folder}: {name} differs from the base model's {path}.{leaf}, but only the adapter would be loaded; "
                 "merge the adapter with PEFT and train from the merged model"
@@ -321,20 +265,7 @@ def _target_names(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
     return sorted(leaves) if selected == adapted else sorted(adapted)
 
 
-@torch.no_grad()
-def _outputs_of_short_text(model: Any) -> Tensor:
-    """Return the logits (16, V), at least fp32, of a transformers or PEFT model for sixteen fixed tokens.
-
-    Of a model that scores, these are the last hidden states (16, D).
-    """
-    embedding, scores = model.get_input_embeddings().weight, is_scoring(model.config)
-    token_ids = (torch.arange(16, device=embedding.device) * 7919 + 3) % len(embedding)
-    output = model(input_ids=token_ids[None], use_cache=False, **({"output_hidden_states": True} if scores else {}))
-    outputs: Tensor = output.hidden_states[-1][0] if scores else output.logits[0]
-    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
+def same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal in the narrower of their dtypes; for meta tensors, whether their shapes are."""
     if left.shape != right.shape or left.is_meta or right.is_meta:
         return left.shape == right.shape

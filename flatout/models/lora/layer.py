@@ -56,7 +56,8 @@ class LoraLinear(nn.Module):
         dtype = torch.promote_types(self.compute_dtype, torch.float32)
         # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT; on the CPU, so that the result is the same on every device
         bound = 1 / math.sqrt(base.in_features)
-        first = torch.empty(config.rank, base.in_features).uniform_(-bound, bound, generator=generator)
+        place = device if device.type == "meta" else None
+        first = torch.empty(config.rank, base.in_features, device=place).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(first.to(device, dtype))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, dtype=dtype, device=device))
         self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if config.dora else None

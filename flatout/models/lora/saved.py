@@ -73,7 +73,9 @@ class TrainedRows(nn.Module):
     def __init__(self, base: nn.Embedding | nn.Linear, token_ids: Sequence[int], tied: TrainedRows | None) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        weight, ids = base.weight.detach(), torch.tensor(list(token_ids), device=base.weight.device)
+        # also on the meta device, which holds no values
+        self.listed_ids = list(token_ids)
+        weight, ids = base.weight.detach(), torch.tensor(self.listed_ids, device=base.weight.device)
         self.is_tied = tied is not None
         first = weight[ids].to(torch.promote_types(weight.dtype, torch.float32))
         # a module of its own after the base, as transformers takes a model's dtype from its first parameter

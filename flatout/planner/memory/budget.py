@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from flatout.config.schema import Config, Recompute
 from flatout.errors import ResourceError
+from flatout.io.host_memory import available_host_bytes
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.constants import Precision
 from flatout.planner.memory.correction import Correction
@@ -18,8 +20,14 @@ from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout, resolve
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.training_plan import NUM_STEPS_SEEN, TrainingPlan
 
-# without a GPU: enough for efficient matrix products, small enough for any computer
-CPU_MICRO_BATCH_TOKENS = 8192
+# without a GPU: enough for efficient matrix products; fewer where memory is short
+CPU_MICRO_BATCH_TOKENS, CPU_SMALLER = 8192, (4096, 2048, 1024)
+# what a process on the CPU holds beside its tensors, and how much more memory than tensors its allocator takes: with
+# both, 0.6 GiB were planned where 0.5 were resident, and 4.2 where 4.2 were (12 layers of 576, 4,033 tokens)
+PROCESS_BYTES, CPU_SHARE = int(0.45 * GIB), 1.3
+SMALLER = "set batch.micro_batch_tokens: 2048, recompute: full or data.max_tokens: 1024"
+# computes in fp32, and without the compiler
+CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
 # micro-batches of this size keep a GPU busy, so a heavier recompute level is never chosen to make them larger
 BUSY_TOKENS = 8192
 # share of the memory reserved for allocator waste, other kernels' workspaces and estimation error
@@ -148,14 +156,12 @@ def choose_micro_batch(
 
     Levels are tried from the lightest until micro-batches of `BUSY_TOKENS` fit (or the longest sample if it is longer,
     or a rank's whole step if that is smaller); if none does, the heaviest is used. At that level, the micro-batch grows
-    until it fills memory or holds a rank's whole step. Given settings are kept. On the CPU: 8,192 tokens (or the
-    longest sample) and no recompute. Raises ResourceError if the longest sample does not fit at the heaviest level.
+    until it fills memory or holds a rank's whole step. Given settings are kept; on the CPU see `_choose_on_cpu`.
+    Raises ResourceError if the longest sample does not fit at the heaviest level.
     """
     configured = config.batch.micro_batch_tokens
     if device is None:
-        level = _levels(config, compiled=False)[0]
-        num_tokens = configured or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
-        return MemoryDecision(num_tokens, level, f"{num_tokens:,} tokens per micro-batch, recompute {level}: no GPU")
+        return _choose_on_cpu(config, shape, tokens, parallel_layout)
     if config.computes_in_fp8 and not device.has_fp8:
         raise ResourceError(
             f"{_fp8_setting(config)} needs a GPU with float8 arithmetic (compute capability 8.9 or newer), which "
@@ -173,6 +179,10 @@ def choose_micro_batch(
         smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
         what = "a whole step (full.update: backward)" if whole_step else single
+        if config.model.precision == "auto" and model.precision == "fp32":
+            half = config.model_copy(update={"model": config.model.model_copy(update={"precision": "fp16"})})
+            size = memory_model(half, shape, device, parallel_layout).estimate(tokens.micro_batch(num_tokens), level)
+            smaller = f"model.precision: fp16 (about {size.total_bytes / (1 - MARGIN) / GIB:.1f} GiB), {smaller}"
         smaller += "" if parallel_layout.shards_state else ", shard its state over several GPUs (strategy: fsdp)"
         smaller += "" if whole_step else ", share samples among ranks (context.parallel)"
         raise ResourceError(
@@ -181,6 +191,55 @@ def choose_micro_batch(
             f"set {smaller}, or use a GPU with more memory"
         )
     return decision
+
+
+def cpu_budget(config: Config, *, is_alone: bool) -> int | None:
+    """Return the bytes that a process on the CPU may use: `memory`, else what is free; None if neither is known.
+
+    What is free may differ between ranks, which must plan alike, so it only counts for a process that `is_alone`.
+    """
+    free = available_host_bytes() if is_alone else None
+    if config.memory == "auto":
+        return free
+    return int(config.memory * GIB) if free is None else min(free, int(config.memory * GIB))
+
+
+def cpu_bytes(estimate: MemoryEstimate) -> int:
+    """Return what a process on the CPU holds whose tensors take this estimate."""
+    return int(estimate.total_bytes * CPU_SHARE) + PROCESS_BYTES
+
+
+def _choose_on_cpu(
+    config: Config, shape: ModelShape, tokens: TokenStatistics, layout: ParallelLayout
+) -> MemoryDecision:
+    """Choose 8,192 tokens (or the longest sample) without recompute; less, then with recompute, if memory is short.
+
+    If nothing fits, the smallest is taken, as the estimate may be too high. Raises ResourceError if that is more than
+    `memory`.
+    """
+    configured, levels = config.batch.micro_batch_tokens, _levels(config, compiled=False)
+    levels = tuple(level for level in levels if level != "offload") or levels
+    most = configured or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
+    counts = [most] if configured else [most, *(max(count, tokens.longest_sample) for count in CPU_SMALLER)]
+    model, budget = memory_model(config, shape, CPU, layout), cpu_budget(config, is_alone=layout.strategy == "single")
+
+    def needed(level: Recompute, count: int) -> int:
+        size = tokens.micro_batch(min(count, tokens.largest_pass_tokens))
+        return cpu_bytes(model.estimate(size, level, accumulates=count < tokens.rank_step_tokens))
+
+    choices = [(level, count) for level in levels for count in dict.fromkeys(counts)]
+    fitting = [choice for choice in choices if budget is None or needed(*choice) <= budget]
+    level, count = (fitting or choices[-1:])[0]
+    reason = f"{count:,} tokens per micro-batch, recompute {level}: no GPU"
+    if budget is not None and (level, count) != choices[0]:
+        reason += f"; this takes about {needed(level, count) / GIB:.1f} GiB of {budget / GIB:.1f}"
+    if config.memory != "auto" and needed(level, count) > config.memory * GIB:
+        gib = math.ceil(10 * needed(level, count) / GIB) / 10
+        raise ResourceError(
+            f"memory is {config.memory:g}, but this run takes about {gib:g} GiB on the CPU with {count:,} tokens per "
+            f"micro-batch and recompute: {level}; set memory: {gib:g}, or lower data.max_tokens"
+        )
+    return MemoryDecision(count, level, reason)
 
 
 def _fp8_setting(config: Config) -> str:

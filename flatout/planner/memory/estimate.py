@@ -18,6 +18,7 @@ from flatout.planner.memory.constants import (
     HEAD_TILE_ROWS,
     LAST_NORM_BYTES,
     NF4_BYTES,
+    NUM_MOMENTS,
     OFFLOAD_INPUTS,
     Precision,
 )
@@ -171,7 +172,7 @@ class MemoryModel:
             weights -= embedding * width.compute
         moment, name = max(4, width.compute), self.config.optim.name
         num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
-        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * (1 if name == "sgd" else 2) * moment
+        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * NUM_MOMENTS[name] * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
         saved, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)

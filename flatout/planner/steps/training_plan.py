@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flatout.config.schema import BatchConfig
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, UsageError, counted
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import Families, permute
 from flatout.planner.steps.planned_samples import PlannedSamples
@@ -178,11 +178,13 @@ class TrainingPlan(PlannedSamples):
         balance = sum(step.balance for step in steps) / len(steps)
         padding = padding_share(steps)
         epochs = self.epoch_after(self.step(self.num_steps - 1))
-        ranks = "rank(s)" if ranks_per_group == 1 else f"group(s) of {ranks_per_group} ranks"
+        num_groups = self.batch_layout.num_ranks
+        ranks = counted(num_groups, "rank") if ranks_per_group == 1 else counted(num_groups, "group")
+        ranks += "" if ranks_per_group == 1 else f" of {ranks_per_group} ranks"
         unit, samples = ("samples", "") if self.unit_offsets is None else ("units", f" ({self.num_samples:,} samples)")
         return (
-            f"{self.num_steps:,} steps of {self.batch.samples_per_step} {unit}, {epochs:.4g} epochs of "
-            f"{self.num_units:,}{samples}; {self.batch_layout.num_ranks} {ranks}, balance {balance:.3f}, "
+            f"{counted(self.num_steps, 'step')} of {self.batch.samples_per_step} {unit}, "
+            f"{counted(epochs, 'epoch', '.4g')} of {self.num_units:,}{samples}; {ranks}, balance {balance:.3f}, "
             f"{self.padding_avoided(steps):.0%} padding avoided{f', {padding:.1%} padding' if padding else ''}"
         )
 
@@ -253,13 +255,14 @@ def split_held_out(
     seed: int,
     hashes: ArrayLike | None = None,
     unit_offsets: ArrayLike | None = None,
+    prompts: ArrayLike | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split samples deterministically into sorted (train_ids, eval_ids): disjoint, covering all, neither empty.
 
-    `row_keys` (n,) gives the row that each sample comes from, `hashes` (n,) its content. Samples of one row (its copies
-    in a weighted mix, the windows of a long text), samples of one unit, and rows with equal samples go to the same
-    side; rows with more copies than all of the evaluation should have go to training. Raises UsageError for a fraction
-    outside (0, 1), DataError for fewer than two different rows.
+    `row_keys` (n,) gives the row that each sample comes from, `hashes` (n,) its content, `prompts` (n,) its prompt.
+    Samples of one row (its copies in a weighted mix, the windows of a long text), samples of one unit, and rows with
+    equal samples or prompts go to the same side; rows with more copies than all of the evaluation should have go to
+    training. Raises UsageError for a fraction outside (0, 1), DataError for fewer than two different rows.
     """
     if not 0.0 < fraction < 1.0:
         raise UsageError(f"eval.fraction is {fraction}; expected a share between 0 and 1")
@@ -269,14 +272,15 @@ def split_held_out(
     labelings = [rows] if hashes is None else [rows, np.unique(np.asarray(hashes), return_inverse=True)[1]]
     if (units := unit_numbers(unit_offsets, None)) is not None:
         labelings.append(np.asarray(units, np.int64))
+    if prompts is not None:
+        labelings.append(np.asarray(prompts, np.int64))
     group = _joined(labelings)
     groups, group_of, sizes = np.unique(group, return_inverse=True, return_counts=True)
     num_groups = len(groups)
     if num_groups < 2:
-        what = "rows have one content and" if len(np.unique(rows)) > 1 else "row"
-        raise DataError(
-            f"{len(np.unique(rows))} {what} cannot be split into training and evaluation; set eval.fraction=0"
-        )
+        what = f"rows have one {'content' if prompts is None else 'prompt'} and" if len(np.unique(rows)) > 1 else "row"
+        step = "set eval.fraction=0" if prompts is None else "set eval.split_by: row, or use eval.fraction: 0"
+        raise DataError(f"{len(np.unique(rows))} {what} cannot be split into training and evaluation; {step}")
     num_eval = min(max(1, round(num_groups * fraction)), num_groups - 1)
     order = permute(np.arange(num_groups), num_groups, seed=seed, epoch=0, purpose="held-out")
     num_rows = np.bincount(group_of[np.unique(rows, return_index=True)[1]], minlength=num_groups)

@@ -212,9 +212,12 @@
       model.value = query.get("model") ?? tokenizer();
       data.addEventListener("change", () => { model.value = tokenizer(); });
 
-      // Sets fields of the form; what has none becomes a line below them.
+      // Sets fields of the form, the others to their defaults; what has none becomes a line below them.
       function take(settings) {
         const lines = [];
+        for (const field of form.querySelectorAll("[data-setting] [name]")) {
+          if (field !== data) field.value = field.dataset.default ?? "";
+        }
         for (const [name, value] of Object.entries(settings)) {
           const field = form.elements[name];
           const isOther = field?.tagName === "SELECT" && ![...field.options].some((one) => one.value === value);
@@ -413,8 +416,15 @@
         });
       }
       byId("delete").addEventListener("click", async () => {
-        if (!confirm(`Delete ${folder} with its checkpoints and results? This cannot be undone.`)) return;
-        try { await ask("/api/delete", { folder }); location.href = "/runs"; } catch (problem) { show(error, problem.message); }
+        show(error, "");
+        try {
+          const { others } = await (await ask("/api/delete", { folder })).json();  // only says what is there
+          const listed = [...others.slice(0, 20), ...(others.length > 20 ? [`and ${count.format(others.length - 20)} more`] : [])];
+          const also = others.length ? ` Also in it, and written by no run:\n\n${listed.join("\n")}` : "";
+          if (!confirm(`Move ${folder} with its checkpoints and results to the folder .trash of the workspace?${also}`)) return;
+          await ask("/api/delete", { folder, others });
+          location.href = "/runs";
+        } catch (problem) { show(error, problem.message); }
       });
       byId("rename").addEventListener("click", async () => {
         const name = prompt(`A new name for ${folder}, and for its folder:`, folder.split("/").pop());

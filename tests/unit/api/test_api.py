@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flatout
 from flatout.api.inputs import data_file
+from flatout.config.folders import run_identity
 from flatout.config.spelling import Caller, spelled
 from flatout.errors import DataError, ResourceError, UsageError
 
@@ -388,7 +389,9 @@ def test_copies_of_rows_that_nothing_uses_are_swept(tiny: Any, tmp_path: Path, m
         return Path(done.stdout.strip())
 
     def named_by(run: str, copy: Path, *, is_finished: bool) -> None:
-        (Path("runs") / run / "final").mkdir(parents=True) if is_finished else (Path("runs") / run).mkdir(parents=True)
+        run_identity(Path("runs") / run)
+        if is_finished:
+            (Path("runs") / run / "final").mkdir()
         (Path("runs") / run / "train.log").touch()
         (Path("runs") / run / "config.yaml").write_text(f"data: {{sources: [{{path: {copy}}}]}}")
 

@@ -17,10 +17,10 @@ from flatout.checkpoint.manifest import (
     OtherFormatError,
     encode_manifest,
     read_manifest,
-    run_identity,
     versions,
 )
 from flatout.checkpoint.write import Checkpoints, Snapshot, rotation
+from flatout.config.folders import run_identity
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk, DurableIO
 

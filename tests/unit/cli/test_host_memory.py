@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flatout.config.folders import run_identity
+
 # what is imported counts; only what comes after does not fit
 LIMITED = """
 import resource, sys
@@ -35,6 +37,7 @@ def test_a_small_json_file_needs_no_64_mib(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mib", "code"), [(24, 6), (4096, 0)])
 def test_too_little_memory_is_one_sentence(tmp_path: Path, mib: int, code: int) -> None:
+    run_identity(tmp_path)
     (tmp_path / "config.yaml").write_text("name: long\n")
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "note", "why": "a" * (48 << 20)}) + "\n")

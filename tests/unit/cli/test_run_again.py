@@ -373,7 +373,8 @@ def test_a_name_that_is_nearly_a_runs_is_asked_back_before_any_hub(
     assert main([verb, "runn", *more.get(verb, [])]) == 2
     error = capsys.readouterr().err
     assert "did you mean run?" in error
-    assert commands(error) == [[verb, "run", *more.get(verb, [])]]
+    # nobody meant to send the other run
+    assert commands(error) == ([] if verb in ("push", "track") else [[verb, "run", *more.get(verb, [])]])
 
 
 def test_a_quote_in_a_name_is_no_end_of_the_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,6 +390,43 @@ def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert "adapter_model.safetensors is a file; name the folder" in error
     assert commands(error) == [["chat", "runs/run/final", "--prompt", "x"]]
+
+
+@pytest.mark.parametrize("words", [["merge", "--out", "x"], ["chat", "--prompt", "a"], ["push", "me/x"]])
+def test_results_of_a_run_are_waited_for_while_it_trains_and_else_come_from_resuming_it(
+    here: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(here / "runs" / "run" / "final")
+    verb, *rest = words
+    with RunLock(here / "runs" / "run"):  # as while it trains
+        assert main([verb, "run", *rest]) == 2
+        said = capsys.readouterr().err
+        assert "it trains now, as pid" in said
+        assert "resume" not in said
+        assert said.strip().endswith("wait for it: flatout watch runs/run")
+    assert main(["watch", "runs/run"]) == 0
+    assert main([verb, "run", *rest]) == 2
+    command = capsys.readouterr().err.strip().partition("resume it: flatout ")[2].split()
+    assert command == ["train", "runs/run/config.yaml"]
+    assert main(command) == 0
+    assert (here / "runs" / "run" / "final").is_dir()
+
+
+def test_no_other_run_is_proposed_to_a_verb_that_changes_or_sends_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("runs --tag nope X", "runs --note nope X", "push nope me/x", "push runs/rune me/x", "track nope"):
+        assert main(words.split()) == 2
+        assert commands(capsys.readouterr().err) == []
+    assert main(["runs", "--tag", "run", "X"]) == 0
+
+
+def test_a_run_that_fails_early_is_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.yaml", "name=early", "model.revision=x"]) != 0
+    assert (here / "runs" / "early" / "run.json").is_file()
+    assert main(["runs"]) == 0
+    assert "early" in capsys.readouterr().out
+    assert main(["train", "run.yaml", "name=early"]) == 0
 
 
 def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,7 +451,7 @@ def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pyte
             out = here / f"{len(runs)}.{form}"
             assert main(["report", *runs, "--format", form, "--out", str(out)]) == 0
             assert "baseline" in out.read_text()
-            assert ("<b>first</b>" in out.read_text()) == (form != "html")
+            assert ("<b>first</b>" in out.read_text()) == (form == "json")
     # a run's settings may hold more and longer tags than are added here
     many = RunNotes("", (*map(str, range(30)), "x" * 60))
     assert write_notes(here, many, note="kept", add=many.tags) == RunNotes("kept", tuple(sorted(many.tags)))

@@ -121,7 +121,7 @@ def test_a_command_that_trains_nothing_is_named_and_the_trainer_is_converted(
         ),
         (f"{START} && accelerate launch examples/sft.py", "starts trl dpo and trl sft; a configuration is of one run"),
         (f"{START}\ntrl grpo --beta 1", "starts trl dpo and trl grpo; a configuration is of one run"),
-        ("trl grpo --beta 1", "trl grpo is not supported; expected a command such as `trl dpo"),
+        ("trl grpo --beta 1", "grpo: this trains on answers that the model writes meanwhile (rollouts)"),
         ("echo dpo", "starts no trainer; expected a command such as `trl dpo"),
         (f"{START} --output_dir $OUT/x", "--output_dir: the shell replaces $OUT; write what it stands for"),
         (f'{START} --output_dir="a/${{OUT:-x}}"', "--output_dir: the shell replaces ${OUT:-x}; write"),

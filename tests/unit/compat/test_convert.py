@@ -141,7 +141,7 @@ def test_axolotl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("rl: grpo", "rl: write dpo, ipo, simpo, orpo or kto"),
+        ("rl: ipo_2", "rl: write dpo, ipo, simpo, orpo or kto"),
         ("reward_model: true", "reward_model: reward training is not supported"),
         ("processor_type: AutoProcessor", "processor_type: rows with pictures are not translated"),
         ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins: axolotl.integrations.diffusion"),
@@ -308,7 +308,7 @@ def test_a_file_of_llamafactory_that_trains_nothing_names_the_command(
     ("change", "message"),
     [
         ("freeze_language_model: true", "freeze_language_model: set freeze to regexes"),
-        ("stage: ppo", "stage: ppo is not supported"),
+        ("stage: sft2", "stage: sft2 is not supported"),
         ("stage: dpo", "dataset: own: stage: dpo needs data sets with ranking: true"),
         ("{stage: dpo, dataset: pairs, pref_loss: hinge}", "pref_loss: 'hinge' is not one of sigmoid, ipo, orpo"),
         ("{stage: dpo, dataset: pairs, ref_model: org/m}", "ref_model: the reference is the model before training"),
@@ -400,9 +400,9 @@ def test_training_arguments_need_a_model(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_names_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = AXOLOTL + "rl: grpo\ncurriculum_sampling: true\n"
+    text = AXOLOTL + "reward_model: true\ncurriculum_sampling: true\n"
     assert "2 problems" in problems(tmp_path, text, capsys)
-    assert converted(tmp_path, text, "--without", "rl,curriculum_sampling")["method"] == "lora"
+    assert converted(tmp_path, text, "--without", "reward_model,curriculum_sampling")["method"] == "lora"
     assert "--without lr:" in problems(tmp_path, text, capsys, "--without", "lr")
 
 
@@ -762,3 +762,140 @@ def test_a_deepspeed_file_that_is_here_is_taken(tmp_path: Path) -> None:
 def test_pairs_of_chats_of_axolotl(tmp_path: Path) -> None:
     change = "{rl: orpo, val_set_size: 0, datasets: [{path: a/b, type: chat_template.argilla}]}"
     assert converted(tmp_path, of_system(tmp_path, "axolotl", change))["objective"]["kind"] == "orpo"
+
+
+# what is there is said of a name, in words that are true of it
+REASONS = {
+    "axolotl": (
+        "base_model: m\ndatasets: [{path: d.jsonl, type: chat_template}]\n",
+        {
+            "strict: true": "an unknown name is always an error here",
+            "dataset_prepared_path: x": "tokens are kept in data.root by the content of rows and settings",
+            "dataset_processes: 4": "data.num_procs is the number of processes here",
+            "debug: true": "flatout data show",
+            "eval_batch_size: 4": "an exact mean",
+            "eval_table_max_new_tokens: 128": "trains nothing; test the finished run with `flatout eval`",
+            "mlflow_tracking_uri: http://x": "trains nothing; track.to sends the run there",
+            "use_swanlab: true": "trains nothing; flatout sends no figures there",
+            "swanlab_api_key: hidden": "trains nothing; flatout sends no figures there",
+            "sample_packing: true": "kernels and packing are automatic",
+        },
+    ),
+    "llama-factory": (
+        LLAMA_FACTORY.replace("template: llama3\n", ""),
+        {
+            "swanlab_project: x": "trains nothing; flatout sends no figures there",
+            "overwrite_cache: true": "tokens are kept in data.root",
+            "plot_loss: true": "figures are always recorded",
+            "upcast_layernorm: true": "norms and the loss are computed in fp32",
+            "temperature: 0.7": "only read when it answers",
+        },
+    ),
+    "trl": (
+        "model_name_or_path: m\ndataset_name: d\n",
+        {
+            "pad_token: x": "there is no padding",
+            "torchdynamo: inductor": "speed only",
+            "debug: underflow_overflow": "trains nothing",
+            "report_to: [swanlab, wandb]": "CHECK: no figures are sent to swanlab; there are tensorboard, wandb",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("system", REASONS)
+def test_what_trains_nothing_is_dropped_with_a_reason_that_is_true_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str
+) -> None:
+    text, reasons = REASONS[system]
+    for name in ("own", "questions"):
+        (tmp_path / f"{name}.json").write_text("[]")
+    entries = {name: {"file_name": f"{name}.json", "formatting": "alpaca"} for name in ("own", "questions")}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    if system == "llama-factory":
+        text += f"dataset_dir: {tmp_path}\n"
+    plain = converted(tmp_path, text, "--from", system)
+    capsys.readouterr()
+    (tmp_path / "out.yaml").unlink()
+    kept = [line for line in text.splitlines() if line.split(":")[0] not in {one.split(":")[0] for one in reasons}]
+    values = converted(tmp_path, "\n".join([*kept, *reasons]), "--from", system)
+    table = capsys.readouterr().out
+    assert "hidden" not in table
+    if system == "trl":
+        assert values.pop("track") == {"to": ["wandb"]}
+    assert values == plain
+    entries_shown: list[str] = []
+    for line in table.splitlines():
+        if line[:1].strip():
+            entries_shown.append(line)
+        else:
+            entries_shown[-1] += f" {line.strip()}"
+    for line, reason in reasons.items():
+        name = line.split(":")[0]
+        (shown,) = [one for one in entries_shown if one.split()[0] == name]
+        assert reason in shown
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "targets"),
+    [
+        ("trl", "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_target_modules: [q_proj]\n", ["q_proj"]),
+        ("trl", "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nlora_target_modules: all\n", "all"),
+        ("axolotl", "base_model: m\nadapter: lora\ndatasets: [{path: d, type: chat_template}]\n", None),
+        ("axolotl", AXOLOTL, "all-linear"),
+    ],
+)  # fmt: skip
+def test_fused_experts_get_adapters_beside_the_linear_layers(
+    tmp_path: Path, system: str, text: str, targets: Any
+) -> None:
+    values = converted(tmp_path, text, "--from", system)
+    assert values["lora"].get("targets") == targets
+    (tmp_path / "out.yaml").unlink()
+    values = converted(tmp_path, text + "lora_target_parameters: [mlp.experts.gate_up_proj]\n", "--from", system)
+    named = [targets] if isinstance(targets, str) else targets or []
+    assert values["lora"]["targets"] == [*named, "mlp.experts.gate_up_proj"]
+
+
+def test_one_adapter_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"own": {"file_name": "own.json"}}))
+    text = f"model_name_or_path: m\nstage: sft\ndataset: own\ndataset_dir: {tmp_path}\nadapter_name_or_path: "
+    assert "adapter_name_or_path: one adapter is trained on" in problems(tmp_path, text + "a,b\n", capsys)
+    assert converted(tmp_path, text + "a\n")["lora"]["continue_from"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("grpo.yaml", "model_name_or_path: m\ndataset_name: d\nbeta: 0.04\nnum_generations: 8\n"),
+        ("axolotl.yaml", "base_model: m\nrl: grpo\n"),
+        ("stage.yaml", "model_name_or_path: m\nstage: ppo\n"),
+        ("run.sh", "trl rloo --model_name_or_path m\n"),
+        ("swift.sh", "swift rlhf --rlhf_type grpo --model m\n"),
+        ("train.py", "from trl import OnlineDPOConfig\nOnlineDPOConfig('o')\n"),
+    ],
+)
+def test_training_on_rollouts_is_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["convert", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert "this trains on answers that the model writes meanwhile (rollouts), which flatout does not do" in said
+    assert "trl-dpo" not in said
+
+
+@pytest.mark.parametrize("suffix", [".py", ".jsonl", ".json", ".sh"])
+def test_yaml_is_written_into_no_file_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    for words in (["init"], ["convert", str(tmp_path / "theirs.yaml"), "--to"]):
+        out = tmp_path / f"{words[0]}{suffix}"
+        assert main([*words, str(out)]) == 2
+        assert not out.exists()
+        said = capsys.readouterr().err
+        assert f"a configuration is YAML; name it {out.with_suffix('.yaml')}" in said
+        step = said.strip().splitlines()[-1].split()
+        assert step[0] == "flatout"
+        assert main(step[1:]) == 0
+        assert out.with_suffix(".yaml").exists()

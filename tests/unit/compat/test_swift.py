@@ -136,7 +136,8 @@ def test_a_data_set_names_its_hub(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("rlhf_type: grpo", "rlhf_type: 'grpo' is not supported; flatout has dpo, cpo, simpo, orpo, kto, rm"),
+        ("rlhf_type: grpo", "grpo: this trains on answers that the model writes meanwhile (rollouts)"),
+        ("rlhf_type: gkd", "rlhf_type: 'gkd' is not supported; flatout has dpo, cpo, simpo, orpo, kto, rm"),
         ("loss_type: hinge", "loss_type: 'hinge' is not one of sigmoid, robust, ipo"),
         ("{rlhf_type: orpo, loss_type: sigmoid}", "loss_type: orpo has one loss; remove it"),
         ("ref_model: org/other", "ref_model: the reference is the model before training; remove it"),

@@ -80,7 +80,6 @@ def test_settings(given: dict[str, Any], settings: dict[str, Any]) -> None:
         ({"optim": "adafactor"}, "optim: 'adafactor' is not supported"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type: 'polynomial' is not supported"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}}, "num_cycles: 1 is not supported"),
-        ({"report_to": "swanlab"}, "report_to: 'swanlab' is not supported"),
         ({"fsdp": "full_shard", "fsdp_config": {"fancy": 1}}, "fancy is not supported"),
         ({"save_strategy": "epoch", "max_steps": 10}, "only the data tells the steps of an epoch"),
         ({"data_seed": 3}, "data_seed: one seed decides"),

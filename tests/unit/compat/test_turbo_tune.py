@@ -174,8 +174,8 @@ def test_a_run_trains_on_answers_only(
 
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
     token_ids, loss_mask = store.sample(1).pair
-    assert tokenizer.decode(token_ids) == f"Add 1 and\n1 2{tokenizer.eos_token}"
-    assert tokenizer.decode(token_ids[loss_mask]) == f" 2{tokenizer.eos_token}"
+    assert tokenizer.decode(token_ids) == f"Add 1 and\n12{tokenizer.eos_token}"
+    assert tokenizer.decode(token_ids[loss_mask]) == f"2{tokenizer.eos_token}"
     saved = yaml.safe_load(Path("out/config.yaml").read_text())
     assert saved["data"]["template"] == "plain"
 

@@ -191,10 +191,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "what"),
     [
-        ("x = 1\nraise RuntimeError('no')\n", r"run\.py:2: .*RuntimeError: no"),
-        ("import sys\nsys.exit(0)\n", r"run\.py:2: .*SystemExit"),
-        ("config = (\n", r"run\.py:1: .*SyntaxError"),
-        ("def f(): f()\nf()\n", r"run\.py:1: .*RecursionError"),
+        ("import flatout\nconfig = 1; raise RuntimeError('no')\n", r"run\.py:2: .*RuntimeError: no"),
+        ("import flatout, sys\nconfig = 1; sys.exit(0)\n", r"run\.py:2: .*SystemExit"),
+        ("import flatout\nconfig = (\n", r"run\.py:2: .*SyntaxError"),
+        ("import flatout\nconfig = 1\ndef f(): f()\nf()\n", r"run\.py:3: .*RecursionError"),
     ],
 )
 def test_python_that_fails_is_told_with_its_line(tmp_path: Path, code: str, what: str) -> None:

@@ -137,6 +137,7 @@ SHOWN_BY: dict[str, str] = {
     "objective.path": "test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown",
     "gpus": "test_several_gpus_are_refused_in_one_process",
     "eval.temperature": "unit/trainer/test_answers.py",
+    "eval.split_by": "test_rows_with_one_prompt_are_held_out_together",
     "eval.worst_samples": "unit/trainer/test_worst_samples.py",
     "model.experts": "parity/test_experts.py",
     "experts.balance_loss": "unit/trainer/test_experts_runs.py",

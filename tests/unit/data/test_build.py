@@ -184,7 +184,7 @@ def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) ->
 def test_every_lost_or_changed_row_is_in_the_report(maker: Maker) -> None:
     rows = [chat("q", "a"), LONG, chat("the question " * 30, "a"), {"messages": [{"role": "user", "content": "q"}]},
             chat("q", "a"), chat("<|im_end|>", "b")]  # fmt: skip
-    store = maker.build(rows, on_bad_row="skip", max_tokens=64, too_long="truncate")
+    store = maker.build(rows, on_bad_row="skip", max_tokens=64, too_long="truncate", special_tokens="text")
     report = read_json(store.folder / "report.json")
     found = {name: next(iter(files.values())) for name, files in report["rows"].items() if files}
     assert found == {"truncated": [2], "lost_labels": [3], "no_labels": [4], "typed_control": [6]}

@@ -96,6 +96,11 @@ FORMS: dict[str, dict[str, Any]] = {
         "prompt": [{"role": "user", "content": MARKED}], "completion": [ANSWER],
         "images": [{"bytes": None, "path": PATH}],
     },
+    "question and answer": {"question": "what is shown?", "answer": "a red square", "image": PATH},
+    "problem and answer": {"problem": MARKED, "answer": "a red square", "images": [PATH]},
+    "several answers": {"question": MARKED, "answers": ["blue", "a red square", "a red square"], "img": PATH},
+    "a column of paths": {"query": "what is shown?", "response": "a red square", "image_path": PATH},
+    "a picture beside a chat": {"messages": [{"role": "user", "content": MARKED}, ANSWER], "picture": PATH},
 }  # fmt: skip
 
 
@@ -108,6 +113,20 @@ def test_every_form_of_a_picture_is_the_same_sample(build: Build, readers: Any, 
         "<|im_start|>assistant\na red square<|im_end|>\n"
     )
     assert store.extra["picture_tokens"].tolist() == [8]
+
+
+def test_a_set_that_is_opened_again_says_when_its_pictures_were_read(
+    readers: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / PATH).write_bytes(CONTENT)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS["image"]))
+    config, told = DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], root=tmp_path / "data"), list[str]()
+    open_or_build(config, str(readers("qwen2_5_vl")))
+    (tmp_path / PATH).write_bytes(OTHER)
+    store = open_or_build(config, str(readers("qwen2_5_vl")), log=told.append)
+    assert store.pictures(0) == [CONTENT]
+    assert "its pictures are those that were read then: `data build --replace` reads them again" in told[-1]
+    assert open_or_build(config, str(readers("qwen2_5_vl")), reads_again=True).pictures(0) == [OTHER]
 
 
 def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build: Build, tmp_path: Path) -> None:

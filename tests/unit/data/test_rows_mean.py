@@ -229,7 +229,7 @@ def test_pictures_and_sounds_never_become_words(build: Build, row: Row, column: 
     assert refused.code == 3
     # without turns there is no place for a picture; with them, this tokenizer comes with no image processor
     expected = {
-        "text": rf"'{column}' holds images, which cannot be trained on yet",
+        "text": rf"'{column}' holds images, which are read in chats \(messages, .*\) and not in text rows",
         "prompt": "has pictures, but prompt is a text without turns",
     }
     says = expected.get(next(iter(row)), rf"{column}\[0\]\S* is a picture, but '.*' has no image processor")
@@ -243,7 +243,8 @@ def test_pictures_and_sounds_never_become_words(build: Build, row: Row, column: 
 @pytest.mark.parametrize(("column", "value"), FILLED)
 def test_every_column_of_media_is_known(build: Build, column: str, value: Any) -> None:
     row = {"instruction": "q", "output": "good"}
-    says = rf"{column}\[0\]\S* is a picture, but" if column in ("image", "images") else f"'{column}' holds"
+    is_shown = column in ("image", "images", "image_path")
+    says = rf"{column}\[0\]\S* is a picture, but" if is_shown else f"'{column}' holds"
     assert re.search(says, build([row | {column: value}]).printed)
     tree = {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter", column: value}
     assert (
@@ -427,10 +428,13 @@ FOREIGN = ["<s>[INST] q [/INST] good</s>", "### Human: q\n### Assistant: good", 
 @pytest.mark.parametrize("text", FOREIGN)
 def test_markup_of_another_model_is_counted_and_said(build: Build, text: str) -> None:
     rows = [{"text": text}, {"text": "an [INST] alone, a Human: and a ### heading"}]
-    built = build(rows)
+    # markers that are tokens of another model stop the build, headings do not
+    allowed = ("--special-tokens", "text") if text[0] == "<" else ()
+    assert not allowed or build(rows).code == 3
+    built = build(rows, *allowed)
     assert (built.code, built.counts["foreign_markup"]) == (0, 1)
     assert "1 rows contain chat markup in their texts (" in built.printed
-    turns = build([{"messages": [{"role": "user", "content": text}, GOOD]}, {"messages": [QUESTION, GOOD]}])
+    turns = build([{"messages": [{"role": "user", "content": text}, GOOD]}, {"messages": [QUESTION, GOOD]}], *allowed)
     assert turns.counts["foreign_markup"] == 1
     assert build(rows[1:]).counts["foreign_markup"] == 0
 

@@ -167,7 +167,8 @@ def test_a_folder_gives_the_split_that_is_asked_for(
         (tmp_path / name).write_text('{"text": "a"}\n')
     found = opened(tmp_path, split=split)
     assert [str(Path(file).relative_to(tmp_path)) for file in found.files] == taken
-    assert ("files]" in found.name) == (len(taken) < len(files))
+    assert (f", {len(taken)} of {len(files)} files]" in found.name) == (len(taken) < len(files))
+    assert bool(found.held_out) == (len(taken) < len(files) or "validation" in files[0])
 
 
 @pytest.mark.parametrize(
@@ -313,4 +314,4 @@ def test_something_local_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest
 
 
 def test_raw_rows_are_plain_values() -> None:
-    assert RawRow.__slots__ == ("origin", "content")
+    assert RawRow.__slots__ == ("origin", "content", "classes")

@@ -36,7 +36,7 @@ FULL = {
     "<|assistant|>\n⟦ b\n<|im_end|>⟧\n",
     "alpaca": "S\n\n### Instruction:\nq\n\n### Response:\n⟦a<|im_end|>⟧\n\n### Instruction:\nr\n\n### Response:\n"
     "⟦ b\n<|im_end|>⟧\n\n",
-    "plain": "S q⟦ a<|im_end|>⟧r⟦  b\n<|im_end|>⟧",
+    "plain": "Sq⟦a<|im_end|>⟧r⟦ b\n<|im_end|>⟧",
 }
 CHAT = Conversation(
     (Message("system", "S"), Message("user", "q"), Message("assistant", "a"), Message("user", "r"),

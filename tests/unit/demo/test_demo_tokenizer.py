@@ -62,5 +62,5 @@ def test_writing_again_changes_nothing_and_another_seed_is_refused(tmp_path: Pat
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     write_demo(folder, 5, num_train=60, num_held_out=10)
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
-    with pytest.raises(UsageError, match=r"train\.jsonl: holds different conversations.*remove"):
+    with pytest.raises(UsageError, match=r"train\.jsonl: is not this demo's.*remove"):
         write_demo(folder, 6, num_train=60, num_held_out=10)

@@ -37,7 +37,7 @@ def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
     assert "partition" not in script
     done = submit(tmp_path, script, 'printf "%s\\n" "$PWD" "${#FLATOUT_SECRET}" "$@"; exit 75', SLURM_CPUS_PER_TASK="8")
     # a rank that has saved must not end those that still save
-    run = ["--kill-on-bad-exit=0", "--wait=120", "--", "/venv/bin/python", "-m", "flatout", *WORDS]
+    run = ["--kill-on-bad-exit=0", "--wait=120", "--", "/venv/bin/python", "-P", "-m", "flatout", *WORDS]
     assert done.stdout == f"the log is {logs}/slurm-7.log\n"
     assert (logs / "slurm-7.log").read_text().splitlines() == [str(folder), "64", *run, "scontrol requeue 7"]
     assert (done.returncode, done.stderr) == (75, "")
@@ -130,7 +130,7 @@ def test_a_pytorch_job() -> None:
     assert (replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == (1, 2)
     container = replicas["Master"]["template"]["spec"]["containers"][0]
     assert container["name"] == "pytorch"
-    assert container["command"] == ["python", "-m", "flatout", *WORDS]
+    assert container["command"] == ["python", "-P", "-m", "flatout", *WORDS]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     (secret,) = container["env"]
     assert secret["name"] == "FLATOUT_SECRET"

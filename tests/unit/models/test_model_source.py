@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
+from flatout.config.folders import run_identity
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError, SecurityError, UsageError
 from flatout.models.load.inference import load_for_inference
@@ -148,7 +149,7 @@ def test_quantized_models_are_refused(folder):
 
 
 def test_a_run_is_no_model_and_a_model_beside_a_runs_file_is_one(tmp_path):
-    (tmp_path / "config.yaml").write_text("model: a/b\n")
+    run_identity(tmp_path)
     with pytest.raises(UsageError, match="is a run, not a model"):
         read_model_config(str(tmp_path), None)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')

@@ -1,5 +1,6 @@
 """Quantized loading: one dense layer at a time, equal to the dequantized model, bitsandbytes files as they are."""
 
+import gc
 import json
 
 import pytest
@@ -314,6 +315,30 @@ def test_bitsandbytes_files_are_read_as_they_are(tmp_path, family, skip):
     assert sum(isinstance(module, Nf4Linear) for module in loaded.model.modules()) == len(names)
     assert "no leak" in check_packing(loaded)
     assert torch.equal(logits(loaded.model), logits(model))
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_nf4_files_need_the_memory_of_one_dense_layer(tmp_path, monkeypatch, init):
+    """Counted over all modules alive whenever a quantized one is made, whoever holds them."""
+    model = tiny_model("llama", torch.float32, hidden_size=64, num_hidden_layers=12)
+    write_nf4(tmp_path, model)
+    sizes = {model.get_submodule(name).weight.shape for name in linear_names(model)}
+    most, make = 0, Nf4Linear.__init__
+    # held, so that no later one gets the id of one of these
+    before = {id(one): one for one in gc.get_objects() if type(one) is nn.Linear}
+
+    def counted(self, *args, **settings):
+        nonlocal most
+        alive = (one for one in gc.get_objects() if type(one) is nn.Linear and id(one) not in before)
+        dense = [one.weight.numel() for one in alive if not one.weight.is_meta and one.weight.shape in sizes]
+        most = max(most, sum(dense))
+        make(self, *args, **settings)
+
+    monkeypatch.setattr(Nf4Linear, "__init__", counted)
+    loaded = load(tmp_path, init=init)
+    assert sum(isinstance(module, Nf4Linear) for module in loaded.model.modules()) == 12 * 7
+    one_layer = sum(model.get_submodule(name).weight.numel() for name in linear_names(model)) // 12
+    assert 0 < most <= one_layer
 
 
 def test_bitsandbytes_files_need_nf4_storage(tmp_path):

@@ -1,12 +1,15 @@
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
-from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
+from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state, state_sizes
 from flatout.config.schema import OptimConfig
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, UsageError
 from flatout.optim.build import make_optimizer, split_by_decay
 from flatout.optim.update import set_lr
+from flatout.planner.memory.constants import NUM_MOMENTS
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
@@ -78,3 +81,24 @@ def test_state_of_other_parameters_is_refused() -> None:
     partial = {key: tensor for key, tensor in saved.items() if not key.startswith("norm")}
     with pytest.raises(CheckpointError, match=r"no state for norm\.weight"):
         load_optimizer_state(optimizer, named, partial)
+
+
+def test_every_optimizer_of_the_schema_is_in_every_table() -> None:
+    names = get_args(OptimConfig.model_fields["name"].annotation)
+    assert NUM_MOMENTS.keys() == set(names)
+    made = {}
+    for name in names:
+        assert state_sizes(parameters(torch.float32), OptimConfig(name=name))
+        made[name] = type(make_optimizer(parameters(torch.float32), OptimConfig(name=name), seed=0)).__name__
+    assert made == {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "sgd": "SGD"}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_name_that_is_in_the_schema_alone_never_trains_with_another_optimizer(flat: bool) -> None:
+    config = OptimConfig.model_construct(**{**OptimConfig().model_dump(), "name": "adafactor"})
+    with pytest.raises(AssertionError, match="adafactor"):
+        make_optimizer(parameters(torch.float32), config, seed=0, flat=flat)
+    with pytest.raises(UsageError, match="got adafactor, which would lose updates"):
+        make_optimizer(parameters(torch.bfloat16), config, seed=0)
+    with pytest.raises(KeyError):
+        state_sizes(parameters(torch.float32), config)

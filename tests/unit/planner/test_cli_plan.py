@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.cli.main import main
@@ -20,12 +22,10 @@ from flatout.trainer.model_shape import make_shape
 
 @pytest.fixture
 def run_file(tiny, tmp_path) -> Path:
-    """A run file on a copy of the model's config.json and tokenizer; no weights are there to be read."""
+    """A run file on a copy of the model; all of its weights are 0 bytes long, so none can be read."""
     model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    for file in tiny.model_dir.iterdir():
-        if file.suffix != ".safetensors":
-            (model_dir / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(tiny.model_dir, model_dir)
+    save_file({"none": torch.zeros(0)}, model_dir / "model.safetensors", {"format": "pt"})
     config = tiny.config(tmp_path / "run", model={"name": str(model_dir)}, batch={"max_steps": None})
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(config))

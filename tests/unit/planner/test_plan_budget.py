@@ -1,5 +1,6 @@
 """The choice of micro-batch and recompute level: its limits, its order, and what it refuses."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from qwen3_8b import QWEN3_8B
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
 from flatout.planner.devices import DEVICES, GIB, Device
+from flatout.planner.memory import budget
 from flatout.planner.memory.budget import (
     MARGIN,
     NUM_STEPS_SEEN,
@@ -114,7 +116,8 @@ def test_indices_of_a_micro_batch_have_32_bits_if_its_samples_allow():
     assert given.micro_batch_tokens == 100_000
 
 
-def test_without_a_gpu():
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(budget, "available_host_bytes", lambda: None)
     decision = choose_micro_batch(config_of(), SHAPE, TOKENS, None)
     assert (decision.micro_batch_tokens, decision.recompute, decision.model) == (8192, "none", None)
     assert decision.estimate(TOKENS.micro_batch(10)) is None
@@ -134,6 +137,18 @@ def test_what_cannot_fit_says_what_to_do():
     with pytest.raises(ResourceError, match=r"a whole step \(full\.update: backward\) has 21,000 tokens"):
         chosen(72, **backward)
     assert chosen(139, **backward).micro_batch_tokens == 21000
+
+
+def test_a_card_without_bf16_is_told_of_fp16():
+    card = Device("a T4", 24 * GIB, has_bf16=False, has_fp8=False)
+    with pytest.raises(ResourceError, match=r"set model\.precision: fp16 \(about ([\d.]+) GiB\)") as error:
+        choose_micro_batch(config_of(), SHAPE, TOKENS, card)
+    gib = float(re.search(r"fp16 \(about ([\d.]+) GiB", str(error.value))[1])
+    half = config_of(model={"name": "m", "precision": "fp16"})
+    choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib + 0.1) * GIB)))
+    with pytest.raises(ResourceError) as error:
+        choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib - 0.1) * GIB)))
+    assert "fp16 (about" not in str(error.value)
 
 
 def test_a_sample_that_just_fits_is_not_rounded_away():
@@ -272,3 +287,35 @@ def test_statistics_are_those_of_the_steps():
     assert tokens == TokenStatistics(30, most, 30 / 62, 62 / 6)
     assert tokens.micro_batch(620).num_documents == 62
     assert MARGIN < 0.1
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "memory", "expected"),
+    [
+        (200, "auto", (8192, "none")),
+        (None, "auto", (8192, "none")),
+        (130, "auto", (4096, "none")),
+        (200, 130, (4096, "none")),
+        (80, 200, (2048, "none")),
+        (60, "auto", (8192, "full")),
+        (50, "auto", (4096, "full")),
+        (1, "auto", (2048, "full")),
+    ],
+)
+def test_a_cpu_takes_the_memory_that_is_there(monkeypatch, free_gib, memory, expected):
+    monkeypatch.setattr(budget, "available_host_bytes", lambda: free_gib and free_gib * GIB)
+    decision = choose_micro_batch(config_of(memory=memory), SHAPE, TOKENS, None)
+    assert (decision.micro_batch_tokens, decision.recompute) == expected
+    # ranks may see different memory, and must plan alike
+    several = ParallelLayout(strategy="ddp", num_replicas=2)
+    assert choose_micro_batch(config_of(), SHAPE, TOKENS, None, several).micro_batch_tokens == 8192
+    kept = config_of(memory=memory, recompute="none", batch={"micro_batch_tokens": 3000})
+    assert choose_micro_batch(kept, SHAPE, TOKENS, None).micro_batch_tokens == 3000
+
+
+def test_memory_that_no_plan_of_a_cpu_keeps_is_refused(monkeypatch):
+    monkeypatch.setattr(budget, "available_host_bytes", lambda: 200 * GIB)
+    with pytest.raises(ResourceError, match=r"memory is 6, but this run takes about ([\d.]+) GiB on the CPU") as raised:
+        choose_micro_batch(config_of(memory=6), SHAPE, TOKENS, None)
+    gib = float(re.search(r"set memory: ([\d.]+)", str(raised.value))[1])
+    assert choose_micro_batch(config_of(memory=gib), SHAPE, TOKENS, None).recompute == "full"

@@ -210,7 +210,7 @@ def test_naive_loader_pads_each_ranks_share():
 
 def test_describe_is_one_line():
     line = plan_of(epochs=2).describe()
-    assert line.startswith("14 steps of 8 samples, 2 epochs of 50; 2 rank(s), balance 0.9")
+    assert line.startswith("14 steps of 8 samples, 2 epochs of 50; 2 ranks, balance 0.9")
     assert "\n" not in line
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from flatout.track.run_log import read_run
 from tests.conftest import Tiny
+from tests.studio_client import CHOSEN, shows_default
 
 pytest.importorskip("selenium")
 pytest.importorskip("starlette")
@@ -159,6 +160,7 @@ def plan_a_run(page: Page) -> None:
     assert page.text("[data-figure=steps]") == "4"
     page.fill("[name='lora.rank']", "4")
     page.fill("[name='batch.samples_per_step']", "20")
+    page.fill("[name='eval.fraction']", "0.05")
     page.fill("#overrides", "data.max_tokenz=1")
     page.until(lambda: "data.max_tokenz: unknown key" in page.text("#plan-error"), "the error")
     page.fill("#overrides", "optim.lr=5e-3\neval.every_steps=50\ngpus=[0, 1]")
@@ -249,13 +251,19 @@ def start_from_and_delete(page: Page, folder: Path) -> None:
     assert page.find("[name='lora.rank']").get_property("value") == "4"
     assert float(page.find("[name='batch.epochs']").get_property("value")) == 30
     assert "optim.lr" not in page.find("#overrides").get_property("value")  # it has a field
+    page.fill("[name='lora.alpha']", "99")
+    page.fill("#earlier", "runs/second")
+    page.until(lambda: not page.find("[name='lora.alpha']").get_property("value"), "the default of the earlier run")
     page.driver.get(f"{address}/run?folder=runs/second")
+    (folder / "thesis.txt").write_text("years of work")
     for is_sure in (False, True):
         page.find("#delete").click()
-        question = page.driver.switch_to.alert
+        question = page.until(lambda: alert_of(page.driver), "the question")
         assert "runs/second" in question.text
+        assert question.text.endswith("written by no run:\n\ngguf/\ngguf-q8_0/\nmerged/\nthesis.txt"), question.text
         (question.accept if is_sure else question.dismiss)()
         page.until(lambda is_sure=is_sure: folder.exists() != is_sure, "the answer")
+    assert (folder.parents[1] / ".trash" / "runs" / "second" / "thesis.txt").read_text() == "years of work"
 
 
 def ask_both_models(page: Page) -> None:
@@ -278,6 +286,51 @@ def compare_two_runs(page: Page, runs: Path) -> None:
     page.find("#runs [type=submit]").click()
     page.until(lambda: page.all(".chart path.line"), "curves")
     page.shoot("compare")
+
+
+def alert_of(driver: Any) -> Any:
+    """The question that is open; None if there is none yet."""
+    from selenium.common.exceptions import NoAlertPresentException
+
+    try:
+        return driver.switch_to.alert
+    except NoAlertPresentException:
+        return None
+
+
+@pytest.mark.slow
+def test_forms_begin_with_defaults_and_send_only_what_a_person_chose(
+    browser: Any, studio: tuple[str, Path], tiny: Tiny
+) -> None:
+    address, workspace = studio
+    shutil.copy(tiny.chats, workspace / "chats.jsonl")
+    page = Page(browser)
+    browser.get(address)
+    page.until(lambda: page.find("[name='data.name']").get_property("value") == "chats", "the name of the only file")
+    sent = """
+    const done = arguments[1], own = window.fetch;
+    window.fetch = (path, options) => {
+      if (path === arguments[0]) done(JSON.parse(options.body));
+      return own(path, options);
+    };
+    """
+    body = browser.execute_async_script(sent + "document.getElementById('build').requestSubmit()", "/api/build")
+    assert body["settings"] == {"data.name": "chats", "model.name": "tiny-model"}
+    assert (body["format"], body["overrides"], body["replaces"]) == ("auto", [], False)
+    page.until(lambda: "of 120" in page.text("#samples-status"), "the samples")
+    controls = """return [...document.querySelectorAll("[data-setting] [name]")].map(
+      (one) => [one.name, one.value || one.placeholder])"""
+    shown = dict(browser.execute_script(controls))
+    assert shown["data.dedupe"] == "off"
+    assert {name: text for name, text in shown.items() if name not in CHOSEN and not shows_default(name, text)} == {}
+    browser.get(browser.execute_script("return location.origin") + "/plan")
+    shown = dict(browser.execute_script(controls))
+    assert {name: text for name, text in shown.items() if name not in CHOSEN and not shows_default(name, text)} == {}
+    body = browser.execute_async_script(
+        sent + "document.getElementById('f-lora.rank').dispatchEvent(new Event('input', {bubbles: true}))", "/api/plan"
+    )
+    assert body["settings"] == {"data.name": "chats", "model.name": "tiny-model"}
+    assert not page.errors
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_track import END, EVAL, STEP
 
+from flatout.config.folders import run_identity
 from flatout.errors import DataError
 from flatout.track.callback import Reporter
 from flatout.track.record import Answer, AnswersRecord, EvalFigures
@@ -61,8 +62,9 @@ def test_a_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_what_flatout_did_not_write_is_counted_or_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not a run folder: it has no metrics"):
+    with pytest.raises(DataError, match=r"is not a run folder: it has no run\.json of flatout"):
         read_run(tmp_path)
+    run_identity(tmp_path)
     lines = [{"kind": "step", "loss": 1}, {"kind": "other"}, {"loss": 2}, {"kind": "eval", "step": "x"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(tmp_path).num_bad_lines == 4

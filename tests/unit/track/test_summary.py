@@ -101,11 +101,16 @@ def test_an_incomplete_run_says_where_the_next_start_continues() -> None:
         assert line in summary_lines(summarize(stopped), [], is_short=True)
 
 
-def test_the_next_commands_follow_from_the_end() -> None:
+def test_the_next_commands_follow_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     done = log(Path("runs/my x"))
     assert [command.split()[1] for command in next_commands(done)] == ["chat", "report", "merge"]
     assert next_commands(done)[0] == "flatout chat 'runs/my x'"
     done.end = RunEnd("stopped", 75, 1.0, "stop requested")
+    # a run that ended before it wrote its settings has none to train
+    assert next_commands(done)[0] == "flatout report 'runs/my x'"
+    done.folder.mkdir(parents=True)
+    (done.folder / "config.yaml").touch()
     assert next_commands(done)[0] == "flatout train 'runs/my x/config.yaml'"
     done.end = None
     assert next_commands(done)[0] == "flatout watch 'runs/my x'"

@@ -15,8 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.cli.main import main
+from flatout.config.objective import ObjectiveConfig
+from flatout.config.optim import OptimConfig
+from flatout.config.read import dump_config
 from flatout.errors import NumericError, PreemptedError
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.trainer.run import train
 from flatout.trainer.step_guards import require_finite
 from flatout.trainer.stop_request import StopRequest
 
@@ -126,7 +131,10 @@ def make_run(folder: Path, **gradients: list[float] | None) -> Any:
         named[name] = torch.zeros(2, requires_grad=True)
         named[name].grad = None if gradient is None else torch.tensor(gradient)
     loader = SimpleNamespace(store=SimpleNamespace(origin=origin_of))
-    return SimpleNamespace(config=SimpleNamespace(folder=folder), named_parameters=named, loader=loader)
+    config = SimpleNamespace(folder=folder, method="lora", objective=ObjectiveConfig(), optim=OptimConfig())
+    config.model = SimpleNamespace(init="pretrained")
+    planned = SimpleNamespace(objective=None)
+    return SimpleNamespace(config=config, planned=planned, named_parameters=named, loader=loader)
 
 
 def make_step(*sample_ids: int, index: int = 0) -> StepPlan:
@@ -175,3 +183,54 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_numeric_error(tmp_pat
 def test_finite_steps_pass_and_cost_no_look_at_the_gradients(tmp_path: Path) -> None:
     require_finite(make_run(tmp_path, a=[math.nan, 0.0]), make_step(3), 0.0, 0.0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def taught(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose loss is far below that of a guess."""
+    folder: Path = tmp_path_factory.mktemp("taught") / "run"
+    settings = {"batch": {"max_steps": 40}, "optim": {"lr": 1e-2}, "schedule": {"kind": "constant"}}
+    train(tiny.config(folder, method="full", **settings))
+    return folder / "final"
+
+
+def diverged(folder: Path) -> list[Any]:
+    events = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["kind"] == "diverged"]
+
+
+@pytest.mark.parametrize(("lr", "times"), [(2e4, "100,000,000"), (0.5, "2,500")])
+def test_a_run_that_diverged_says_so(
+    taught: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], lr: float, times: str
+) -> None:
+    settings = {"model": {"name": str(taught)}, "batch": {"max_steps": 5}, "schedule": {"kind": "constant"}}
+    (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", optim={"lr": lr}, **settings)))
+    odd = f"optim.lr {lr:g} is {times} times the usual 0.0002"
+    for verb in ("plan", "train"):
+        assert main([verb, str(tmp_path / "run.yaml")]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert odd in said
+    assert said.index(odd) < said.index("step 1/5")
+    assert "please report" not in said
+    (event,) = diverged(tmp_path / "run")
+    assert event["loss"] > 4 > event["first_loss"]
+    assert event["why"] in said
+    assert f"training diverged at step {event['step']}: loss" in said
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
+
+
+def test_a_usual_run_is_not_said_to_have_diverged(
+    taught: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a pretrained model's, nor one from random weights, whose loss begins near that of a guess."""
+    taught_model, random = {"model": {"name": str(taught)}}, {"method": "full", "optim": {"lr": 1e-4}}
+    for name, settings in {"lora": taught_model, "random": random}.items():
+        train(tiny.config(tmp_path / name, batch={"max_steps": 5}, **settings))
+        assert not diverged(tmp_path / name)
+    assert "times the usual" not in capsys.readouterr().out
+
+
+def test_a_loss_that_overflows_names_the_rate(taught: Path, tiny: Any, tmp_path: Path) -> None:
+    settings = {"model": {"name": str(taught)}, "batch": {"max_steps": 5}, "schedule": {"kind": "constant"}}
+    with pytest.raises(NumericError, match=r"training diverged: optim\.lr 1e\+28 is .* times the usual 1e-05"):
+        train(tiny.config(tmp_path / "run", method="full", optim={"lr": 1e28}, **settings))

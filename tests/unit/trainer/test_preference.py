@@ -153,7 +153,7 @@ def test_only_pairs_are_trained_on(tiny: Any, tmp_path: Path, sizes: list[int], 
             recorder = MemoryCallback()
             config = config_of(tiny, tmp_path, tmp_path / "run", objective="simpo", optim={"lr": lr})
             plan_run(config, Reporter(recorder), Rank())
-            assert ("optim.lr 0.0002 is 200 times the usual 1e-06" in str(recorder.stages)) == is_told
+            assert ("optim.lr 0.0002 is 200 times the usual 1e-06" in str(recorder.events)) == is_told
         return
     with pytest.raises(DataError, match=said):
         plan_run(config, Reporter(), Rank())

@@ -132,3 +132,56 @@ def test_a_file_of_pairs_is_trained_on_one_and_two_ranks(tiny: Any, tmp_path: Pa
         steps = read_run(tmp_path / name).steps
         first.append((steps[0].loss, steps[0].metrics["rewards/margins"]))
     assert first[0] == pytest.approx(first[1], rel=1e-12)
+
+
+class Told(Reporter):
+    """Keeps the lines of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def stage(self, name: str, text: str) -> None:
+        self.lines.append(f"{name}: {text}")
+
+
+REPEATED: dict[str, tuple[Callable[[str, int], dict[str, Any]], dict[str, Any]]] = {
+    "pairs": (lambda p, k: {"prompt": p, "chosen": f"yes {k}", "rejected": f"no {k}"}, {"objective": "simpo"}),
+    "kto": (lambda p, k: {"prompt": p, "completion": f"yes {k}", "label": k % 2 > 0}, {"objective": "kto"}),
+    "ranked": (
+        lambda p, k: {"prompt": p, "answers": [f"a {k}", f"b {k}"], "scores": [2, 1]}, {"objective": "simpo"},
+    ),
+    "chats": (
+        lambda p, k: {"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": f"yes {k}"}]},
+        {"eval": {"split_by": "prompt"}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", REPEATED)
+def test_rows_with_one_prompt_are_held_out_together(tiny: Any, tmp_path: Path, form: str) -> None:
+    make, sections = REPEATED[form]
+    asked = [f"Question {number % 8}?" for number in range(48)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(make(one, k)) + "\n" for k, one in enumerate(asked)))
+    data = {"name": "d", "root": str(tmp_path / "data"), "sources": [{"path": str(file)}]}
+
+    def held_out(**more: Any) -> tuple[set[str], set[str], list[str]]:
+        told = Told()
+        wanted = {**sections, "eval": {"fraction": 0.25, **sections.get("eval", {}), **more}}
+        planned = plan_run(tiny.config(tmp_path / "run", data=data, **wanted), told, Rank())
+        chosen = planned.eval_sets[0].step.sample_ids
+        sides = [{asked[planned.store.rows[k] - 1] for k in range(planned.store.num_samples) if (k in chosen) is side}
+                 for side in (True, False)]  # fmt: skip
+        return sides[0], sides[1], told.lines
+
+    evaluated, trained, lines = held_out()
+    assert len(evaluated) == 2
+    assert not evaluated & trained
+    assert any("rows with one prompt stay on one side" in line for line in lines)
+    by_row = held_out(split_by="row")
+    assert by_row[0] & by_row[1]
+    assert any("begin with a question that is trained on, too; eval.split_by: prompt" in line for line in by_row[2])
+    file.write_text("".join(json.dumps(make("one question", k)) + "\n" for k in range(4)))
+    with pytest.raises(DataError, match=r"4 rows have one prompt and cannot be split .*eval\.split_by: row"):
+        held_out()

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from unit_store import write_units
 
 from flatout.cli.main import main
@@ -473,3 +475,49 @@ def test_step_0_is_its_reference_to_the_bit_on_a_gpu(tiny: Any, root: Path, metr
     first, *_ = metrics_of(root / "run")
     assert [first["metrics"][f"rewards/{name}"] for name in ("chosen", "rejected", "margins")] == [0.0] * 3
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-15)
+
+
+@pytest.mark.parametrize("where", ["attention", "lora"])
+def test_a_reference_has_no_dropout(tiny: Any, root: Path, where: str) -> None:
+    """Plain transformers in eval mode is the judge; the passes of training would be off by 1e-2 and more."""
+    shutil.copytree(tiny.model_dir, root / "model")
+    facts = json.loads((root / "model" / "config.json").read_text())
+    (root / "model" / "config.json").write_text(json.dumps(facts | {"attention_dropout": 0.3}))
+    # an adapter that does something, to continue from
+    first = config_of(tiny, root, "first", batch={"max_steps": 1}, optim={"lr": 0.05})
+    train(first)
+    lora = {"continue_from": str(first.folder / "final"), "dropout": 0.5 if where == "lora" else 0.0}
+    name = str(tiny.model_dir if where == "lora" else root / "model")
+    known = set(columns_of(root))
+    train(config_of(tiny, root, "run", model={"name": name}, lora=lora))
+    (kept,) = [values for name, values in columns_of(root).items() if name not in known]
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), str(first.folder / "final")).eval()
+    store = TokenStore.open(registry.built_dir(root, "pairs"))
+    compared = 0
+    for index in np.flatnonzero(kept != UNKNOWN):
+        sample = store.sample(int(index))
+        ids, mask = torch.tensor(sample.token_ids.astype(np.int64)), torch.tensor(sample.loss_mask.astype(bool))
+        with torch.no_grad():
+            logprobs = plain(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
+        expected = logprobs.gather(-1, ids[1:, None])[:, 0][mask[1:]].sum()
+        assert kept[index] == pytest.approx(float(expected), rel=1e-4)
+        compared += 1
+    assert compared >= 8
+
+
+def test_verify_reads_what_training_reads(tiny: Any, root: Path) -> None:
+    config = config_of(tiny, root, "run", batch={"micro_batch_tokens": 1000})
+    case = "the reference that a run has kept"
+    assert case not in [row.case for row in verify(config, num_ranks=1)[0]]
+    train(config)
+    again = config.model_copy(update={"run_dir": root / "verify"})
+    (row,) = [row for row in verify(again, num_ranks=1)[0] if row.case == case]
+    assert row.verdict == "ok"
+    # each sample has its neighbour's
+    store = with_reference(TokenStore.open(registry.built_dir(root, "pairs")))
+    ((name, values),) = columns_of(root).items()
+    store.extra[REFERENCE][:] = np.where(values == UNKNOWN, UNKNOWN, np.roll(values, 1))
+    keep_on_disk(store, name.removeprefix("reference_"), "shifted")
+    (row,) = [row for row in verify(again, num_ranks=1)[0] if row.case == case]
+    assert row.verdict == "FAIL"
+    assert row.worst_parameter

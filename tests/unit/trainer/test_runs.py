@@ -410,7 +410,7 @@ def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp
     shape = json.loads((tmp_path / "small" / "config.json").read_text())
     (tmp_path / "small" / "config.json").write_text(json.dumps({**shape, "vocab_size": 100}))
     (tmp_path / "small" / "model.safetensors").unlink()
-    config = tiny.config(tmp_path / "run", model={"name": str(tmp_path / "small")})
+    config = tiny.config(tmp_path / "run", model={"name": str(tmp_path / "small"), "init": "random"})
     with pytest.raises(DataError, match=r"token ids 100\.\.\d+, but the model has 100 embedding rows"):
         train(config)
 

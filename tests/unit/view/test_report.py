@@ -13,6 +13,7 @@ import pytest
 from synthetic_run import write_synthetic_run
 
 from flatout.cli.main import main
+from flatout.config.folders import run_identity
 from flatout.track.record import Answer, AnswersRecord
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
@@ -150,7 +151,7 @@ def no_steps_yet(folder: Path) -> Path:
 
 
 def only_settings(folder: Path) -> Path:
-    folder.mkdir()
+    run_identity(folder)
     (folder / "train.log").write_text("")
     (folder / "config.yaml").write_text("method: lora\nmodel: {name: tiny}\n")
     return folder
@@ -208,6 +209,16 @@ def test_every_state_of_a_run_has_a_page(make, tmp_path: Path, capsys: pytest.Ca
     page = Page((folder / "report.html").read_text())
     assert STATES[make] in page.text
     json.loads(capsys.readouterr().out.split("MB\n")[1].partition("{")[2].join(("{", "")))
+
+
+def test_markdown_shows_what_people_wrote_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = one_step_of_one_rank(tmp_path / "run")
+    note = "<script>alert(1)</script> ![x](http://host/x.png) plain | text"
+    (folder / "notes.json").write_text(json.dumps({"note": note, "tags": []}))
+    assert report(folder, "--format", "md") == 0
+    said = capsys.readouterr().out
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; ![x]\\(http://host/x.png) plain | text" in said
+    assert "<script" not in said
 
 
 def test_a_setting_that_was_emptied_is_a_change() -> None:

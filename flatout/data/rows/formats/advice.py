@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.data.rows.formats.fields import Reading
+from flatout.data.rows.formats.verdict import two_answers
 
 Works = Callable[[Mapping[str, str]], bool]
 """Whether the row can be read with these columns in addition to those that are set."""
@@ -30,7 +33,8 @@ _QUESTIONS = (
     "instruction", "question", "query", "prompt", "input", "problem", "inputs", "input_query", "user", "human"
 )  # fmt: skip
 _ANSWERS = (
-    "output", "answer", "response", "completion", "solution", "targets", "expected_answer", "reply", "assistant", "gpt"
+    "output", "answer", "response", "completion", "solution", "targets", "expected_answer", "reply", "assistant", "gpt",
+    "answers",
 )  # fmt: skip
 # what data sets call the better and the worse answer
 _PAIRS = (("chosen", "rejected"), ("winner", "loser"), ("preferred", "dispreferred"), ("better", "worse"))
@@ -40,6 +44,8 @@ _REASONING = (
     "chain_of_thought", "explanation",
 )  # fmt: skip
 _SYSTEM = ("system", "system_prompt")
+# names that are as alike as that are one, mistyped
+_TYPO = 0.9
 # columns that the format reads under their own names
 _READ = ("history", "tools", "functions", "chat_template_kwargs")
 
@@ -49,7 +55,10 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
 
     Two answers of which one holds the other are one, and otherwise the worked one is the reasoning of the other.
     """
-    texts = {name: value for name, value in row.items() if isinstance(value, str) and value.strip()}
+    texts = {
+        name: value[0] if isinstance(value, list) else value for name, value in row.items()
+        if (isinstance(value, str) and value.strip()) or (name == "answers" and _are_texts(value))
+    }  # fmt: skip
 
     def first(names: Iterable[str], but: Iterable[str | None] = ()) -> str | None:
         present = (own for name in names for own in texts if own.lower() == name and own not in but)
@@ -79,6 +88,10 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     return columns, "; ".join(filter(None, [remark, f"not read then: {', '.join(left)}" if left else ""]))
 
 
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+
+
 def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
     """Return what maps a row's columns to alpaca's or to a pair's, None if there is nothing that works."""
     for names in _PAIRS:
@@ -90,6 +103,11 @@ def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
         pair = dict(zip(("prompt", "chosen", "rejected"), [*asked[:1], *names], strict=False))
         if len(has) == 2 and "chosen" not in names and works(pair):
             return Advice(f"no known format has these columns; set columns: {written(pair)}", pair)
+    if two := two_answers(row):
+        return Advice(
+            f"{two[0]} and {two[1]} are two answers, and no column says which is better: write the better one into "
+            "chosen and the other into rejected"
+        )
     columns = alpaca_columns(row)
     if columns is None or not works(columns[0]):
         return None
@@ -121,7 +139,7 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
     ]
     if not pairs:
         return None
-    _, name, key = max(pairs)
+    ratio, name, key = max(pairs)
     nearest = {key: name for _, name, key in sorted(pairs)}
     every = {name: key for key, name in nearest.items()}
     if len(every) > 1 and works(every):
@@ -130,7 +148,13 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
     text = f"no column {name!r}; found {key!r} "
     if works({name: key}):
         return Advice(f"{text}(did you mean?); rename it, or set columns: {written({name: key})}", {name: key})
-    return Advice(f"{text}(did you mean?); rename it")
+    # a typo, though the row has other faults
+    return Advice(f"{text}(did you mean?); rename it") if ratio >= _TYPO else None
+
+
+def source_step(path: str, settings: Mapping[str, Any], *more: str) -> str:
+    """Return the words of `next_steps` that change settings of the source at `path`."""
+    return shlex.join([f"source={json.dumps(settings, ensure_ascii=False)}", "of", path, *more])
 
 
 def written(columns: Mapping[str, str]) -> str:

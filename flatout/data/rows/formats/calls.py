@@ -18,7 +18,14 @@ def tools_of(row: Mapping[str, Any], reading: Reading) -> tuple[Mapping[str, Any
     names = [name for name in map(reading.name, ("tools", "functions")) if row.get(name) not in (None, "", [])]
     if len(names) > 1:
         raise FieldError(f"{' and '.join(names)} both list tools; keep one")
+    if not names and (outer := next((name for name, value in row.items() if holds_messages(value)), None)):
+        return tools_of(row[outer], Reading()) if row[outer].get("tools") else ()
     return wrapped(list_at(row[names[0]], names[0]), names[0]) if names else ()
+
+
+def holds_messages(value: object) -> bool:
+    """Whether a column is an object with a chat and its tools, as OpenAI's `input` is."""
+    return isinstance(value, dict) and isinstance(value.get("messages"), list) and bool(value["messages"])
 
 
 def wrapped(functions: Iterable[object], place: str) -> tuple[Mapping[str, Any], ...]:

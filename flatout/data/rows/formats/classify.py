@@ -42,5 +42,5 @@ def label_of(row: Mapping[str, Any], reading: Reading) -> str:
         return str(value).lower()
     if not isinstance(value, int | str) or not str(value).strip():
         got = "empty" if value == "" else kind(value)
-        raise FieldError(f"{name} is {got}; a label is a text or an integer (a number to predict is not supported)")
+        raise FieldError(f"{name} is {got}; a label is a text or an integer (no number to predict, no list)")
     return str(value).strip()

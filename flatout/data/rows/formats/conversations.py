@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
 from flatout.data.conversation import ROLES, Conversation, Message, Origin, PlainText, Role, is_empty
-from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, in_call_order, tools_of
+from flatout.data.rows.formats.advice import source_step, written
+from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, holds_messages, in_call_order, tools_of
 from flatout.data.rows.formats.fields import (
     FieldError,
     Reading,
@@ -23,6 +25,7 @@ from flatout.data.rows.formats.fields import (
 from flatout.data.rows.formats.keys import silent_spans, turn_flags
 from flatout.data.rows.formats.parts import Content, read_parts
 from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, pictures_of, with_pictures
+from flatout.errors import next_steps
 
 # not a separate role: an assistant turn whose text is a function call in JSON
 _CALL = "function_call"
@@ -39,6 +42,8 @@ ROLE_TARGETS = (*ROLES, _CALL)
 # fields of a turn that have several names in data sets
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CALL_ID = ("tool_call_id", "call_id")
+# what data sets call the role and the text of a turn
+_ROLE_KEYS, _TEXT_KEYS = ("role", "from", "speaker", "author", "sender", "user"), ("text", "value", "message", "body")
 TURN_KEYS = {"name", "tool_calls", "function_call", *_CALL_ID, *_REASONING}
 """Keys of a turn that are read, besides those of its role, its text and its loss."""
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue")
@@ -55,6 +60,8 @@ def chat_column(row: Mapping[str, Any], reading: Reading) -> str | None:
 def turns_at(value: object, place: str) -> list[Any]:
     """Return a list of turns, also from JSON text, or from an object of equally long lists (`datasets` has these)."""
     value = unpacked(value, place)
+    if holds_messages(value):
+        value = value["messages"]  # type: ignore[index]  # it is an object
     if not (isinstance(value, dict) and value and all(isinstance(items, list) for items in value.values())):
         return list_at(value, place)
     lengths = {key: len(items) for key, items in value.items()}
@@ -70,6 +77,24 @@ def turns_at(value: object, place: str) -> list[Any]:
     ]
 
 
+_SPEAKERS = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):[ \t]*")
+
+
+def spoken_turns(text: str, role: str = "user") -> list[Message]:
+    """Return the turns of a text as hh-rlhf writes a conversation, or an answer (`role`); empty for another text.
+
+    An empty `Assistant:` at its end is where the answer follows, and no turn.
+    """
+    _, *spoken = _SPEAKERS.split(text)
+    begins = {"user": "Human", "assistant": "Assistant"}.get(role)
+    if not spoken or text[: text.find(spoken[0])].strip() or not (spoken[0] == "Human" or spoken[0] == begins):
+        return []
+    if spoken[-2:] == ["Assistant", ""] and spoken[2:]:
+        spoken = spoken[:-2]
+    pairs = zip(spoken[::2], spoken[1::2], strict=True)
+    return [Message("user" if speaker == "Human" else "assistant", said) for speaker, said in pairs]
+
+
 def parse_chat(row: Mapping[str, Any], origin: Origin, reading: Reading, *, role: str, content: str) -> Conversation:
     """Parse a list of turns, whose keys are `role` and `content`; optional columns are CHAT_OPTIONAL.
 
@@ -77,10 +102,14 @@ def parse_chat(row: Mapping[str, Any], origin: Origin, reading: Reading, *, role
     """
     turns = TurnReader(reading, reading.name(role), reading.name(content))
     column = chat_column(row, reading) or reading.name(CHAT_COLUMNS[0])
-    given = turns_at(row.get(column), column)
-    if not given:
-        raise FieldError(f"{column} is empty; a conversation needs at least one turn")
-    turns.read(given, column)
+    said = row.get(column)
+    for message in spoken_turns(said) if isinstance(said, str) else ():
+        turns.add(message, column)
+    if not turns.messages:
+        given = turns_at(said, column)
+        if not given:
+            raise FieldError(f"{column} is empty; a conversation needs at least one turn")
+        turns.read(given, column)
     answer = reading.columns.get("completion")  # a column with the last answer is only used if the user named it
     if answer is not None and row.get(answer) is not None and turns.messages[-1].role != "assistant":
         turns.read(row[answer] if isinstance(row[answer], list) else [row[answer]], answer)
@@ -97,7 +126,12 @@ def parse_alpaca(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Co
     thoughts = reading.columns.get("reasoning")
     reasoning = None if thoughts is None else optional_text(row.get(thoughts), thoughts) or None
     turns.add(Message("user", question))
-    turns.add(Message("assistant", text_at(row.get(output), output), reasoning))
+    answer = row.get(output)
+    if output == "answers" and isinstance(answer, list) and answer and all(isinstance(one, str) for one in answer):
+        if len(set(answer)) > 1:
+            turns.remarks["several_answers"] = None
+        answer = max(answer, key=answer.count)  # of equal numbers, the first
+    turns.add(Message("assistant", text_at(answer, output), reasoning))
     return finished(turns, row, origin, tools_of(row, reading))
 
 
@@ -209,6 +243,7 @@ class TurnReader:
         self.messages: list[Message] = []
         self.places: list[str] = []
         self.remarks: dict[str, None] = {}
+        self.is_spoken = False  # read from a text that ends where its answer begins
 
     def add(self, message: Message, place: str = "") -> None:
         self.messages.append(message)
@@ -224,6 +259,8 @@ class TurnReader:
             turn = unpacked(turn, place)
         if not isinstance(turn, dict):
             raise FieldError(f"{place} is {kind(turn)}, not an object with {self._role} and {self._content}")
+        if self._role not in turn:
+            raise FieldError(f"{place}.{self._role} missing; keys: {', '.join(turn)}{self._renamed(turn)}")
         role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.reading.roles)
         said = turn.get(self._content)
         if len(turn) == 2 and isinstance(said, str) and role != _CALL:  # most turns
@@ -242,6 +279,18 @@ class TurnReader:
         if content.reasoning and role != "assistant":
             raise FieldError(f"{place} has reasoning, but is a {role} turn; only an assistant turn may have reasoning")
         self._add(turn, place, cast(Role, role), content)
+
+    def _renamed(self, turn: Mapping[str, Any]) -> str:
+        """Return what to set for a turn whose role or text stands under another usual name; empty for other turns."""
+        ours = ("from", "value") if self._role == self.reading.name("from") else ("role", "content")
+        columns = {}
+        for own, key, names in zip(ours, (self._role, self._content), (_ROLE_KEYS, _TEXT_KEYS), strict=True):
+            if key not in turn:
+                columns[own] = next((name for name in names if isinstance(turn.get(name), str)), "")
+        if not all(columns.values()):
+            return ""
+        step = source_step(self.reading.path, {"columns": {**self.reading.columns, **columns}})
+        return f"; set columns: {written(columns)}{next_steps((step, ''))}"
 
     def _add(self, turn: Mapping[str, Any], place: str, role: Role, content: Content) -> None:
         """Append the results of a turn's parts, then what it says itself, if that is more than results."""
@@ -285,7 +334,7 @@ class TurnReader:
         if value is None and content.calls:
             return content
         if value is None and key not in turn:
-            raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
+            raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}{self._renamed(turn)}")
         if not isinstance(value, list):
             hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
             raise FieldError(f"{place}.{key} is {kind(value)}, not a string{hint}")

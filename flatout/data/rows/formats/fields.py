@@ -20,9 +20,10 @@ class FieldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read one source's rows: its settings `columns`, `roles`, `system`, `keys` and `pairs`.
+    """How to read the rows of the source at `path`: its settings `columns`, `roles`, `system`, `keys` and `pairs`.
 
-    `classes` are the labels of all sources for classification, in their order.
+    `classes` are the labels of all sources for classification, in their order; `joins`: texts are joined as they stand
+    (data.template: plain), so that speakers in them are a part of the text.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -31,6 +32,8 @@ class Reading:
     keys: Mapping[str, str] = field(default_factory=dict)
     pairs: Literal["best_worst", "adjacent", "all"] = "best_worst"
     classes: tuple[str, ...] = ()
+    path: str = ""
+    joins: bool = False
 
     def name(self, column: str) -> str:
         """Return the user's name of a column; one that was renamed to another column is not read under its own name."""

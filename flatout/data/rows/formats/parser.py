@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,16 @@ from typing import Any, NoReturn
 from flatout.config.schema import SourceConfig
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import Origin, ParsedRow, PreferenceRow
-from flatout.data.rows.formats.advice import Advice, Works, near_miss, proposed, unread_meaning, written
+from flatout.data.rows.formats.advice import (
+    Advice,
+    Works,
+    alpaca_columns,
+    near_miss,
+    proposed,
+    source_step,
+    unread_meaning,
+    written,
+)
 from flatout.data.rows.formats.classify import CLASS, CLASSIFY, parse_classified
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
@@ -31,7 +39,7 @@ from flatout.data.rows.formats.fields import FieldError, Reading, kind, unpacked
 from flatout.data.rows.formats.gemini import looks_like_gemini, parse_gemini
 from flatout.data.rows.formats.glaive import looks_like_glaive, parse_glaive
 from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
-from flatout.data.rows.formats.pictures import PICTURED_FORMATS
+from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column, pictures_of
 from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
 from flatout.data.rows.formats.preference import (
     ANSWERS,
@@ -46,9 +54,11 @@ from flatout.data.rows.formats.preference import (
     REJECTED,
     SCORES,
     columns_of,
+    is_choice,
     is_labelled,
     is_pair,
     is_ranked,
+    parse_choice,
     parse_kto,
     parse_preference,
     parse_ranked,
@@ -69,6 +79,7 @@ _REMARKS = {
     "gemini": "contents become turns, functionDeclarations become tools",
     "preference": "both answers get the chat template; only what follows the messages they share carries loss",
     "ranked": "pairs of answers get the chat template; only what follows the messages they share carries loss",
+    "choice": "the better answer is chosen row by row; both get the chat template, and only answers carry loss",
     "classify": "the last token is scored; a chat gets the chat template",
     "kto": "only the answer carries loss, and its label is kept",
 }
@@ -117,6 +128,7 @@ RULES: dict[str, FormatRule] = {
     "segments": FormatRule(parse_segments, (("segments",),)),
     "preference": _pairs,
     "reward": _pairs,
+    "choice": FormatRule(parse_choice, (), _ASKED, _TURNS, is_choice),
     "ranked": FormatRule(parse_ranked, (ANSWERS,), (*_ASKED, *RANKED_COLUMNS), _TURNS, looks=is_ranked),
     # never detected: a label may also be that of an answer, or mean nothing
     "classify": FormatRule(
@@ -238,6 +250,9 @@ def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
     for key in source.keys:
         if key in TURN_KEYS or key in _NO_COLUMN:
             raise DataError(f"{source.path}: keys: {key!r} is a key that flatout reads; remove it")
+    columns = _of_pictured(first.columns) if source.format == "auto" and not source.columns else {}
+    if columns and works(columns):
+        source = source.model_copy(update={"columns": columns})
     return _parser_of(source, first, works)
 
 
@@ -245,15 +260,15 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     """Make the parser; `works` says which advice to give where the first row does not fit."""
     row = first.columns
     _check_renames(source, first)
-    reading = Reading(source.columns, source.roles, source.system, source.keys, source.pairs)
+    reading = Reading(source.columns, source.roles, source.system, source.keys, source.pairs, path=source.path)
     known = _known(row, reading) if source.format == "auto" else source.format
     if why := refusal(row, reading, known if known in (*JUDGED, CLASSIFY, *PICTURED_FORMATS) else None):
         raise DataError(f"{first.origin}: {why}")
     name = known or _unknown(source, first, reading, works)
     if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
-    if name in PREFERENCES and is_ranked(row, reading) and _missing_columns(row, RULES[name], reading):
-        name = "ranked"
+    if name in PREFERENCES and _missing_columns(row, RULES[name], reading):
+        name = "ranked" if is_ranked(row, reading) else "choice" if is_choice(row, reading) else name
     rule = RULES[name]
     if missing := _missing_columns(row, rule, reading):
         advice = near_miss(missing, _all_columns(), row, works)
@@ -278,10 +293,19 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
             absent = [column for column in rule.columns if column == MARGIN or column in chain(*SCORES)]
     kinds = tuple((column, kind(row[column])) for column in used)
     is_joined = name == "prompt_completion" and all(kind == "a string" for _, kind in kinds)
-    read = set(used) if is_joined else rule.read(reading) - unasked  # to a text, nothing else applies
-    unread = tuple(column for column in row if column not in read)
+    read = set(used) if is_joined else rule.read(reading).union(used) - unasked  # to a text, nothing else applies
+    shows = is_picture_column if name in PICTURED_FORMATS else lambda column: False
+    unread = tuple(column for column in row if column not in read and not shows(column))
     hint = unread_meaning(row, unread, reading) if name == "alpaca" else ""
     return RowParser(name, reading, first.origin, kinds, tuple(absent), unread, hint, tuple(columns))
+
+
+def _of_pictured(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns that make a chat of a row with a question, an answer and pictures; empty for another row."""
+    with suppress(FieldError):
+        if _known(row, Reading()) is None and pictures_of(row, Reading())[1] and (columns := alpaca_columns(row)):
+            return columns[0]
+    return {}
 
 
 def _check_renames(source: SourceConfig, first: RawRow) -> None:
@@ -337,15 +361,11 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
     if advice is None:
         missing = [name for rule in RULES.values() for name in _missing_columns(row, rule, reading)]
         texts = [name for name, value in row.items() if isinstance(value, str)]
-        example = dict(
-            zip(("instruction", "output"), texts if len(texts) > 1 else ("question", "answer"), strict=False)
-        )
-        advice = near_miss(missing, _all_columns(), row, works) or Advice(
-            f"no known format has these columns; map yours, such as columns: {written(example)}, or rename them to "
-            f"{_USUAL}",
-            example,
-            is_sure=False,
-        )
+        example = dict(zip(("instruction", "output"), texts, strict=False)) if texts[1:] else {}
+        example = example if works(example) else {}
+        mapped = f"map yours, such as columns: {written(example)}, or " if example else ""
+        said = f"no known format has these columns; {mapped}rename them to {_USUAL}"
+        advice = near_miss(missing, _all_columns(), row, works) or Advice(said, example, is_sure=False)
     raise _refusal(source, first, advice)
 
 
@@ -368,9 +388,9 @@ def _refusal(source: SourceConfig, first: RawRow, advice: Advice) -> DataError:
     said = f"{first.origin}: {advice.text}; {_columns_found(first.columns)}"
     if not advice.columns:
         return DataError(said)
-    words = [f"columns={written(advice.columns)}", "of", source.path, *(["--yes"] if advice.is_sure else [])]
+    words = source_step(source.path, {"columns": dict(advice.columns)}, *(["--yes"] if advice.is_sure else []))
     parts = [f"{theirs} holds the {part}" for theirs, part in zip(advice.columns.values(), _PARTS, strict=False)]
-    said += next_steps((shlex.join(words), "" if advice.is_sure else f"if {' and '.join(parts)}"))
+    said += next_steps((words, "" if advice.is_sure else f"if {' and '.join(parts)}"))
     return ColumnsError(said, source.path, advice.columns) if advice.is_sure else DataError(said)
 
 

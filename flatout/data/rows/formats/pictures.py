@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout.data.conversation import PICTURE, Message, PictureSource
 from flatout.data.rows.formats.fields import FieldError, Reading, kind
-from flatout.data.rows.formats.keys import holds_something
+from flatout.data.rows.formats.keys import holds_something, media_kind
 
 PICTURE_COLUMNS = ("images", "image")
 """Columns with the pictures of a row, in the order of its texts."""
@@ -25,6 +25,11 @@ PICTURE_KEYS = {*PICTURE_PARTS, "path", "url", "base64", "source", "data", "medi
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 WAITING = PictureSource("", "")
 """The picture of a part that only says that there is one: the next of the row's column."""
+
+
+def is_picture_column(name: str) -> bool:
+    """Whether a column of this name holds pictures, or says where they are: image, img, image_path, ..."""
+    return media_kind(name) == "image" and not name.lower().startswith("pixel")
 
 
 def picture_of_part(part: Mapping[str, Any], place: str) -> PictureSource:
@@ -69,7 +74,7 @@ def with_pictures(messages: Sequence[Message], row: Mapping[str, Any], reading: 
     """
     column, given = pictures_of(row, reading)
     num_waiting = sum(picture is WAITING for message in messages for picture in message.pictures)
-    names = {reading.name(one) for one in PICTURE_COLUMNS} - set(reading.keys)
+    names = {*map(reading.name, PICTURE_COLUMNS), *filter(is_picture_column, row)} - set(reading.keys)
     num_marks = sum(message.content.count(MARK) for message in messages) if not num_waiting else 0
     if not (given or num_waiting) and (not num_marks or names.isdisjoint(row)):
         return messages  # without the column, a mark is text
@@ -111,8 +116,8 @@ def _replaced(message: Message, pictures: Sequence[PictureSource], column: str) 
 
 def pictures_of(row: Mapping[str, Any], reading: Reading) -> tuple[str, list[PictureSource]]:
     """Return the user's name of the row's column of pictures, and these; a null or empty column has none."""
-    names = [reading.name(column) for column in PICTURE_COLUMNS]
-    columns = [name for name in names if holds_something(row.get(name)) and name not in reading.keys]
+    names = [*map(reading.name, PICTURE_COLUMNS), *filter(is_picture_column, row)]
+    columns = [n for n in dict.fromkeys(names) if holds_something(row.get(n)) and n not in reading.keys]
     if len(columns) > 1:
         raise FieldError(f"{' and '.join(columns)} both hold pictures; keep one")
     if not columns:

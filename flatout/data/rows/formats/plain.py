@@ -21,7 +21,10 @@ def parse_text(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Plai
     text = text_at(row.get(column), column)
     if not text:
         raise FieldError(f"{column} is empty; there is nothing to learn")
-    return PlainText(text, origin)
+    is_table = (
+        "\t" in text and origin.source.endswith(".txt") and all("\t" in line for line in text.split("\n") if line)
+    )
+    return PlainText(text, origin, remarks=("tabbed_text",) if is_table else ())
 
 
 def parse_segments(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PlainText:

@@ -7,7 +7,6 @@ assistant turns behind it carry loss.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +15,27 @@ from typing import Any
 
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import Conversation, Message, Origin, PreferenceRow, Role, is_empty
-from flatout.data.rows.formats.calls import tools_of
-from flatout.data.rows.formats.conversations import CHAT_COLUMNS, TurnReader, add_history, finished, turns_at
+from flatout.data.rows.formats.calls import holds_messages, tools_of
+from flatout.data.rows.formats.conversations import (
+    CHAT_COLUMNS,
+    TurnReader,
+    add_history,
+    finished,
+    spoken_turns,
+    turns_at,
+)
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, text_at
+from flatout.data.rows.formats.verdict import better_column, better_of, two_answers, verdict_of
 
-PREFERENCES = ("preference", "reward", "ranked")
+PREFERENCES = ("preference", "reward", "ranked", "choice")
 """Formats whose rows become pairs of answers."""
 JUDGED = (*PREFERENCES, "kto")
 """Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
 # the answer to avoid beside a chat that ends with the other one, as ms-swift has it: the last turn, or the whole chat
 _BESIDE_CHAT = ("rejected_response", "rejected_messages")
-CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", *_BESIDE_CHAT)
-PROMPTS = ("prompt", "question", "instruction", "input", *CHAT_COLUMNS)
+CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output", "accepted")
+REJECTED = ("rejected", *_BESIDE_CHAT, "non_preferred_output")
+PROMPTS = ("prompt", "question", "instruction", "input", *CHAT_COLUMNS, "context")
 """Columns of the prompt; the first that has something is read."""
 ANSWERS = ("answers", "responses", "completions", "candidates")
 """Columns of several answers with scores or ranks, within each answer or beside them."""
@@ -41,9 +49,7 @@ _EACH_SCORE, _EACH_RANK = ("score", "rating", "overall_score", "reward"), ("rank
 _ALL_SCORES, _ALL_RANKS = ("scores", "ratings", "rewards"), ("ranks", "rankings")
 RANKED_COLUMNS = (*_ALL_SCORES, *_ALL_RANKS)
 _TEXTS = ("answer", "response", "content", "text", "completion")
-_GOOD = ("true", "1", "yes", "good", "desirable", "positive", "chosen")
-_BAD = ("false", "0", "no", "bad", "undesirable", "negative", "rejected")
-_SPEAKERS = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):[ \t]*")
+_SPOKEN = "Assistant: "
 Given = tuple[str, object]
 """An answer of a row: its place, and its value."""
 
@@ -65,6 +71,15 @@ def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -
     if margin is not None:
         columns[MARGIN] = (margin,)
     return PreferenceRow(answers, ((0, 1),), origin, columns)
+
+
+def parse_choice(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
+    """Parse two answers, such as response_a and response_b, and a column that says which of them is better."""
+    names, column = two_answers(row), better_column(row, reading)
+    if names is None or column is None:
+        raise FieldError("has not two answers and a column that says which is better; remove the row")
+    good, bad = better_of(row, names, column)
+    return PreferenceRow(_conversations(row, origin, reading, [(k, row[k]) for k in (good, bad)]), ((0, 1),), origin)
 
 
 def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
@@ -100,7 +115,13 @@ def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Prefe
 
 def is_pair(row: Mapping[str, Any], reading: Reading) -> bool:
     """Whether a row names its chosen answer, or has the last answer of its chat for it."""
-    return any(row.get(reading.name(name)) is not None for name in (*CHOSEN, *_BESIDE_CHAT))
+    given = (row.get(reading.name(name)) for name in (*CHOSEN, *_BESIDE_CHAT))
+    return any(value is not None and not isinstance(value, bool) for value in given)
+
+
+def is_choice(row: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether a row has two answers, and says which of them is better."""
+    return two_answers(row) is not None and better_column(row, reading) is not None
 
 
 def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
@@ -126,7 +147,9 @@ def is_ranked(row: Mapping[str, Any], reading: Reading) -> bool:
 def columns_of(format_name: str, row: Mapping[str, Any], reading: Reading) -> tuple[list[str], list[str], list[str]]:
     """Return the columns of the store that rows like this fill, those of the row that all need, and unread prompts."""
     made, needed = ["label" if format_name == "kto" else PREFIX_TOKENS], list[str]()
-    if format_name != "kto":
+    if format_name == "choice":
+        needed = [*(two_answers(row) or ()), better_column(row, reading) or ""]
+    elif format_name != "kto":
         scores = next((pair for pair in SCORES if all(row.get(reading.name(name)) is not None for name in pair)), ())
         if row.get(reading.name(MARGIN)) is not None:
             needed = [reading.name(MARGIN)]
@@ -158,8 +181,10 @@ def _conversations(
 
     Raises FieldError for answers that are empty, equal, to different prompts, or none.
     """
-    read = [_turns(value, place, reading, "assistant") for place, value in given]
     asked = prompt_of(row, reading)
+    if asked is not None and asked.is_spoken:
+        given = [(place, _spoken(said) if isinstance(said, str) else said) for place, said in given]
+    read = [_turns(value, place, reading, "assistant") for place, value in given]
     are_whole = [bool(turns.messages) and turns.messages[0].role != "assistant" for turns in read]
     if 0 < sum(are_whole) < len(read):
         raise FieldError(f"{given[0][0]} and {given[1][0]} differ in form: only one begins with the prompt")
@@ -188,17 +213,23 @@ def _conversations(
     return tuple(finished(turns, row, origin, tools) for turns in read)
 
 
+def _spoken(answer: str) -> str:
+    """Return an answer to a prompt that ends with `Assistant:`, with that before it."""
+    return answer if spoken_turns(answer, "assistant") else _SPOKEN + answer.lstrip()
+
+
 def _turns(value: object, place: str, reading: Reading, role: Role) -> TurnReader:
     """Read a text, which is a turn of `role`, one turn, or a list of turns. Raises FieldError."""
     if value in (None, "", []):
         raise FieldError(f"{place} is {'missing' if value is None else 'empty'}; every answer needs its text")
     if isinstance(value, str):
-        turns, spoken = TurnReader(reading), _SPEAKERS.split(text_at(value, place))
-        if len(spoken) > 2 and not spoken[0].strip() and spoken[1] == "Human":  # as hh-rlhf writes a conversation
-            for speaker, text in zip(spoken[1::2], spoken[2::2], strict=True):
-                turns.add(Message("user" if speaker == "Human" else "assistant", text), place)
-        else:
-            turns.add(Message(role, value), place)
+        turns, spoken = TurnReader(reading), spoken_turns(text_at(value, place), role)
+        if reading.joins and spoken:
+            cut = value.rfind(_SPOKEN[:-1]) + len(_SPOKEN[:-1]) if role == "assistant" and spoken[1:] else 0
+            spoken = [Message("user", value[:cut]), Message(role, value[cut:])][not cut :]
+        turns.is_spoken = bool(spoken) and not reading.joins and value.rstrip().endswith(_SPOKEN[:-1])
+        for message in spoken or [Message(role, value)]:
+            turns.add(message, place)
         return turns
     if not isinstance(value, list | dict):
         raise FieldError(f"{place} is {kind(value)}; expected a text, a turn, or a list of turns")
@@ -222,7 +253,7 @@ def prompt_of(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
         turns = TurnReader(reading)
         turns.add(Message("user", add_history(turns, row)), name)
         return turns
-    is_chat = name in map(reading.name, CHAT_COLUMNS)
+    is_chat = name in map(reading.name, CHAT_COLUMNS) or holds_messages(row[name])
     return _turns(turns_at(row[name], name) if is_chat else row[name], name, reading, "user")
 
 
@@ -357,10 +388,7 @@ def _number(value: object, place: str) -> float:
 
 def _label(value: object, place: str) -> int:
     """Return 1 for an answer to be learnt, 0 for one to avoid."""
-    text = str(value).strip().lower() if isinstance(value, str | bool) else value
-    if text in _GOOD or (isinstance(text, int | float) and text == 1):
-        return 1
-    if text in _BAD or (isinstance(text, int | float) and text == 0):
-        return 0
+    if (verdict := verdict_of(value)) is not None:
+        return int(verdict)
     shown = f"{value!r:.40}" if isinstance(value, str) else kind(value)
     raise FieldError(f"{place} is {shown}; the label of an answer is true or false, 1 or 0, good or bad")

@@ -14,8 +14,13 @@ from flatout.track.callback import Callback
 
 _PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
+# what get_peft_model trains without being told
+PEFT_DEFAULTS = {
+    "r": 16, "lora_alpha": 16,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
 _ENDS = ("embed_tokens", "lm_head")
-_COLLATORS = (
+COLLATORS = (
     "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType",
     "UnslothVisionDataCollator",
 )  # fmt: skip
@@ -36,12 +41,12 @@ def _storage(given: Given) -> Became:
 
 
 def _targets(given: Given) -> Became:
-    value = given.value
-    if value is None:
+    value, experts = given.all.get("target_modules"), [*(given.all.get("target_parameters") or ())]
+    if value is None and not experts:
         raise RefusedError("name linear layers of the decoder, or write all-linear")
     if isinstance(value, str):
-        return Became({"lora.targets": value})
-    return Became({"lora.targets": sorted({*value} - {*_ENDS}), **_saved(given).settings})
+        return Became({"lora.targets": [value, *experts] if experts else value})
+    return Became({"lora.targets": sorted({*(value or ())} - {*_ENDS}) + experts, **_saved(given).settings})
 
 
 def _saved(given: Given) -> Became:
@@ -54,7 +59,7 @@ def _saved(given: Given) -> Became:
 
 
 def _collator(given: Given) -> Became:
-    if type(given.value).__name__ not in _COLLATORS or getattr(given.value, "mlm", False):
+    if type(given.value).__name__ not in COLLATORS or getattr(given.value, "mlm", False):
         raise RefusedError("batches are made without padding; use train_on_responses_only for masks")
     return Became()
 
@@ -79,7 +84,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
     # get_peft_model, and PEFT's LoraConfig
-    "target_modules": _targets,
+    **t.each("target_modules target_parameters", _targets),
     "modules_to_save": _saved,
     "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
     # trainers

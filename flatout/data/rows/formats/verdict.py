@@ -1,0 +1,113 @@
+"""Columns in which a row says whether its answer is good, or which of two answers is the better one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from flatout.data.rows.formats.fields import FieldError, Reading, kind
+
+_GOOD = {
+    "true", "1", "yes", "good", "desirable", "positive", "chosen", "accepted", "accept", "approved", "correct",
+    "liked", "like", "up", "thumbs_up", "thumbsup", "upvote", "\N{THUMBS UP SIGN}",
+}  # fmt: skip
+_BAD = {
+    "false", "0", "no", "bad", "undesirable", "negative", "rejected", "reject", "disapproved", "incorrect", "wrong",
+    "disliked", "dislike", "down", "thumbs_down", "thumbsdown", "downvote", "\N{THUMBS DOWN SIGN}",
+}  # fmt: skip
+_NUMBERS = {"0", "1", "yes", "no"}
+# columns whose true means a good answer, and those whose true means a bad one; `is_` may precede each
+_SURE = {"accepted", "approved", "liked", "upvoted", "desirable", "chosen", "preferred", "thumbs_up", "thumbsup"}
+_SURELY_BAD = {"rejected", "disliked", "downvoted", "undesirable", "thumbs_down", "thumbsdown", "bad"}
+# a 0 or 1 of these may count something
+_BY_WORDS = {"good", "correct", "verdict", "judgement", "judgment", "quality", "feedback", "thumbs", "thumb", "vote"}
+_BAD_BY_WORDS = {"incorrect", "wrong"}
+_ANSWER = re.compile(
+    r"(response|answer|completion|output|candidate|reply|generation|human_ref)s?([_-]?)([a-h]|\d)", re.IGNORECASE
+)
+_BETTER = (
+    "overall_preference", "preference", "preferred", "preferred_response", "preferred_answer", "winner", "better",
+    "better_response", "better_answer", "better_response_id", "best", "choice", "chosen", "verdict", "label", "labels",
+)  # fmt: skip
+_ENDS = (("a", "b"), ("1", "2"), ("0", "1"))
+_FIRST, _SECOND = ("first", "left"), ("second", "right")
+
+
+def verdict_of(value: object) -> bool | None:
+    """Return whether a verdict is a good one: true, 1, good, thumbs_up, ...; None for what is no verdict."""
+    if isinstance(value, str | bool):
+        word = re.sub(r"[\s-]+", "_", str(value).strip().lower())
+        return True if word in _GOOD else False if word in _BAD else None
+    is_flag = isinstance(value, int | float) and value in (0, 1)
+    return bool(value) if is_flag else None
+
+
+@lru_cache(maxsize=4096)
+def _meaning(name: str) -> tuple[bool, bool] | None:
+    """Return what a true in a column means, and whether a number says as much as a word; None for other columns."""
+    word = re.sub(r"[\s-]+", "_", name.lower())
+    bare, is_named = word.removeprefix("is_"), word.startswith("is_")
+    if bare in _SURE or bare in _SURELY_BAD:
+        return bare in _SURE, True
+    if bare in _BY_WORDS or bare in _BAD_BY_WORDS:
+        return bare in _BY_WORDS, is_named
+    return (True, True) if word in ("label", "kto_tag") else None
+
+
+def bad_verdict(row: Mapping[str, Any], reading: Reading) -> tuple[str, bool] | None:
+    """Return the column that calls a row's answer bad, and whether its true means a good one; None without any."""
+    for name, value in row.items():
+        meaning = _meaning(name)
+        if meaning is None or value is None or name in reading.keys or name in reading.columns.values():
+            continue
+        is_good, takes_numbers = meaning
+        is_word = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() not in _NUMBERS)
+        verdict = verdict_of(value)
+        if verdict is not None and verdict is not is_good and (takes_numbers or is_word):
+            return name, is_good
+    return None
+
+
+def two_answers(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the two columns of a row's answers, such as response_a and response_b; None unless there are just two."""
+    by_stem: dict[str, dict[str, str]] = {}
+    for name, value in row.items():
+        match = _ANSWER.fullmatch(name)
+        if match and isinstance(value, str | list | dict) and value:
+            by_stem.setdefault(f"{match[1]}{match[2]}".lower(), {})[match[3].lower()] = name
+    for own in by_stem.values():
+        for first, second in _ENDS:
+            if own.keys() == {first, second}:
+                return own[first], own[second]
+    return None
+
+
+def better_column(row: Mapping[str, Any], reading: Reading) -> str | None:
+    """Return the column that says which of two answers is better."""
+    names = (name for known in _BETTER for name in row if name.lower() == known and name not in reading.keys)
+    return next((name for name in names if isinstance(row[name], str | int | float)), None)
+
+
+def better_of(row: Mapping[str, Any], names: tuple[str, str], column: str) -> tuple[str, str]:
+    """Return the columns of the better and of the worse answer. Raises FieldError for a tie, and for an unclear one.
+
+    A preference may be a number that is negative where the first is better, as in HelpSteer3.
+    """
+    value, ends = row[column], tuple(name[-1].lower() for name in names)
+    if column.lower() == "overall_preference" and not isinstance(value, str | bool):
+        place = 0 if value < 0 else 1 if value > 0 else None
+    else:
+        whole = value.is_integer() if isinstance(value, float) else False
+        said = str(int(value) if whole else value).strip().lower()
+        last = re.split(r"[\W_]+", said)[-1] if not isinstance(value, bool) else ""
+        known = [(ends[0], *_FIRST, names[0].lower()), (ends[1], *_SECOND, names[1].lower())]
+        place = next((place for place, words in enumerate(known) if said in words or last in words), None)
+    if place is None:
+        shown = f"{value!r:.40}" if isinstance(value, str) else kind(value)
+        raise FieldError(
+            f"{column} is {shown}, which names neither {names[0]} nor {names[1]} as the better one; write "
+            f"{ends[0]} or {ends[1]}, or remove the row"
+        )
+    return names[place], names[1 - place]

@@ -1,0 +1,66 @@
+"""What a start would refuse of a run's settings and its model's files, found without any weights."""
+
+from __future__ import annotations
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from flatout.config.schema import Config
+from flatout.data.tokenizer import new_token_ids
+from flatout.models.attention import choose_attention
+from flatout.models.experts.router import Routers, prepare_biases
+from flatout.models.load.inference import saved_scoring
+from flatout.models.load.model import read_config, resolve_precision, weight_dtype_of
+from flatout.models.load.source import check_source, read_model_config
+from flatout.models.lora.adapter import adapter_config, load_adapter
+from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
+from flatout.models.lora.saved import rows_of_tokens
+from flatout.models.scoring import ONE_SCORE
+from flatout.models.trained_fp8 import find_float8
+from flatout.objectives.protocol import Objective
+from flatout.trainer.model_shape import build_empty
+
+# shapes and settings whose adapters PEFT reads, as this process has found
+_READ_BY_PEFT: set[str] = set()
+
+
+def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_peft: bool) -> None:
+    """Raise what loading the model and setting up what is trained would raise, by the same code on the meta device.
+
+    That is of the weights' files, what is quantized, LoRA's targets, modules and new tokens, adapters to continue from,
+    frozen parameters, routers and float8. `on_cpu` adds what a CPU cannot do, `reads_peft` whether PEFT can read the
+    adapter, which takes a second; a start proves that on its model.
+    """
+    name, revision, is_lora = config.model.name, config.model.revision, config.method == "lora"
+    check_source(name, revision, needs_weights=config.model.init == "pretrained")
+    text = read_config(name, revision, config.base.storage if is_lora else "model", None).get_text_config()
+    if on_cpu:
+        cpu = torch.device("cpu")
+        dtype = weight_dtype_of(config.method, config.full, resolve_precision(config.model.precision, cpu))
+        choose_attention(config.model.attention, text, device=cpu, dtype=dtype)
+    adapters = [folder for folder in (config.lora.continue_from, config.objective.reference.adapter) if folder]
+    labels = None
+    if objective.reads == "scores":
+        scoring = saved_scoring(adapters[0]) if adapters else None
+        labels = scoring.labels if scoring else ONE_SCORE
+    token_ids, num_rows = new_token_ids(config.data, name)
+    values = read_model_config(name, revision)
+    model = build_empty(values, f"{name}/config.json", labels=labels, num_rows=num_rows)
+    if is_lora:
+        rows = rows_of_tokens(model, config.lora, token_ids)
+        add_lora(model, config.lora, seed=config.seed, rows=rows, parts=config.model.trained_parts)
+        key = xxh3_128_hexdigest(repr([values, config.lora, config.model.trained_parts, rows, labels]).encode())
+        if reads_peft and key not in _READ_BY_PEFT:
+            adapter_config(model, config.lora, base_name=name)
+            _READ_BY_PEFT.add(key)
+        for adapter in adapters:
+            load_adapter(model, adapter)
+    elif config.freeze:
+        freeze(model, config.freeze)
+    if config.experts.bias_update:
+        prepare_biases(model)
+    freeze_unreached(model, config.model.trained_parts)
+    Routers(model, config.experts)
+    # with a trained tower, the plan refuses it on any device
+    if config.full.compute != "model" and not config.model.trained_parts:
+        find_float8(model, config.full.compute, compile_mode=config.compile, on_cpu=on_cpu)

@@ -1,0 +1,214 @@
+"""What a start would refuse after it has loaded the weights, plan and verify say as well, in the same words."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import flatout
+from flatout.cli.main import main
+from flatout.config.read import dump_config
+from flatout.errors import UsageError
+from flatout.trainer.run import train
+
+# setting, what is said, and what is accepted instead
+REFUSED = {
+    "no such target": ("lora.targets=query", "lora.targets: 'query' matches no linear layer", "lora.targets=[q_proj]"),
+    "one of two": ("lora.targets=[q_proj,v_projj]", "'v_projj' matches no linear", "lora.targets=[q_proj,v_proj]"),
+    "tied head": ("lora.targets=[lm_head]", "the output head is tied to the embeddings", "lora.targets=[o_proj]"),
+    "no such layer": ("lora.layers=[7]", "lora.layers: there is no layer 7", "lora.layers=[1]"),
+    "rank": ("lora.rank=4096", "lora.rank is 4,096, but no layer in lora.targets has a rank above", "lora.rank=8"),
+    "module": ("lora.modules_to_save=[nothing]", "'nothing' matches no module", "lora.modules_to_save=[norm]"),
+    "inside another": (
+        "lora.modules_to_save=[self_attn,q_norm]", "q_norm is inside another module of the list",
+        "lora.modules_to_save=[q_norm]",
+    ),
+    "no weights": ("model.name={bare}", "bare has no *.safetensors weights", "model.name={bare} model.init=random"),
+    "a missing shard": ("model.name={sharded}", "weight file b.safetensors is missing", "model.name={whole}"),
+    "damaged": ("model.name={damaged}", "model.safetensors is not a valid safetensors file", "model.name={whole}"),
+    "other storage": ("model.name={gptq}", "has gptq weights, which are not supported", "model.name={whole}"),
+    "no adapter": ("lora.continue_from={bare}", "adapter_config.json is missing; give a folder with an adapter",
+        "lora.continue_from={adapter}"),
+    "other rank": (
+        "lora.continue_from={adapter} lora.rank=2", "lora.rank is 2, but the adapter's is 4",
+        "lora.continue_from={adapter} lora.rank=4",
+    ),
+    "other adapter": ("lora.continue_from={wide}", "the adapter belongs to a different base model",
+        "lora.continue_from={adapter}"),
+    "frozen": ("method=full freeze=[nothing]", "freeze: 'nothing' matches no parameter", "method=full freeze=[q_proj]"),
+    "all frozen": ("method=full freeze=[.]", "freeze every parameter", "method=full freeze=[embed_tokens]"),
+    "routers": ("experts.z_loss=0.1", "the routers of model type qwen3 are not known", "experts.z_loss=0"),
+    "float8": ("method=full full.compute=fp8", "full.compute: fp8 needs a CUDA GPU", "method=full full.compute=model"),
+    "16-bit weights": ("method=full full.weights=bf16", "full.weights: bf16 computes in bf16",
+        "method=full full.weights=bf16 model.precision=bf16"),
+    "attention": ("model.attention=fa4", "model.attention: fa4 does not support this model", "model.attention=sdpa"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root: Path = tmp_path_factory.mktemp("places")
+    folders = {name: root / name for name in ("bare", "sharded", "damaged", "gptq", "whole", "adapter", "wide")}
+    for name in ("bare", "sharded", "damaged", "gptq", "whole"):
+        shutil.copytree(tiny.model_dir, folders[name])
+    weights = load_file(folders["sharded"] / "model.safetensors")
+    for name in ("bare", "sharded"):
+        (folders[name] / "model.safetensors").unlink()
+    save_file(weights, folders["sharded"] / "a.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "a.safetensors") | {min(weights): "b.safetensors"}}
+    (folders["sharded"] / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folders["damaged"] / "model.safetensors").write_bytes(b"\x00" * 40)
+    config = json.loads((folders["gptq"] / "config.json").read_text())
+    (folders["gptq"] / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    train(tiny.config(root / "run", batch={"max_steps": 1}))
+    shutil.copytree(root / "run" / "final", folders["adapter"])
+    shutil.copytree(root / "run" / "final", folders["wide"])
+    file = folders["wide"] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: torch.cat([tensor, tensor], -1) for name, tensor in tensors.items()}, file, {"format": "pt"})
+    return folders
+
+
+def said_by(verb: str, path: Path, settings: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main([verb, str(path), *settings])
+    error = capsys.readouterr().err
+    first = error[error.index("error: ") :].splitlines()[0] if "error: " in error else ""
+    return code, first
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_plan_verify_and_train_refuse_alike(
+    case: str, tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, said, good = (text.format(**places) for text in REFUSED[case])
+    path, run = tmp_path / "run.yaml", tmp_path / "run"
+    settings = {"batch": {"max_steps": 1}} | ({"method": "full"} if "method=full" in bad else {})
+    path.write_text(dump_config(tiny.config(run, **settings)))
+    code, message = said_by("plan", path, shlex.split(bad), capsys)
+    assert said in message
+    assert code in (2, 4, 6)
+    assert said_by("verify", path, shlex.split(bad), capsys) == (code, message)
+    assert said_by("train", path, shlex.split(bad), capsys) == (code, message)
+    # nothing was loaded before that
+    assert "loading" not in (run / "train.log").read_text()
+    assert "  model  " not in (run / "train.log").read_text()
+    assert said_by("plan", path, shlex.split(good), capsys) == (0, "")
+    assert said_by("train", path, [*shlex.split(good), f"run_dir={tmp_path / 'other'}"], capsys) == (0, "")
+
+
+def test_new_tokens_and_tied_weights(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {
+        "data": {"new_tokens": ["<a>"], "name": "new", "root": str(tmp_path / "data")},
+        "batch": {"max_steps": 1},
+    }
+    tied = {"modules_to_save": ["embed_tokens"], "keep_tied": False}
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(tiny.config(tmp_path / "run", lora=tied, **settings)))
+    first = said_by("plan", path, [], capsys)
+    assert "with new tokens, tied embeddings and head train alike" in first[1]
+    assert said_by("train", path, [], capsys) == first
+    # an adapter with more rows than the files have goes on
+    train(tiny.config(tmp_path / "first", lora={"modules_to_save": ["embed_tokens"]}, **settings))
+    more = {"modules_to_save": ["embed_tokens"], "continue_from": str(tmp_path / "first" / "final")}
+    path.write_text(dump_config(tiny.config(tmp_path / "second", lora=more, **settings)))
+    assert said_by("plan", path, [], capsys) == (0, "")
+    assert said_by("train", path, [], capsys) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "verify"])
+def test_rows_of_new_tokens_are_accepted(
+    verb: str, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"new_tokens": ["<a>", "<b>"], "name": "new", "root": str(tmp_path / "data")}
+    train(tiny.config(tmp_path / "first", data=data, batch={"max_steps": 1}))
+    path, more = tmp_path / "run.yaml", {"continue_from": str(tmp_path / "first" / "final")}
+    path.write_text(dump_config(tiny.config(tmp_path / "run", data=data, lora=more, batch={"max_steps": 1})))
+    assert said_by(verb, path, [], capsys) == (0, "")
+
+
+def test_what_peft_cannot_read_is_said_by_plan(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    shape = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 2048}
+    shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    CONFIG_MAPPING["laguna"](**shape).save_pretrained(tmp_path / "model")
+    model, data = {"name": str(tmp_path / "model"), "init": "random"}, {"tokenizer": str(tiny.model_dir)}
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(tiny.config(tmp_path / "run", model=model, data=data)))
+    code, message = said_by("plan", path, [], capsys)
+    assert code == 2
+    assert "cannot read adapters of model.layers.1.mlp.shared_experts" in message
+    assert said_by("train", path, [], capsys) == (code, message)
+
+
+def test_an_adapter_is_no_model_and_the_message_names_both(
+    tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(tiny.config(tmp_path / "run", batch={"max_steps": 1})))
+    assert main(["train", str(path), f"model.name={places['adapter']}"]) == 2
+    error = capsys.readouterr().err
+    assert "is an adapter, not a model" in error
+    (step,) = [line for line in error.splitlines() if "lora.continue_from" in line]
+    assert main(shlex.split(step, comments=True)[1:]) == 0
+    assert "continues from" in capsys.readouterr().out
+
+
+def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "run.yaml", tmp_path / "run"
+    path.write_text(dump_config(tiny.config(run, batch={"max_steps": 1}, model={"init": "random"})))
+    assert main(["train", str(path)]) == 0
+    assert "which no file keeps, measures speed only" in " ".join(capsys.readouterr().out.split())
+    assert main(["merge", str(run), "--out", str(tmp_path / "merged")]) == 2
+    assert "trained over random weights (model.init: random), which no file keeps" in capsys.readouterr().err
+    # what it says instead works
+    full = tiny.config(tmp_path / "full", batch={"max_steps": 1}, model={"init": "random"}, method="full")
+    path.write_text(dump_config(full))
+    assert main(["train", str(path)]) == 0
+    assert "measures speed only" not in capsys.readouterr().out
+    assert main(["chat", str(tmp_path / "full"), "--prompt", "Hi", "--max-new-tokens", "2"]) == 0
+
+
+VARIABLE, PATH = "${MODEL}", "C:\\Users\\me"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (VARIABLE, "write the name itself, or give it on the command line, where shells have them"),
+        (f'"{PATH}"', "line 2: use single quotes, which keep a backslash as it is"),
+        (f"'{PATH}'", f"there is no folder {PATH}"),
+    ],
+)
+def test_names_that_other_files_may_have(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model:\n  name: {name}\ndata: {{sources: [{{path: '{tiny.chats}'}}]}}\n")
+    code, message = said_by("plan", path, [], capsys)
+    assert code == 2
+    assert said in message
+    assert "name: value" not in message
+    assert said_by("plan", path, [f"model.name={tiny.model_dir}"], capsys)[0] == (2 if "line 2" in said else 0)
+
+
+def test_values_without_names_are_named(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in (flatout.plan, flatout.train):
+        with pytest.raises(UsageError, match="takes one value without a name, the configuration") as raised:
+            verb(str(tiny.model_dir), str(tiny.chats))
+        call = str(raised.value).rpartition(": ")[2].replace(")", ", device='cpu')")
+        if verb is flatout.plan:
+            assert "fits" in str(eval(call))  # noqa: S307  (what the message says to write)
