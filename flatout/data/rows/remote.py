@@ -191,7 +191,15 @@ def _parts(source: SourceConfig, shown: str) -> tuple[str, str]:
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise UsageError(f"{shown}: addresses begin with {known}; found {scheme}://")
-    if scheme.startswith("http") and "@" in urlsplit(source.path).netloc:
+    try:
+        parts = urlsplit(source.path)
+        is_place = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:
+        is_place = False
+    if not is_place or re.search(r"\s", parts.netloc) or (scheme == "hf" and "/" not in path):
+        written = {"http": "HOST/FILE", "https": "HOST/FILE", "hf": "datasets/ORG/SET"}.get(scheme, "BUCKET/FILE")
+        raise UsageError(f"{shown}: no valid address; expected {scheme}://{written}")
+    if scheme.startswith("http") and "@" in parts.netloc:
         raise UsageError(f"{shown}: no passwords in addresses; put the server's login into ~/.netrc")
     for setting, value in {"subset": source.subset, "hub": source.hub, "revision": source.revision}.items():
         if value:
