@@ -135,7 +135,13 @@ def prepare_torch(values: Mapping[str, str]) -> None:
 
 def cache_folder() -> Path:
     """Return flatout's folder in the user's cache directory; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flatout"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "flatout"
+
+
+def home_folder() -> Path:
+    """Return the user's home; for a user without any, as in some containers, an own folder in the temporary one."""
+    home = os.path.expanduser("~")  # noqa: PTH111  (pathlib raises RuntimeError where there is none)
+    return Path(tempfile.gettempdir(), f"flatout-{os.getuid()}") if home == "~" else Path(home)
 
 
 def why_not_private(path: Path) -> str | None:

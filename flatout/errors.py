@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from collections.abc import Iterator
@@ -156,6 +157,16 @@ def install(extras: str) -> str:
         and any(each.marker.evaluate({"extra": extra}) for extra in extras.split(","))
     ]  # fmt: skip
     return f"pip install {' '.join(needed)}" if needed else f"install flatout with its extra {extras}"
+
+
+_REFUSED_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
+
+
+def path_error(error: BaseException) -> ResourceError | None:
+    """Return a ResourceError in place of one with which the system refuses a path, else None."""
+    if not isinstance(error, OSError) or error.errno not in _REFUSED_PATHS or not isinstance(error.filename, str):
+        return None
+    return ResourceError(f"{error.filename}: {error.strerror}; check its permissions, or name a different path")
 
 
 def first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.errors import CheckpointError
+from flatout.io.json_file import open_plain
 
 CHUNK_BYTES = 8 * 2**20
 # safetensors' own limit; checked here first so that the error can name the file
@@ -83,7 +84,7 @@ def open_tensor_file(path: Path) -> Any:
     """
     try:
         size_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             head = file.read(8)
         if len(head) < 8:
             raise CheckpointError(f"{path}: {size_bytes} bytes is too short for a safetensors file; it was truncated")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flatout import __version__
 from flatout.cli.parser import Parser, arguments_of, example_of, options_of
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import FlatoutError, PreemptedError, UsageError, exits_refused, next_steps
+from flatout.errors import FlatoutError, PreemptedError, UsageError, exits_refused, next_steps, path_error
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
@@ -361,7 +361,8 @@ def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> 
         try:
             return run()
         except Exception as error:
-            if isinstance(error, FlatoutError) or (refused := host_memory_error(error)) is None:
+            refused = None if isinstance(error, FlatoutError) else host_memory_error(error) or path_error(error)
+            if refused is None:
                 raise
             raise refused from error
     except FlatoutError as error:

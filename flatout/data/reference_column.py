@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from flatout.config.objective import REFERENCE
 from flatout.data.add_column import add_column
-from flatout.data.columns import Column
+from flatout.data.columns import COLUMNS, Column
 from flatout.data.token_store import TokenStore
+from flatout.errors import DataError, ResourceError
 
 UNKNOWN = 1.0
 """Stands for a value that is not computed yet; a log-probability is at most 0."""
@@ -34,10 +35,22 @@ def column_of_key(key: str) -> str:
     return f"{_PREFIX}{key[:16].translate(_LETTERS)}"
 
 
+def _still_there(store: TokenStore) -> TokenStore | None:
+    """Return the store with what others have kept since it was opened; None if its folder has other tokens now."""
+    try:
+        newer = TokenStore.open(store.folder)
+    except DataError:
+        if store.folder.exists():
+            raise
+        return None
+    same = all(newer.columns[name].fingerprint == store.columns[name].fingerprint for name in COLUMNS)
+    return newer if same else None
+
+
 def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
     """Put what was kept under a key where values (num_samples,) are UNKNOWN. Raises DataError for a damaged store."""
-    # the store that was opened earlier does not have what another run has kept since
-    stored = TokenStore.open(store.folder).extra.get(column_of_key(key))
+    newer = _still_there(store)
+    stored = None if newer is None else newer.extra.get(column_of_key(key))
     if stored is not None:
         np.copyto(values, stored, where=values == UNKNOWN)
 
@@ -47,7 +60,11 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
 
     Of the columns of other keys, the oldest leave the data set, so that MOST_KEPT stay. Returns what these held.
     What the run knows stays as it is: every rank must leave out the same passes, and only one of them keeps values.
+    Raises ResourceError if the data set was replaced or removed since it was opened: it then is not changed.
     """
+    replaced = ResourceError(f"{store.folder} was replaced or removed after this run had opened it")
+    if _still_there(store) is None:
+        raise replaced
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
     add_kept(values, store, key)
     name, description, gone = column_of_key(key), f"{meaning}; {UNKNOWN:g}: not computed", list[str]()
@@ -58,5 +75,10 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
         gone.extend(columns[one].meaning.partition(";")[0] for one in others[MOST_KEPT - 1 :])
         return others[MOST_KEPT - 1 :]
 
-    add_column(store.folder, name, values, per="sample", meaning=description, replaces=oldest)
+    try:
+        add_column(store.folder, name, values, per="sample", meaning=description, replaces=oldest)
+    except DataError:
+        if _still_there(store) is None:  # in this moment
+            raise replaced from None
+        raise
     return gone

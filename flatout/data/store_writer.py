@@ -27,10 +27,11 @@ from flatout.data.columns import (
     npy_header,
 )
 from flatout.data.pictures.files import PictureFiles, picture_hashes
-from flatout.data.token_store import MANIFEST, VERSION, StoreManifest, StoreMeta
+from flatout.data.token_store import MANIFEST, VERSION, StoreManifest, StoreMeta, replaced_dir
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError, ResourceError
 from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import open_plain
 
 SHARD_TOKENS, _SHARD_SAMPLES = 1 << 21, 1 << 16
 _SAMPLES_AT_ONCE = 1 << 21
@@ -95,8 +96,8 @@ class StoreWriter:
         """Take over the finished shards up to the first damaged one; return the bytes of the journal about them."""
         size_bytes = 0
         with suppress(OSError, ValueError, KeyError, ValidationError), ExitStack() as opened:
-            journal = opened.enter_context((self._folder / _JOURNAL).open("rb"))
-            files = {name: opened.enter_context((self._folder / f"{name}.npy").open("rb")) for name in self._columns}
+            journal = opened.enter_context(open_plain(self._folder / _JOURNAL))
+            files = {name: opened.enter_context(open_plain(self._folder / f"{name}.npy")) for name in self._columns}
             for file in files.values():
                 file.seek(HEADER_BYTES)
             for line in journal:
@@ -342,7 +343,7 @@ def new_store(
     which gets their states by `restore`; with None, nothing stays. `columns` are those that the store has besides
     `COLUMNS`. The caller holds the lock. Raises ResourceError if the disk is full or cannot be written.
     """
-    durable_io, old = DurableIO(), folder.with_name(f".{folder.name}.old")
+    durable_io, old = DurableIO(), replaced_dir(folder)
     new = folder.with_name(f".{folder.name}.tmp")
     if identity is None or new.is_symlink():
         durable_io.remove_tree(new)

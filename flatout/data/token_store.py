@@ -7,7 +7,9 @@ two answers of a pair; most stores have units of one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +27,14 @@ from flatout.data.templates.description import TemplateDescription
 from flatout.environment import checks_again
 from flatout.errors import DataError
 from flatout.io.allowed import require_allowed
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import open_plain, read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
 
 VERSION = 4
 MANIFEST = "manifest.json"
 _AGAIN = "rebuild the data set"
+# two renames take far less
+_REPLACED_WITHIN_S, _LOOK_S = 5.0, 0.01
 MASK_RULES = 2
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _FILLED_BY = {
@@ -233,18 +237,23 @@ class TokenStore:
 
         `verify` checks the hashes of what is known of each sample now, and those of tokens shard by shard when `sample`
         first reads one. A store whose every shard was found whole is not hashed again while its files are the same.
+        What was opened stays readable when another process replaces the store.
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
         require_allowed(folder)
-        manifest = read_manifest(folder)
+        until_s = time.monotonic() + _REPLACED_WITHIN_S
         while True:
+            before = _inodes(folder)
             try:
-                return cls._open(folder, manifest, verify)
+                store = cls._open(folder, read_manifest(folder), verify)
+                if _inodes(folder) == before:
+                    return store
             except (DataError, FileNotFoundError):
-                # another process may have replaced a column since
-                before, manifest = manifest, read_manifest(folder)
-                if manifest == before:
+                # another process may have replaced a column or the store since, or is about to
+                is_between = not folder.exists() and replaced_dir(folder).exists() and time.monotonic() < until_s
+                if _inodes(folder) == before and not is_between:
                     raise
+                time.sleep(_LOOK_S)
 
     @classmethod
     def _open(cls, folder: Path, manifest: StoreManifest, verify: bool) -> TokenStore:
@@ -275,13 +284,13 @@ class ShardCheck:
         """Check the columns that hold a value a sample. Raises DataError."""
         self._folder, self._columns, self._layout, self._arrays = folder, columns, layout, arrays
         self._left = set(range(len(layout.shards)))
+        self._key = self._files_as_opened()
         if not checks_again() and find_facts("tokens", self._key):
             self._left.clear()
         for shard in sorted(self._left):
             self._verify(shard, ("sample", "unit", "picture"))
 
-    @cached_property
-    def _key(self) -> dict[str, Any]:
+    def _files_as_opened(self) -> dict[str, Any]:
         files = {}
         for name in (MANIFEST, *(column.file for column in self._columns.values())):
             facts = (self._folder / name).stat()
@@ -314,6 +323,18 @@ class ShardCheck:
                 )
 
 
+def replaced_dir(folder: Path) -> Path:
+    """Return where a builder moves the store in a folder before it renames the new one to that folder."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _inodes(folder: Path) -> tuple[int, int] | None:
+    """Return what identifies a store's folder and manifest, which are renamed into place; None while one is missing."""
+    with suppress(OSError):
+        return folder.stat().st_ino, (folder / MANIFEST).stat().st_ino
+    return None
+
+
 def read_manifest(folder: Path) -> StoreManifest:
     """Read the manifest of a store. Raises DataError, also for one of another version."""
     path = folder / MANIFEST
@@ -341,6 +362,7 @@ def read_manifest(folder: Path) -> StoreManifest:
 def _open_array(folder: Path, name: str, columns: Mapping[str, Column], layout: Layout) -> NDArray[Any]:
     path, dtype, length = folder / columns[name].file, columns[name].stored, layout.items(name).stop
     try:
+        open_plain(path).close()
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise DataError(f"{path}: damaged or missing: {error.strerror}; {_AGAIN}") from error

@@ -22,7 +22,7 @@ import xxhash
 from pydantic import ConfigDict, Field, with_config
 
 from flatout.errors import ResourceError, SecurityError
-from flatout.io.json_file import encode_json
+from flatout.io.json_file import encode_json, open_plain
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -36,7 +36,7 @@ class FileFacts:
 
 def digest(path: Path) -> FileFacts:
     """Return the size and xxh3_128 hash of a file. Raises OSError."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         hasher = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileFacts(file.tell(), hasher.hexdigest())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -126,10 +129,19 @@ def encode_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, also for a pipe or a device: reading one may never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(fd, "rb")
+
+
 def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file of at most `max_bytes`. Raises `error` with the file and what is wrong with it."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             # by parts: one read would reserve `max_bytes` for the smallest file
             content, rest = bytearray(), max_bytes + 1
             while rest and (part := file.read(min(rest, _PART_BYTES))):

@@ -88,9 +88,13 @@ def read_own(path: Path) -> Any:
 
     Raises CheckpointError for a damaged file, and for one that another user could have written.
     """
-    if not path.exists():
-        return None
-    if why := why_not_private(path.parent) or why_not_private(path):
+    try:
+        if not path.exists():
+            return None
+        why = why_not_private(path.parent) or why_not_private(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if why:
         raise CheckpointError(f"{path} is not believed: {why}")
     return read_json(path)
 
@@ -98,8 +102,9 @@ def read_own(path: Path) -> Any:
 def write_own(path: Path, value: Any) -> None:
     """Write a JSON file into a folder that only this user can write in. Raises ResourceError where that is not so."""
     folder, durable_io = path.parent, DurableIO()
-    # whoever can write here could make this user skip a check
-    is_new = not folder.exists()
+    with durable_io.resource_errors("access", folder):
+        # whoever can write here could make this user skip a check
+        is_new = not folder.exists()
     durable_io.make_dir(folder)
     with durable_io.resource_errors("make private", folder):
         if folder.stat().st_uid != os.geteuid():

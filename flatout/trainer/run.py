@@ -21,6 +21,7 @@ from flatout.config.folders import free_folder, run_identity
 from flatout.config.read import dump_config, is_as_dumped, load_config
 from flatout.config.schema import Config
 from flatout.data.tokenizer import tokenizer_of
+from flatout.environment import home_folder
 from flatout.errors import (
     OF_OWN_CODE,
     FlatoutError,
@@ -268,7 +269,7 @@ def finish(run: TrainingRun, final_dir: Path) -> None:
     except ResourceError as error:
         # no checkpoint has these weights: export them to the first folder with enough space
         group, reasons = run.checkpoints.group, []
-        places = (Path(tempfile.gettempdir()), Path.home(), Path.cwd())
+        places = (Path(tempfile.gettempdir()), home_folder(), Path.cwd())
         name = f"flatout-{run.config.name}-{secrets.token_hex(4)}"
         others = group.run_on_first_rank(lambda: [str(place.absolute() / name) for place in places])
         for folder in (final_dir, *map(Path, others)):

@@ -9,9 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -22,6 +22,7 @@ from fsspec.utils import glob_translate
 from flatout.config.schema import SourceConfig
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.io.address import SCHEMES, NoRangesError, Stat, Store, failure, open_store
+from flatout.io.durable_io import DurableIO
 from flatout.io.redact import printable, redacted
 
 Log = Callable[[str], None]
@@ -33,12 +34,16 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file at an address; its text is the address without secrets."""
+    """A file at an address; its text is the address without secrets.
+
+    `copies` has the temporary file of one that its server says nothing of, once it is hashed.
+    """
 
     address: str
     stat: Stat
     store: Store
     log: Log
+    copies: list[IO[bytes]] = field(default_factory=list, compare=False)
 
     @property
     def name(self) -> str:
@@ -51,21 +56,29 @@ class RemoteFile:
 
     def open(self, _: Literal["rb"]) -> io.BufferedReader:
         """Open it for reading; broken connections are taken up again where they broke."""
-        return io.BufferedReader(_Reader(self), 1 << 20)
+        return Path(self.copies[0].name).open("rb") if self.copies else io.BufferedReader(_Reader(self), 1 << 20)
 
     def digest(self) -> str:
-        """Return xxh3-128 of what tells its content apart; of the content, read once, if the server says nothing."""
+        """Return xxh3-128 of what tells its content apart; of the content, if the server says nothing.
+
+        The next answer may have another content, so what was hashed is kept for the rows.
+        """
         if self.stat.mark:
             return xxhash.xxh3_128_hexdigest(f"{self.stat.size} {self.stat.kind} {self.stat.mark}".encode())
-        self.log(f"{self}: the server gives neither ETag nor date, so the file is read once more for its hash")
-        content = xxhash.xxh3_128()
-        with self.open("rb") as file:
+        self.log(f"{self}: the server gives neither ETag nor date, so the file is downloaded whole for its hash")
+        copy, content = tempfile.NamedTemporaryFile(prefix="flatout-"), xxhash.xxh3_128()  # noqa: SIM115  (see `copies`)
+        with DurableIO().resource_errors("write", Path(copy.name)), self.open("rb") as file:
             while block := file.read(_BUFFER_BYTES):
                 content.update(block)
+                copy.write(block)
+            copy.flush()
+        self.copies.append(copy)
         return content.hexdigest()
 
     def check_unchanged(self) -> None:
         """Raise DataError if the server has another file by now than when it was found."""
+        if self.copies:
+            return
         now = _asked(str(self), self.address, "look at", self.log, lambda: self.store.stat(self.stat.path))
         if (now.size, now.mark) != (self.stat.size, self.stat.mark):
             raise DataError(f"{self}: the file changed while it was read ({self.stat.kind}); run the command again")
@@ -191,7 +204,15 @@ def _parts(source: SourceConfig, shown: str) -> tuple[str, str]:
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise UsageError(f"{shown}: addresses begin with {known}; found {scheme}://")
-    if scheme.startswith("http") and "@" in urlsplit(source.path).netloc:
+    try:
+        parts = urlsplit(source.path)
+        is_place = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:
+        is_place = False
+    if not is_place or re.search(r"\s", parts.netloc) or (scheme == "hf" and "/" not in path):
+        written = {"http": "HOST/FILE", "https": "HOST/FILE", "hf": "datasets/ORG/SET"}.get(scheme, "BUCKET/FILE")
+        raise UsageError(f"{shown}: no valid address; expected {scheme}://{written}")
+    if scheme.startswith("http") and "@" in parts.netloc:
         raise UsageError(f"{shown}: no passwords in addresses; put the server's login into ~/.netrc")
     for setting, value in {"subset": source.subset, "hub": source.hub, "revision": source.revision}.items():
         if value:

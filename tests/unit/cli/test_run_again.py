@@ -224,6 +224,7 @@ def test_a_restart_builds_its_data_again_where_the_earlier_run_had_it(here: Path
         (["objective=nix.py:Loss"], 2, "nix.py"),
         (["eval.prompts=nix.jsonl"], 3, "nix.jsonl"),
         (["track=comet"], 2, "comet"),
+        (["model.attention=varlen"], 2, "the varlen kernel needs CUDA"),
         (["gpus=[0,1]", "lora.targets=q_porj"], 2, "matches no linear layer"),
     ],
 )

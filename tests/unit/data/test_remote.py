@@ -89,7 +89,7 @@ def test_servers_without_ranges_sizes_or_marks(files: Files, name: str) -> None:
     files.has_marks = False
     told: list[str] = []
     assert rows_of(f"{files.address}/b/x/{name}", told) == ROWS
-    assert any("read once more for its hash" in line for line in told)
+    assert any("downloaded whole for its hash" in line for line in told)
     files.has_sizes = False
     assert rows_of(f"{files.address}/b/x/{name}") == ROWS
     digests.add(next(iter(open_source(SourceConfig(path=f"{files.address}/b/x/{name}")).files.values())))
@@ -138,6 +138,52 @@ def test_what_is_no_address_of_rows_is_refused(files: Files) -> None:
     files.media_type = "text/html"
     with pytest.raises(DataError, match="sends a web page, not data"):
         rows_of(f"{files.address}/b/x/1.jsonl")
+
+
+ODD = [
+    "http://[::1/x.jsonl", "https://[zz]/x.jsonl", "http://", "http:///x.jsonl", "http://h:99999/x", "http://h:ab/x",
+    "http://a b/x.jsonl", "http://.../x.jsonl", "s3://", "gs://", "hf://", "hf://x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ODD)
+def test_what_is_no_address_is_refused_before_anybody_is_asked(
+    address: str, tmp_path: Path, small_tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "build", address, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--root", str(tmp_path)]
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    assert f"error: {address}: no valid address; expected {address.partition('://')[0]}://" in said
+    assert "asking again" not in said
+
+
+class Changing(dict[str, bytes]):
+    """Contents of which each answer has another row."""
+
+    times = 0
+
+    def __getitem__(self, key: str) -> bytes:
+        self.times += 1
+        return super().__getitem__(key) + f'{{"text": "answer {self.times:04} of this server"}}\n'.encode()
+
+
+def test_the_rows_of_a_server_that_says_nothing_are_those_that_were_hashed(
+    files: Files, tmp_path: Path, small_tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files.objects, files.has_marks = Changing(files.objects), False
+    address = f"{files.address}/b/x/1.jsonl"
+    source = open_source(SourceConfig(path=address))
+    (digest,) = source.files.values()
+    first, second = ([row.columns for row in source.rows()] for _ in range(2))
+    assert first == second
+    assert len(first) == 201
+    # the hash is that of these rows: the server sends them again, always
+    sent = LINES + json.dumps(first[-1]).encode() + b"\n"
+    files.objects = {"b/x/1.jsonl": sent}
+    assert list(open_source(SourceConfig(path=address)).files.values()) == [digest]
+    words = ["data", "build", address, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--root", str(tmp_path)]
+    assert [main(words), main(words)] == [0, 0]
+    assert "Reusing" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(files: Files) -> None:
