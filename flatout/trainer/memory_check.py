@@ -25,7 +25,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
 from flatout.planner.devices import Device
-from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
+from flatout.planner.memory.correction import LEAST_SCALE, MOST_SCALE, Correction, MeasuredPass, fit_correction
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
@@ -173,11 +173,13 @@ class MemoryCheck:
 def read_record(path: Path, error: type[FlatoutError] = CheckpointError) -> Device:
     """Read the device and its corrections that a run has recorded. Raises `error` for a missing or damaged file."""
     device = validated(TypeAdapter(Device), read_json(path, error), str(path), error)
-    numbers = {"memory_bytes": device.memory_bytes}
+    size = device.memory_bytes
+    bounds: dict[str, tuple[float, float, float]] = {"memory_bytes": (size, 1, MAX_BYTES)}
     for kind, correction in device.corrections.items():
-        numbers |= {f"corrections.{kind}.{name}": value for name, value in asdict(correction).items()}
-    for name, value in numbers.items():
-        if not abs(value) <= MAX_BYTES or (value <= 0 and not name.endswith("offset_bytes")):
+        bounds[f"corrections.{kind}.scale"] = (correction.scale, LEAST_SCALE, MOST_SCALE)
+        bounds[f"corrections.{kind}.offset_bytes"] = (correction.offset_bytes, -size, size)
+    for name, (value, least, most) in bounds.items():
+        if not least <= value <= most:
             raise error(f"{path}: {name} is {value!s:.40}, which no GPU has; name a memory.json that a run has written")
     return device
 

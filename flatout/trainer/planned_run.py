@@ -47,7 +47,7 @@ from flatout.trainer.model_shape import read_shape
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
-from flatout.trainer.start_check import check_start
+from flatout.trainer.start_check import check_start, require_disk
 from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, hold_out_samples, plan_training
 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
@@ -207,7 +207,9 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     model, scores = config.model, objective.reads == "scores"
     shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
     on_cpu = config.wanted_device == "cpu" or (starts and config.wanted_device == "auto" and not device_count())
-    check_start(config, objective, on_cpu=on_cpu, reads_peft=not starts)
+    trained = check_start(config, objective, on_cpu=on_cpu, reads_peft=not starts)
+    if starts and rank.is_first:
+        require_disk(config, trained, on_cpu=on_cpu)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
     store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
     scoring = scoring_of(config, objective, store)

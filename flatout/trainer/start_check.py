@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from xxhash import xxh3_128_hexdigest
 
+from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
+from flatout.errors import ResourceError
+from flatout.io.durable_io import DurableIO
 from flatout.models.attention import choose_attention
 from flatout.models.experts.router import Routers, prepare_biases
 from flatout.models.load.inference import saved_scoring
@@ -24,8 +29,10 @@ from flatout.trainer.model_shape import build_empty
 _READ_BY_PEFT: set[str] = set()
 
 
-def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_peft: bool) -> None:
-    """Raise what loading the model and setting up what is trained would raise, by the same code on the meta device.
+def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_peft: bool) -> PreTrainedModel:
+    """Return the trained model without weights, on the meta device.
+
+    Raise what loading the model and setting up what is trained would raise, by the same code.
 
     That is of the weights' files, what is quantized, LoRA's targets, modules and new tokens, adapters to continue from,
     frozen parameters, routers and float8. `on_cpu` adds what a CPU cannot do, `reads_peft` whether PEFT can read the
@@ -64,3 +71,30 @@ def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_pef
     # with a trained tower, the plan refuses it on any device
     if config.full.compute != "model" and not config.model.trained_parts:
         find_float8(model, config.full.compute, compile_mode=config.compile, on_cpu=on_cpu)
+    return model
+
+
+def require_disk(config: Config, model: PreTrainedModel, *, on_cpu: bool) -> None:
+    """Raise ResourceError if the disk cannot hold a checkpoint and the results of a run that begins.
+
+    `model` is what `check_start` returns. Where only the GPU decides on a dtype, the narrowest one counts.
+    """
+    if any((config.folder / "checkpoints").glob("step-*")):
+        return
+    precision, is_lora = config.model.precision, config.method == "lora"
+    cpu = torch.device("cpu")
+    dtype = torch.bfloat16 if precision == "auto" and not on_cpu else resolve_precision(precision, cpu)
+    # adapters are trained and exported in fp32
+    trained_dtype = (
+        torch.promote_types(dtype, torch.float32) if is_lora else weight_dtype_of("full", config.full, dtype)
+    )
+    trained = [nn.Parameter(one.to(trained_dtype)) for one in model.parameters() if one.requires_grad]
+    checkpoint_bytes = sum(state_sizes({str(k): one for k, one in enumerate(trained)}, config.optim))
+    num_bytes_each = (trained_dtype if is_lora else dtype).itemsize
+    final_bytes = num_bytes_each * sum(one.numel() for one in (trained if is_lora else model.parameters()))
+    wanted = {"no checkpoint": checkpoint_bytes, "no final/ beside a checkpoint": checkpoint_bytes + final_bytes}
+    for what, num_bytes in wanted.items():
+        try:
+            DurableIO().require_free(config.folder, num_bytes)
+        except ResourceError as error:
+            raise ResourceError(f"{what} of this run could be saved: {error}") from error

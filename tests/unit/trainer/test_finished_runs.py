@@ -17,6 +17,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk
+from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 
 ADAPTER = "adapter_model.safetensors"
@@ -183,6 +184,35 @@ def test_a_run_that_no_checkpoint_of_would_fit_does_not_start(
     with pytest.raises(ResourceError, match=r"no checkpoint of this run could be saved: .* needs [\d,]+ bytes, 10,000"):
         train(config)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_disk_without_room_for_checkpoint_and_final_is_told_before_the_model_is_loaded(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, precision: str
+) -> None:
+    def config_of(name: str) -> Any:
+        model = {"name": str(tiny.model_dir), "precision": precision}
+        return tiny.config(tmp_path / name, method=method, model=model, batch={"max_steps": 1})
+
+    def size_of(folder: Path) -> int:
+        return sum(one.nbytes for path in folder.rglob("*.safetensors") for one in load_file(path).values())
+
+    train(config_of("whole"))
+    [checkpoint] = (tmp_path / "whole" / "checkpoints").glob("step-*")
+    needs, more = size_of(checkpoint), size_of(tmp_path / "whole" / "final")
+    for free, said in {
+        needs // 2: "no checkpoint of this run",
+        needs + more // 2: "no final/ beside a checkpoint",
+    }.items():
+        monkeypatch.setattr(Disk, "free_bytes", lambda self, path, free=free: free)
+        recorder = MemoryCallback()
+        with pytest.raises(ResourceError, match=rf"^{said}.*needs [\d,]+ bytes, {free:,} are free"):
+            train(config_of("short"), callbacks=[recorder])
+        assert not {"model", "plan"} & {name for _, name, _ in recorder.stages}
+    monkeypatch.setattr(Disk, "free_bytes", lambda self, path: needs + more + 100_000)
+    train(config_of("short"))
+    assert (tmp_path / "short" / "final").is_dir()
 
 
 @pytest.mark.parametrize("also_final", [False, True])
