@@ -29,7 +29,7 @@ def take_steps(
     """Take this rank's part of a run's steps. `before` and `after` are called while the process group is up."""
     rank = Rank.from_env()
 
-    data = open_data(config, reporter, rank)
+    data = open_data(config, reporter, rank, starts=True)
     join_group(rank, choose_device(config.wanted_device, rank))
     group = ControlGroup(rank)
     planned = plan_run(config, reporter, rank, weakest_gpu(config, group), data=data)

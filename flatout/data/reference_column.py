@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flatout.config.objective import REFERENCE
 from flatout.data.add_column import add_column
-from flatout.data.columns import COLUMNS, Column
+from flatout.data.columns import Column
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, ResourceError
 
@@ -43,8 +43,8 @@ def _still_there(store: TokenStore) -> TokenStore | None:
         if store.folder.exists():
             raise
         return None
-    same = all(newer.columns[name].fingerprint == store.columns[name].fingerprint for name in COLUMNS)
-    return newer if same else None
+    # a view of the store, as KTO's pairs, has a name of its own
+    return newer if replace(newer.meta, name=store.meta.name) == store.meta else None
 
 
 def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:

@@ -110,7 +110,7 @@ def run_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
             must = "accept" if damage.harmless else "either"
             yield case(f"config.yaml {damage.name}", argv, "run/config.yaml", damage.spoil, must)
     for name, content in {
-        "no model": "seed: 1\n", "model is text": "model: x\n", "name is a list": "model: {name: [a]}\n",
+        "no model": "seed: 1\n", "name is a list": "model: {name: [a]}\n",
         "name is null": "model: {name: null}\n", "a list": "- a\n", "a bomb": "a: &a [x]\nb: &b [*a]\nmodel: {name: *b}\n",  # noqa: E501
         "revision is a list": "model: {name: model, revision: [a]}\n", "3000 brackets": "model: " + "[" * 3000,
         "nothing": "", "python": "model: !!python/name:os.system\n", "a number": "7",

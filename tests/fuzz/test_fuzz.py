@@ -98,7 +98,7 @@ def test_the_runner_survives_hangs_deaths_and_tracebacks(tmp_path: Path, monkeyp
 
     def python(name: str, text: str, disk_bytes: int | None = None) -> Case:
         def make(here: Path) -> None:
-            (here / "run.py").write_text(text)
+            (here / "run.py").write_text(f"import flatout\nconfig = None\n{text}")
 
         return Case(name, ("plan", "run.py"), make, "refuse", disk_bytes=disk_bytes)
 

@@ -57,6 +57,7 @@ def run_dir(tmp_path_factory):
         torch.nn.init.normal_(layer.lora_b, std=0.1, generator=torch.Generator().manual_seed(0))
     save_adapter(model, root / "run" / "final", base_name="elsewhere", config=config)
     tiny_tokenizer().save_pretrained(root / "run" / "final")
+    (root / "run" / "run.json").write_text('{"run_id": "0123456789abcdef", "created": "2026-01-01T00:00:00Z"}')
     (root / "run" / "config.yaml").write_text(yaml.safe_dump({"model": {"name": str(root / "base"), "revision": None}}))
     return root / "run"
 
@@ -271,6 +272,7 @@ def test_a_merge_into_a_place_that_cannot_be_made_is_refused_before_loading(run_
 
 def test_an_unfinished_run_and_a_nameless_adapter(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text("model: {name: x}")
+    shutil.copy(run_dir / "run.json", tmp_path)
     with pytest.raises(UsageError, match="not finished"):
         resolve_model_paths(str(tmp_path))
     found = resolve_model_paths(str(run_dir / "final"), base="other")

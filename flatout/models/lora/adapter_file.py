@@ -86,7 +86,9 @@ def require_files(folder: Path) -> None:
             "mlx_lm.fuse, and give the folder that it writes"
         )
     absent = next(name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not (folder / name).is_file())
-    raise CheckpointError(f"{folder / absent} is missing; give a folder with an adapter in PEFT's format")
+    missing = str(folder / absent)
+    missing = missing if missing.isprintable() else repr(missing)
+    raise CheckpointError(f"{missing} is missing; give a folder with an adapter in PEFT's format")
 
 
 def _targets_of(names: list[str], parameters: list[str]) -> list[str]:
