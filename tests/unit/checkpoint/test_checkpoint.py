@@ -248,7 +248,7 @@ def test_an_unreadable_file_is_a_reason_not_a_crash(tmp_path: Path, events: Even
     path.unlink()
     path.mkdir()
     assert same(checkpoints(tmp_path, events).newest(), snapshot_of(1))
-    assert "model.safetensors: cannot be read: Is a directory" in events[0][1]["why"]
+    assert "model.safetensors: cannot be read: it is no regular file" in events[0][1]["why"]
 
 
 def test_when_none_is_valid_every_reason_is_listed(tmp_path: Path, events: Events) -> None:

@@ -369,7 +369,7 @@ def test_a_full_disk_at_a_save_does_not_stop_training(
 
     def full_at_first(self: DurableIO, folder: Path, needed_bytes: int) -> None:
         calls.append(needed_bytes)
-        if len(calls) == 2:  # the first one asks at the start of the run
+        if len(calls) == 4:  # the first three ask before the first step
             raise ResourceError(f"disk full: {folder} needs {needed_bytes} bytes")
         whole(self, folder, needed_bytes)
 
