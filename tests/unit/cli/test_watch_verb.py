@@ -151,6 +151,7 @@ def test_a_killed_run_is_shown_as_killed_at_once_and_its_watcher_ends(
             assert "but one of its children still holds the lock" in shown(run, 400)
         finally:
             os.kill(child, signal.SIGKILL)
+    (run / "config.yaml").write_text("model: {name: m}\n")
     assert main(["watch", str(run)]) == 0
     out = capsys.readouterr().out
     assert "state      killed, last news" in out
