@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 # removed from library messages: exception class names, the repr of types, pydantic's link
 _CLASS_NAME = re.compile(r"\b(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): ")
@@ -22,10 +25,61 @@ STEP = "  > "
 OF_OWN_CODE = (Exception, SystemExit, GeneratorExit)
 
 
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """What mends a mistake. The door through which it came spells it: see config/spelling.py."""
+
+    settings: Mapping[str, Any]
+    """What to set, together: dotted names or a verb's options such as `--out`, with plain values."""
+    why: str = ""
+    """What that does, in a few words; "for example" where the person has to choose the value."""
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={as_text(value)}" for name, value in self.settings.items())
+
+
 class FlatoutError(Exception):
-    """Base of all errors that are shown without a traceback. `exit_code` is the process's exit status."""
+    """Base of all errors that are shown without a traceback; `exit_code` is the process's exit status.
+
+    `text` says where and what is wrong, in one sentence; each of `fixes` is one way out, which `spell` writes as the
+    door does through which the mistake came: config/spelling.py.
+    """
 
     exit_code = 1
+    spell: Callable[[Fix], str] = staticmethod(str)
+
+    def __init__(self, text: str = "", fixes: Sequence[Fix] = ()) -> None:
+        super().__init__(text)
+        self.text, self.fixes = text, tuple(fixes)
+
+    def __str__(self) -> str:
+        steps = ((self.spell(fix), fix.why) for fix in self.fixes)
+        return self.text + "".join(f"\n  try {step}" + (f"  # {why}" if why else "") for step, why in steps if step)
+
+    def at(self, place: object) -> Self:
+        """Return the same error with the name of a file or a field before its text."""
+        error = copy.copy(self)
+        error.text = f"{place}: {self.text}"
+        return error
+
+
+class SettingError(ValueError):
+    """What a validator of the schema raises: pydantic adds the setting's name; `fixes` are as those of FlatoutError."""
+
+    def __init__(self, text: str, *fixes: Fix) -> None:
+        super().__init__(text)
+        self.fixes = fixes
+
+
+def as_text(value: Any) -> str:
+    """Return a plain value as YAML on one line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_text(inner)}' for key, inner in value.items())}}}"
+    return str(value)
 
 
 class UsageError(FlatoutError):
@@ -76,10 +130,10 @@ class PeerLostError(FlatoutError):
     exit_code = 7
 
     def __init__(
-        self, message: str, rank: int | None = None, *, step: int | None = None, exit_code: int = exit_code
+        self, text: str, rank: int | None = None, *, step: int | None = None, exit_code: int = exit_code
     ) -> None:
         self.rank, self.step, self.exit_code = rank, step, exit_code
-        super().__init__(message)
+        super().__init__(text)
 
 
 class SecurityError(FlatoutError):
@@ -95,12 +149,12 @@ class PreemptedError(FlatoutError):
 
 
 class ProblemsError(UsageError):
-    """Several problems reported at once, one per line, then `steps` as of `next_steps`."""
+    """Several problems of `what`, reported at once, one per line."""
 
-    def __init__(self, what: str, problems: list[str], steps: str = "") -> None:
+    def __init__(self, what: str, problems: Sequence[str], fixes: Sequence[Fix] = ()) -> None:
         self.problems = problems
         lines = "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"{what}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}{steps}")
+        super().__init__(f"{what}: {counted(len(problems), 'problem')}{lines}", fixes)
 
 
 def next_steps(*steps: tuple[str, str]) -> str:
