@@ -18,7 +18,7 @@ from flatout.data import registry
 from flatout.data.conversation import Origin
 from flatout.data.pictures.read import require_pillow
 from flatout.data.prompt_file import Prompt, shown_prompt
-from flatout.errors import DataError, FlatoutError, UsageError
+from flatout.errors import DataError, Fix, FlatoutError, UsageError
 from flatout.io.durable_io import DurableIO, digest
 from flatout.io.file_lock import locked, open_lock, share_lock, take_lock
 from flatout.view.open_runs import RUNS, run_folders
@@ -283,11 +283,10 @@ def model_source(model: PreTrainedModel, folder: Path) -> str:
     if origin and _equals_files(model, origin):
         return origin
     if getattr(model, "quantization_method", None) is not None:
-        raise UsageError(
-            f"model was quantized when it was loaded; pass its name ({origin}) and base.storage: nf4 or fp8 instead"
-        )
+        fixes = [Fix({"model": origin, "base.storage": storage}) for storage in ("nf4", "fp8")]
+        raise UsageError("model was quantized when it was loaded; pass its name", fixes)
     if problem := folder_problem(folder, folder / "data", origin or "-", ()):
-        raise UsageError(problem)
+        raise UsageError(str(problem), problem.fixes)
     run_identity(folder)
     target = folder / f"model-{_fingerprint(model)}"
     with locked(folder / ".models.lock", "the process that writes this model"):

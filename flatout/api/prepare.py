@@ -10,7 +10,7 @@ from flatout.config import schema
 from flatout.config.data import DataConfig
 from flatout.config.read import make_config
 from flatout.config.shortcuts import expand
-from flatout.config.spelling import Caller, spelled_for
+from flatout.config.spelling import in_python, spelled_for
 from flatout.errors import ProblemsError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class _Checked(type(schema.Config)):  # type: ignore[misc]
     """Makes a `schema.Config`, so that it equals, and is an instance of, what the rest of flatout returns."""
 
     def __call__(cls, **settings: Any) -> schema.Config:
-        with spelled_for(Caller("python", ("Config",))):
+        with spelled_for(in_python):
             make_config(expand(settings))
         return schema.Config(**settings)
 
@@ -40,7 +40,7 @@ class Config(schema.Config, metaclass=_Checked):
         return schema.Config.model_validate(*values, **options)
 
 
-@spelled_for(Caller("python", ("build_data",)))
+@spelled_for(in_python)
 def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, **settings: Any) -> TokenStore:
     """Tokenize data into a named data set, as `flatout data build` does; an unchanged one is opened.
 
@@ -63,7 +63,7 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
     return open_or_build(config, folder, replaces=replace, reads_again=replace)
 
 
-@spelled_for(Caller("python", ("plan",)))
+@spelled_for(in_python)
 def plan(
     config: ConfigLike = None,
     *unnamed: Any,
@@ -99,7 +99,7 @@ def plan(
     return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, gpu))
 
 
-@spelled_for(Caller("python", ("verify",)))
+@spelled_for(in_python)
 def verify(config: ConfigLike = None, *, ranks: int = 2, fp64: bool = False, **settings: Any) -> list[Comparison]:
     """Compare this run's step with plain transformers, as `flatout verify` does; return one row per way to compute it.
 

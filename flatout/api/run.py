@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from importlib import import_module
@@ -16,8 +15,8 @@ from flatout.api.inputs import prompts_in_memory
 from flatout.config.folders import how_to_finish
 from flatout.config.read import load_config
 from flatout.config.schema import Config
-from flatout.config.spelling import Caller, spelled_for
-from flatout.errors import FlatoutError, UsageError
+from flatout.config.spelling import in_python, spelled_for
+from flatout.errors import UsageError
 from flatout.rollout.sampler import check_options
 from flatout.track.run_log import RunLog, read_run
 from flatout.track.summary import next_commands, summarize, summary_lines
@@ -26,32 +25,6 @@ from flatout.view.open_runs import find_run
 
 if TYPE_CHECKING:
     from flatout.export.write import Exported
-
-
-_KEYWORDS = {"quantize": "kind", **{flag: f"{flag}=True" for flag in ("adapter", "merged", "private", "replace")}}
-_OPTION = re.compile(
-    r"--(to|out|base|device|quantize|llama-cpp|adapter|merged|private|replace|max-new-tokens|temperature|top-p|top-k|seed)"
-    r"(?![\w-])(?: (?!(?:is|and|have)\b)([\w/]+))?"
-)
-
-
-@contextmanager
-def options_as_keywords(**others: str) -> Iterator[None]:
-    """Raise errors of the body as Python writes what they name as options: `--to vllm` is `to="vllm"`.
-
-    `others` are keywords of the caller's own for options. Also a decorator of functions.
-    """
-    names = _KEYWORDS | others
-
-    def keyword(option: re.Match[str]) -> str:
-        name = names.get(option[1], option[1].replace("-", "_"))
-        return f'{name}="{option[2]}"' if option[2] else name
-
-    try:
-        yield
-    except FlatoutError as error:
-        error.args = (_OPTION.sub(keyword, str(error)), *error.args[1:])
-        raise
 
 
 class Run:
@@ -100,7 +73,7 @@ class Run:
 
         return Page(page(f"{self.folder.name} · flatout", run_fragment(self.log)))
 
-    @options_as_keywords()
+    @spelled_for(in_python)
     def generate(
         self,
         prompts: str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]],
@@ -148,7 +121,7 @@ class Run:
                 messages.append({"role": "assistant", "content": self.generate([messages], stream=True, **options)[0]})
         return None
 
-    @options_as_keywords()
+    @spelled_for(in_python)
     def merge(self, out: str | Path, *, device: str = "cpu") -> Path:
         """Merge the adapter into its base model and write a plain transformers folder; return it."""
         from flatout.models.export import merge_adapter
@@ -158,7 +131,7 @@ class Run:
         merge_adapter(str(self.folder), Path(out), device=device)
         return Path(out)
 
-    @options_as_keywords()
+    @spelled_for(in_python)
     def push_to_hub(self, repo: str, *, merged: bool = False, private: bool = False, **options: Any) -> str:
         """Push the adapter, or the merged model, to a new repository with a model card; return its address.
 
@@ -168,7 +141,7 @@ class Run:
 
         return push(self.folder, repo, merged=merged, private=private, **options)
 
-    @options_as_keywords()
+    @spelled_for(in_python)
     def export(self, to: str, out: str | Path, **options: Any) -> Exported:
         """Write the run for "gguf" (llama.cpp), "ollama", "vllm" or "mlx"; return the path and the command to use it.
 
@@ -204,7 +177,7 @@ class Run:
         return self._loaded
 
 
-@spelled_for(Caller("python", ("load",)))
+@spelled_for(in_python)
 def load(run: str | Path) -> Run:
     """Return a run by its folder, or its name in `runs/`, whatever its state.
 
@@ -223,7 +196,7 @@ class Page:
         """Write the page to a file, or over an earlier page; return its path. Raises UsageError for another file."""
         from flatout.io.own_output import write_output
 
-        with options_as_keywords(out="path"):
+        with spelled_for(in_python):
             write_output(Path(path), self.html.encode(), "html")
         return Path(path)
 

@@ -22,7 +22,7 @@ from flatout.config.folders import run_identity
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
-from flatout.config.spelling import Caller, spelled_for
+from flatout.config.spelling import in_python, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
 from flatout.errors import OF_OWN_CODE, FlatoutError, ResourceError, UsageError, exit_refused
 from flatout.io.bounded_wait import to_stderr
@@ -104,7 +104,7 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new
 
 
-@spelled_for(Caller("python", ("train",)))
+@spelled_for(in_python)
 def train(
     config: ConfigLike = None,
     *unnamed: Any,

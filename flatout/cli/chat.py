@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.cli.screen import import_transformers, model_target, progress_console
 from flatout.data.conversation import Origin
-from flatout.errors import DataError, UsageError, first_line, next_steps
+from flatout.errors import DataError, Fix, UsageError, first_line
 from flatout.io.near_path import did_you_mean
 from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
@@ -144,8 +143,7 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
     first = next(iter(all_paths.values()))
     if args.compare:
         if first.adapter is None:
-            step = next_steps(("instead of --compare base", ""))
-            raise UsageError(f"--compare base: {args.targets[0]} has no adapter; leave it out{step}")
+            raise UsageError(f"--compare base: {args.targets[0]} has no adapter; leave it out")
         all_paths["base"] = replace(first, adapter=None)
     sampling, speakers = Sampling(args.temperature, args.top_p, args.top_k, args.seed), list[_Speaker]()
     for target, paths in all_paths.items():
@@ -221,10 +219,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--prompt: it is not valid UTF-8; check the terminal's encoding")
     said = [one for one in args.targets[1:] if "/" not in one and not Path(one).exists()]
     if said and args.prompt is None:
-        words = shlex.join(["--prompt", " ".join(said), "instead", "of", *said])
-        raise UsageError(
-            f"{said[0]}: no run or model here has that name; pass a message with --prompt{next_steps((words, ''))}"
-        )
+        fix = Fix({"--prompt": " ".join(said)}, "a message")
+        raise UsageError(f"{said[0]}: no run or model here has that name", [fix])
     if len(set(args.targets)) < len(args.targets):
         raise UsageError("a model is given twice; give each one once")
     if args.device_map is not None and args.device != "auto":

@@ -25,7 +25,7 @@ from flatout.compat.trl import translate_trl
 from flatout.config.read import ROW_TYPES, dump_config, make_config, merge_overrides, read_yaml
 from flatout.config.schema import Config
 from flatout.config.shortcuts import long_forms
-from flatout.errors import UsageError, next_steps
+from flatout.errors import Fix, UsageError
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
 
@@ -129,14 +129,11 @@ def _with_rows(settings: dict[str, Any], overrides: list[str]) -> tuple[dict[str
 def _read(file: Path) -> Command:
     """Return the names and values of a file, and the system and ranks if the file is a command that names them."""
     if file.suffix in ROW_TYPES:
-        words = f"train model=Qwen/Qwen3-0.6B data={shlex.quote(str(file))} instead of convert {file}"
-        raise UsageError(f"{file} holds rows, not settings; pass it to train as data={file}{next_steps((words, ''))}")
+        raise UsageError(f"{file} holds rows, not settings; pass it to train as data={file}")
     if not file.exists():
         of_others = [one for one in sorted(file.parent.glob("*.y*ml")) if is_of_others(one)]
-        words = shlex.join([str(of_others[0]), "--to", "ours.yaml", "instead", "of", str(file)]) if of_others else ""
-        step = next_steps((words, "for example")) if words else ""
         listing = f"; other trainers' files here: {', '.join(map(str, of_others[:4]))}" if of_others else ""
-        raise UsageError(f"{file}: no such file{did_you_mean(file) or listing + step}")
+        raise UsageError(f"{file}: no such file{did_you_mean(file) or listing}")
     if file.suffix == ".json":
         values = read_json(file, UsageError)
         if not isinstance(values, dict):
@@ -156,8 +153,7 @@ def _of_no_system(file: Path, given: Mapping[str, Any]) -> UsageError:
             f"{file} is torchtune's, which is not translated; start from a new file: flatout init new.yaml"
         )
     if given and given.keys() <= Config.model_fields.keys():
-        step = f"\n  flatout train {shlex.quote(str(file))}"
-        return UsageError(f"{file} is already in flatout's form; nothing to convert{step}")
+        return UsageError(f"{file} is already in flatout's form; `flatout train {shlex.quote(str(file))}` runs it")
     return UsageError(f"{file}: cannot tell which trainer it is for; give --from {'|'.join(_SYSTEMS)}")
 
 
@@ -176,14 +172,12 @@ def _find_deepspeed(given: dict[str, Any], folder: Path) -> None:
         given["deepspeed"] = str(folder / name)
 
 
-def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> str:
-    """Return the step that leaves out every refused name; none if one of them stands inside another, or is needed."""
+def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> list[Fix]:
+    """Return the fix that leaves out every refused name; none if one of them stands inside another, or is needed."""
     refused = [outcome.name for outcome in translation.outcomes if outcome.kind == "refused"]
     if any(name not in given or name in _NEEDED for name in refused):
-        return ""
-    names = ",".join(filter(None, [left_out, *refused]))
-    instead = f" instead of --without {left_out} --without={left_out}" if left_out else ""
-    return next_steps((f"--without={names}{instead}", "if the run can do without them"))
+        return []
+    return [Fix({"--without": ",".join(filter(None, [left_out, *refused]))}, "drops these settings")]
 
 
 def _remove(given: dict[str, Any], name: str, file: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,10 +12,10 @@ from pydantic import ValidationError
 
 from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, progress_console, with_columns
 from flatout.config.data import Format
-from flatout.config.problems import describe_error
+from flatout.config.problems import Problem, problem_of, together
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.errors import ProblemsError, UsageError, next_steps
+from flatout.errors import Fix, ProblemsError, UsageError
 from flatout.io.redact import printable, redacted
 
 if TYPE_CHECKING:
@@ -112,21 +110,15 @@ def _config(args: argparse.Namespace) -> DataConfig:
     try:
         return DataConfig.model_validate(settings)
     except ValidationError as error:
-        # the last part of `loc` is the option's name, also for fields of a source
-        problems = [_option_problem(detail) for detail in error.errors()]
-        steps = [re.search(r"; set ((--\S+) \S+)", problem) for problem in problems]
-        typed = [
-            shlex.join([step[2], str(one["input"])]) for step, one in zip(steps, error.errors(), strict=True) if step
-        ]
-        words = " ".join([*(step[1] for step in steps if step), "instead", "of", *typed])
-        raise ProblemsError("flatout data build", problems, next_steps((words, "")) if all(steps) else "") from error
+        found = [_problem(item) for item in error.errors()]
+        raise ProblemsError("flatout data build", [problem.text for problem in found], together(found)) from error
 
 
-def _option_problem(detail: Any) -> str:
-    """Format one pydantic error under the name of its option."""
-    option = f"{'key ' if 'keys' in detail['loc'] else ''}{str(detail['loc'][-1]).replace('_', '-')}"
-    text = describe_error({**detail, "loc": ("data", *detail["loc"])}).partition(": ")[2]
-    return f"--{option}: {re.sub(r'; set [a-z_.0-9]+: ', f'; set --{option} ', text)}"
+def _problem(item: Any) -> Problem:
+    """Return what is wrong by one pydantic error, under the name of its option: the last part of `loc`."""
+    option = f"{'key ' if 'keys' in item['loc'] else ''}{str(item['loc'][-1]).replace('_', '-')}"
+    problem = problem_of({**item, "loc": ("data", *item["loc"])})
+    return Problem(f"--{option}: {problem.text.partition(': ')[2]}", problem.fixes)
 
 
 def _build(args: argparse.Namespace) -> None:
@@ -229,18 +221,14 @@ def _template(args: argparse.Namespace) -> None:
 
     is_template = args.template in OURS or args.template.endswith(".jinja")
     if is_template and args.tokenizer is None:
-        step = next_steps(("--tokenizer Qwen/Qwen3-0.6B", "for example"))
-        raise UsageError(f"{args.template} is a template; give --tokenizer MODEL (its end-of-turn token is used){step}")
+        fix = Fix({"--tokenizer": "Qwen/Qwen3-0.6B"}, "for example; its end-of-turn token is used")
+        raise UsageError(f"{args.template} is a template, which needs a tokenizer", [fix])
     if (
         not is_template
         and not Path(args.template).exists()
         and (near := difflib.get_close_matches(args.template, OURS, n=1))
     ):
-        tokenizer = [] if args.tokenizer else ["--tokenizer", "Qwen/Qwen3-0.6B"]
-        step = next_steps(
-            (shlex.join([near[0], *tokenizer, "instead", "of", args.template]), "for example" * bool(tokenizer))
-        )
-        raise UsageError(f"there is no template {args.template}; did you mean {near[0]}?{step}")
+        raise UsageError(f"there is no template {args.template}; did you mean {near[0]}?")
     name = args.tokenizer or args.template
     tokenizer = load_tokenizer(name)
     template, text = template_text(tokenizer, args.template if is_template else None, name)

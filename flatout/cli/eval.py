@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.cli.screen import import_transformers, model_target, progress_console
-from flatout.errors import DataError, UsageError, next_steps
+from flatout.errors import DataError, Fix, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, now_utc
 from flatout.io.no_gpu import no_gpu_error
@@ -175,14 +175,13 @@ def _check(args: argparse.Namespace, tasks: list[str]) -> None:
     if args.rows is not None and (tasks or args.answers is not None):
         raise UsageError("--rows is for a model that scores, --tasks and --answers for one that writes; give one")
     if not tasks and args.answers is None and args.rows is None:
-        step = next_steps(("--tasks arc_easy", "for example"))
-        raise UsageError(f"nothing to score: give --tasks, --answers FILE or --rows FILE{step}")
+        fix = Fix({"--tasks": "arc_easy"}, "for example")
+        raise UsageError("nothing to score: give --tasks, --answers FILE or --rows FILE", [fix])
     for name in ("limit", "batch_size", "max_new_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             option = f"--{name.replace('_', '-')}"
-            step = next_steps((f"instead of {option} {value}", ""))
-            hint = f"; leave it out for all samples{step}" if name == "limit" else ""
+            hint = "; leave it out for all samples" if name == "limit" else ""
             raise UsageError(f"{option} is {value}; expected at least 1{hint}")
     if not tasks and (args.include_path or args.chat or args.batch_size):
         raise UsageError("--include-path, --chat and --batch-size have no effect without --tasks")

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, 
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
-from flatout.errors import DataError, ResourceError, UsageError, next_steps
+from flatout.errors import Fix, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.near_path import files_of_rows
 
@@ -51,17 +50,19 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
     require_yaml(path)
-    _require_local(args.data, model)
+    if args.data is not None:
+        from flatout.data.rows.sources import require_local
+
+        require_local(args.data)
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
         root = DataConfig().root
         entry = registry.load(root).get(args.data)
         if entry is None:
-            step = next_steps(("--model Qwen/Qwen3-0.6B", "for example"))
-            raise UsageError(
+            text = (
                 f"--data {args.data}: also give --model; only data sets in {root / registry.FILE_NAME} record a model"
-                f"{step}"
             )
+            raise UsageError(text, [Fix({"--model": "Qwen/Qwen3-0.6B"}, "for example")])
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
     config = config.model_copy(update={"data": _with_columns(config.data, args)})
@@ -90,19 +91,6 @@ def run(args: argparse.Namespace) -> int:
         write_demo(DEMO_DIR, seed=42)
         print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it with")
     return 0
-
-
-def _require_local(data: str | None, model: str | None) -> None:
-    """Raise DataError for a file that is not there, with a step that names a model if none is given."""
-    if data is not None:
-        from flatout.data.rows.sources import require_local
-
-        try:
-            require_local(data)
-        except DataError as error:
-            if model is None:
-                error.args = (str(error).replace(" instead of ", " --model Qwen/Qwen3-0.6B instead of "),)
-            raise
 
 
 def _next(path: Path, data: str | None, model: str | None) -> str:
@@ -145,11 +133,8 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
     columns = pairs_of("--column", args.column, COLUMN_FORM)
     if args.data is None or not data.sources:
         if columns:
-            model = [] if args.model else ["--model", "Qwen/Qwen3-0.6B"]
-            files = files_of_rows() or ["chats.jsonl"]
-            fits = [name for name in files if Path(name).is_file() and _names_all(Path(name), columns.values())]
-            words = shlex.join(["--data", (fits or files)[0], *model])
-            raise UsageError(f"--column needs --data, whose columns it renames{next_steps((words, 'for example'))}")
+            fix = Fix({"--data": (files_of_rows() or ["chats.jsonl"])[0]}, "for example")
+            raise UsageError("--column needs --data, whose columns it renames", [fix])
         return data
     from flatout.data.rows.archives import read_file
     from flatout.data.rows.formats.parser import make_parser
@@ -171,19 +156,11 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
     return with_columns(read, data.model_copy(update={"sources": named}), takes=True)
 
 
-def _names_all(file: Path, columns: Iterable[str]) -> bool:
-    """Whether the first line of a file of rows has the names of all columns."""
-    with file.open("rb") as lines:
-        first = lines.readline(1 << 20)
-    return all(column.encode() in first for column in columns)
-
-
 def require_yaml(path: Path) -> None:
     """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
     if path.suffix not in YAML_TYPES:
         named = path.with_suffix(".yaml")
-        step = next_steps((shlex.join([str(named), "instead", "of", str(path)]), ""))
-        raise UsageError(f"{path}: a configuration is YAML; name it {named}{step}")
+        raise UsageError(f"{path}: a configuration is YAML; name it {named}")
 
 
 def write_new(path: Path, text: str) -> None:
@@ -196,10 +173,8 @@ def write_new(path: Path, text: str) -> None:
             raise UsageError(f"{path}: is a folder; name a file in it, such as {path / 'run.yaml'}") from None
         if isinstance(error.__cause__, FileExistsError):
             free = next(name for k in range(2, 10**6) if not (name := path.with_stem(f"{path.stem}-{k}")).exists())
-            step = next_steps((shlex.join([str(free), "instead", "of", str(path)]), ""))
-            raise UsageError(
-                f"{path}: already exists; choose a different file, such as {free}, or remove it{step}"
-            ) from None
+            text = f"{path}: already exists; choose a different file, such as {free}, or remove it"
+            raise UsageError(text) from None
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise UsageError(f"{path}: there is no folder {path.parent}; create it: mkdir -p {path.parent}") from None
         raise

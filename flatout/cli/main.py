@@ -11,15 +11,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout import __version__
-from flatout.cli.parser import Parser, arguments_of, example_of, options_of
+from flatout.cli.parser import Parser, example_of, hint_for, options_of
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import FlatoutError, PreemptedError, UsageError, exits_refused, next_steps, path_error
+from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, path_error
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
@@ -130,11 +127,10 @@ def _parse_and_run(argv: list[str]) -> int:
             verb, description=f"{what[:1].upper()}{what[1:]}.", epilog=example, formatter_class=form
         )
         module.add_arguments(subparser)
-        parser.typed = subparser.typed = argv
         if verb in WITH_OVERRIDES:
             _refuse_settings_as_options(argv, subparser)
         parser.verb_words = [word for word in argv[: 1 + (verb == "data")] if word[:1] != "-"]
-        _refuse_unknown_options(argv, parser, subparser)
+        _refuse_unknown_options(argv, subparser)
     args = parser.parse_args(argv)
     with exits_refused():
         return int(module.run(args))
@@ -149,213 +145,64 @@ def _overview() -> str:
 
 
 def _refuse_verb(argv: Sequence[str]) -> NoReturn:
-    from flatout.config.folders import is_run_folder  # lazy, so that --help stays instant
-
-    run = Path(*argv[1:2])
-    settings = (run if is_run_folder(run) else Path("runs") / run) / "config.yaml"
-    if argv[0] in ("resume", "continue", "restart"):
-        known = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml") if is_run_folder(file.parent))
-        if argv[1:] and not settings.is_file() and known:
-            raise UsageError(
-                f"there is no run {argv[1]}, and no verb {argv[0]!r}: training a run's config.yaml continues it; the "
-                f"runs here: {', '.join(known[:8])}"
-            )
-        step = next_steps((shlex.join(["train", str(settings), "instead", "of", *argv[:2]]), "")) * settings.is_file()
+    verb = argv[0]
+    if verb in ("resume", "continue", "restart"):
+        run = argv[1] if argv[1:] else "RUN"
         raise UsageError(
-            f"there is no verb {argv[0]!r}; `flatout train` continues an interrupted run automatically{step}"
+            f"there is no verb {verb!r}: training a run's config.yaml continues it, such as "
+            f"`flatout train {shlex.quote(f'runs/{run}/config.yaml')}`"
         )
-    if how := next((how for others, how in _WITHOUT_A_VERB.items() if argv[0].lower() in others.split()), None):
-        raise UsageError(f"there is no verb {argv[0]!r}: {how}")
-    named = [ours for ours, others in _VERBS_OF_OTHERS.items() if argv[0].lower() in others.lower().split()]
-    if near := named or difflib.get_close_matches(argv[0].lower(), VERBS, n=1):
-        step = next_steps((f"{near[0]} instead of {argv[0]}", ""))
-        needed = {"eval": "--tasks arc_easy", "export": "--to gguf --out out"}.get(near[0])
-        if needed and len(argv) == 2:
-            step = next_steps((shlex.join([near[0], argv[1], *needed.split(), "instead", "of", *argv]), "for example"))
-        raise UsageError(f"there is no verb {argv[0]!r}; did you mean {near[0]}?{step}")
-    words = [*argv[0].split(" "), *argv[1:]]
-    at = next((at for at, word in enumerate(words) if word in VERBS and (at == 0 or words[at - 1] == "flatout")), None)
-    if at is not None:
-        step = next_steps((shlex.join([*words[at:], "instead", "of", *argv]), ""))
-        raise UsageError(f"there is no verb {argv[0]!r}; write flatout once, and a verb and its words behind it{step}")
-    if argv[0].endswith((".yaml", ".yml")) or "=" in argv[0]:
-        step = next_steps((shlex.join(["train", argv[0], "instead", "of", argv[0]]), ""))
-        raise UsageError(f"there is no verb {argv[0]!r}; write a verb first, such as train{step}")
-    raise UsageError(f"there is no verb {argv[0]!r}; the verbs are {', '.join(VERBS)}; `flatout --help` explains them")
+    if how := next((how for others, how in _WITHOUT_A_VERB.items() if verb.lower() in others.split()), None):
+        raise UsageError(f"there is no verb {verb!r}: {how}")
+    named = [ours for ours, others in _VERBS_OF_OTHERS.items() if verb.lower() in others.lower().split()]
+    if near := named or difflib.get_close_matches(verb.lower(), VERBS, n=1):
+        raise UsageError(f"there is no verb {verb!r}; did you mean {near[0]}?{example_of(near[0].split())}")
+    if verb.endswith((".yaml", ".yml")) or "=" in verb:
+        raise UsageError(f"there is no verb {verb!r}; write a verb first, such as train")
+    raise UsageError(f"there is no verb {verb!r}; the verbs are {', '.join(VERBS)}; `flatout --help` explains them")
 
 
 def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise UsageError for `--lr 1e-4` of other trainers, and for settings in another form, with the command for here.
+    """Raise UsageError for options of other trainers that are settings here, such as `--lr 1e-4`, all at once."""
+    from flatout.config.names import default_of, resolve_alias
 
-    All of them are refused at once.
-    """
-    from flatout.config.names import OPTIONS_OF_OTHERS, default_of, needed_with, our_name, why_of
-    from flatout.config.problems import LEAVE_OUT
-    from flatout.config.schema import Config
-    from flatout.config.spelling import mentioned
-
-    _refuse_pieces(argv)
-    known = {**dict.fromkeys(options_of(parser, ())), **OPTIONS_OF_OTHERS.get(argv[0], {})}
-    sections = {name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
-    used = list[str]()
-    options = dict[str, tuple[str, str | None]]()  # by name: what was typed, and its value
+    known, found, settings, why = [*options_of(parser, ())], list[str](), dict[str, Any](), ""
     for index, word in enumerate(argv):
-        word = f"-{word}" if re.match(r"-[a-z]{2}", word) else word
-        option, equals, given = word.partition("=")
-        if not option.startswith("--") or option == "--" or any(one.startswith(option) for one in known):
+        option, equals, given = (f"-{word}" if re.match(r"-[a-z]{2}", word) else word).partition("=")
+        if option[:2] != "--" or option == "--" or any(one.startswith(option) for one in known):
             continue
         after = next(iter(argv[index + 1 : index + 2]), "-")
         is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
-        name, value = option[2:].replace("-", "_"), given if equals else after if is_value else None
-        # --no-packing; a section, as of --no-eval, has no false
-        is_off = name.startswith("no_") and value is None and name.removeprefix("no_") not in sections
-        options[name.removeprefix("no_") if is_off else name] = (option, "false" if is_off else value)
-    # the file is read only for options to translate: a rank must not wait for it before its launcher's end is its own
-    settings = _settings_of(argv) if options else {}
-    settings |= {name: value for name, (_, value) in options.items()}
-    if "--restart" in argv and (resumes := next((name for name in options if name.startswith("resume")), None)):
-        step = next_steps((shlex.join(["instead", "of", "--restart", options[resumes][0]]), "continues the run"))
-        raise UsageError(f"--restart starts over, and without it a run continues automatically; choose one{step}")
-    changes, said = list[str](), list[str]()
-    for name, (option, value) in options.items():
-        if (ours := our_name(name, "true" if value is None else value, is_option=True, settings=settings)) is None:
+        name, value = option[2:].replace("-", "_"), given if equals else after if is_value else True
+        off = name.removeprefix("no_") if value is True else name  # --no-packing
+        alias = resolve_alias(off, value if off == name else False, is_option=True)
+        if isinstance(alias, str):
+            raise UsageError(f"there is no option {option}; {alias}")
+        if alias is None:
             continue
-        used += [option, option[1:], *([] if value is None else [value])]
-        if ours.setting is None and (value or LEAVE_OUT not in ours.why) and not mentioned(ours.why):
-            raise UsageError(f"there is no option {option}; {ours.why}")
-        if ours.setting is None:
-            changes += mentioned(ours.why)
-            said.append(f"there is no option {option}; {ours.why}")
-        elif value is None and ours.value == "true":
-            change = f"{ours.setting}={default_of(ours.setting) or 'VALUE'}"
-            step = next_steps((shlex.join([change, "instead", "of", option, option[1:]]), "for example"))
-            raise UsageError(f"{option} is a setting here; write {ours.setting}=VALUE{step}")
-        else:
-            changes.append(f"{ours.setting}={ours.value}")
-            said.append(f"{option} is a setting here: {changes[-1]}" + (f" ({ours.why})" if ours.why else ""))
-    if said:
-        changes = [*dict.fromkeys(changes)]
-        changes += needed_with(changes, settings)
-        step = next_steps((shlex.join([*changes, "instead", "of", *used]), why_of(changes)))
-        raise UsageError(f"{'; '.join(said)}{step}")
-    _refuse_words(argv)
+        found.append(option)
+        for setting, meant in alias.settings.items():
+            needs = meant is True and default_of(setting) not in (True, False)
+            settings[setting] = default_of(setting) if needs else meant
+            why = "for example" if needs else why or alias.why
+    if found:
+        what = f"{', '.join(found)}: a setting, which is written without dashes"
+        raise UsageError(f"there is no option {what}", [Fix(settings, why)])
 
 
-def _refuse_pieces(argv: Sequence[str]) -> None:
-    """Raise UsageError for a value that a shell took apart at its spaces: objective={kind: dpo, beta: 0.1}."""
-    at = next((at for at, word in enumerate(argv) if OVERRIDE.match(word) and _num_open(word) > 0), len(argv))
-    for end in range(at + 2, len(argv) + 1):
-        if _num_open(whole := " ".join(argv[at:end])) == 0:
-            step = next_steps((shlex.join([whole, "instead", "of", *argv[at:end]]), ""))
-            raise UsageError(f"{argv[at]}: a value with spaces is one word in quotes{step}")
-
-
-def _num_open(text: str) -> int:
-    return sum(text.count(letter) for letter in "[{") - sum(text.count(letter) for letter in "]}")
-
-
-def _refuse_words(argv: Sequence[str]) -> None:
-    """Raise UsageError for a word behind the configuration that is a setting in another form, or a file."""
-    from flatout.config.names import OF_OTHERS, dotted_names, our_name
-    from flatout.config.read import ROW_TYPES
-
-    names = {*dotted_names(), *OF_OTHERS}
-    for at in range(2, len(argv)):
-        word, rest = argv[at], argv[at + 1 :]
-        if word[:1] in ("-", "") or OVERRIDE.match(word) or (argv[at - 1][:1] == "-" and argv[at - 1] != NO_FILE):
-            continue
-        (name, _, value), typed = word.partition(":"), [word]
-        if rest[:1] == ["="] and rest[1:]:
-            typed, value = [word, *rest[:2]], rest[1]
-        elif word in names and rest and rest[0][:1] != "-" and not OVERRIDE.match(rest[0]):
-            typed, value = [word, rest[0]], rest[0]
-        how = "write = instead of :," if typed == [word] else "a setting is one word,"
-        step, what = "", f"{' '.join(typed)}: {how}"
-        if name in names and value and (ours := our_name(name, value)) and ours.setting:
-            step = f"{ours.setting}={ours.value}"
-        elif word.endswith(ROW_TYPES):
-            others = [given.removeprefix("data=") for given in argv if given.startswith("data=")]
-            step = f"data=[{','.join([*others, word])}]" if others else f"data={word}"
-            what = f"{word} holds rows; pass it as"
-        elif Path(word, "config.json").is_file():
-            step, what = f"model={word}", f"{word} is a model; pass it as"
-        elif word.endswith((".yaml", ".yml")):
-            step, what = _second_file(word, argv), "the file to write is an option:"
-        if step:
-            step, typed = _with_first(argv[1], step, typed)
-            words = shlex.join([*shlex.split(step), "instead", "of", *typed])
-            raise UsageError(f"{what} {step}{next_steps((words, ''))}")
-
-
-def _second_file(word: str, argv: Sequence[str]) -> str:
-    """Return the step for a second file: what `convert` writes. Raises UsageError for the other verbs."""
-    if argv[0] == "convert":
-        return f"--to {word}"
-    end = next_steps((shlex.join(["instead", "of", word]), "")) if word != argv[1] else ""
-    raise UsageError(f"{word}: settings come from one file, here {argv[1]}; leave it out{end}")
-
-
-def _with_first(word: str, step: str, typed: list[str]) -> tuple[str, list[str]]:
-    """Return a step and what it replaces, with the first word too if that is a model or rows in a file's place."""
-    is_model, is_data = Path(word, "config.json").is_file(), word.endswith((".jsonl", ".csv", ".parquet"))
-    if not ((is_model and step.startswith("data=")) or (is_data and step.startswith("model="))):
-        return step, typed
-    return f"model={word} {step}" if is_model else f"{step} data={word}", [word, *typed]
-
-
-def _settings_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted name, unchecked, without those of a file that cannot be read."""
-    from flatout.config.read import flatten, load_values, merge_overrides
-    from flatout.config.shortcuts import long_forms
-
-    values: dict[str, Any] = {}
-    for word in argv[1:]:
-        if word.endswith((".yaml", ".yml")):
-            with suppress(FlatoutError):
-                values = load_values(Path(word))
-    return dict(flatten(long_forms(merge_overrides(values, [word for word in argv if OVERRIDE.match(word)])[0])))
-
-
-def _refuse_unknown_options(argv: Sequence[str], parser: Parser, subparser: argparse.ArgumentParser) -> None:
+def _refuse_unknown_options(argv: Sequence[str], subparser: argparse.ArgumentParser) -> None:
     """Raise UsageError for an option that the verb does not have, even if a required argument is missing."""
-    from flatout.config.names import OPTIONS_OF_OTHERS
-
     known = [*options_of(subparser, argv)]
-    before = argv[0]
-    actions = [*arguments_of(subparser, argv)]
-    if any(isinstance(action, argparse._SubParsersAction) and not {*argv} & {*action.choices} for action in actions):
-        return  # the action comes first
-    for index, word in enumerate(argv):
-        option, equals, value = word.partition("=")
-        if word == "--":
-            return
-        if option[:2] != "--" or any(one.startswith(option) for one in known):
-            continue
-        used = [word] if equals else list(argv[index : index + 2])
-        takes = {name for one in actions if one.nargs != 0 for name in one.option_strings}
-        plain = [one for last, one in pairwise(argv) if one[:1] != "-" and last not in {word, *takes}]
-        has_all = len(plain) >= sum(not one.option_strings and one.nargs not in ("?", "*") for one in actions)
-        for action in (one for one in actions if not one.option_strings and (equals or len(used) == 2)):
-            shown = "the file" if action.dest in ("config", "file") else str(action.metavar or action.dest.upper())
-            names = (f"--{action.dest}", "--config" if shown == "the file" else f"--{shown.lower()}")
-            if option in names or OPTIONS_OF_OTHERS.get(argv[0], {}).get(option) == shown:
-                # the place may be taken: `chat MODEL --adapter RUN`
-                typed = plain[:1] if has_all and len(plain) == 1 else []
-                step = next_steps((shlex.join([value or used[-1], "instead", "of", *typed, *used]), ""))
-                raise UsageError(f"there is no option {option}; write {shown} right after {before}{step}")
-            before = argv[1] if isinstance(action, argparse._SubParsersAction) else shown
-        used = [
-            one
-            for one in used
-            if not (OVERRIDE.match(one) or (Path(one).exists() and not has_all) or (one != word and one[:1] == "-"))
-        ]
-        parser.error(f"unrecognized arguments: {shlex.join(used)}")
+    options = (word.partition("=")[0] for word in argv[: argv.index("--") if "--" in argv else None])
+    for option in options:
+        if option[:2] == "--" and not any(one.startswith(option) for one in known):
+            raise UsageError(f"{argv[0]}: there is no option {option}; {hint_for(option, known, argv[0])}")
 
 
 def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> int:
     """Return what `run` returns, or the exit code of its FlatoutError, which is printed.
 
-    With the `words` of the command line, it ends with the next commands.
+    With the `words` of the command line, what mends it is spelled as words of a command.
     """
     try:
         try:
@@ -366,15 +213,14 @@ def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> 
                 raise
             raise refused from error
     except FlatoutError as error:
-        # without control characters, which files can contain, or endless lines
-        text = str(error)
         if words is not None:
-            from flatout.config.spelling import Caller, spelled  # lazy, so that --help stays instant
+            from flatout.config import spelling  # lazy, so that --help stays instant
 
-            text = spelled(text, Caller("command", [word for word in words if word != NO_FILE]))
+            error.spell = spelling.as_data_options if [*words[:2]] == ["data", "build"] else spelling.on_command_line
+        # without control characters, which files can contain, or endless lines
         shown = [
             line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
-            for line in printable(redacted(text)).split("\n")
+            for line in printable(redacted(str(error))).split("\n")
         ]
         print("error: " + "\n".join(shown), file=sys.stderr)
         return error.exit_code

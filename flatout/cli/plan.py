@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -16,7 +15,7 @@ from flatout.cli.screen import WIDTH, import_transformers, progress_console, row
 from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import refuse_early
-from flatout.errors import UsageError, next_steps
+from flatout.errors import Fix, UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, Device, find_device, near_device
 from flatout.planner.steps.step_plan import StepPlan
@@ -60,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if name not in ("", "all"):
         near, number = near_device(name)
         if number:
-            meant = ["--device", near, "--ranks", number]
-            more = next_steps((shlex.join([*meant, "instead", "of", "--device", args.device]), ""))
-            raise UsageError(f"--device {args.device}: write {shlex.join(meant)}{more}")
+            fix = Fix({"--device": near, "--ranks": int(number)})
+            raise UsageError(f"--device {args.device}: the number of GPUs is an option of its own", [fix])
         find_device(args.device)
     if name == "all" and args.step is not None:
         raise UsageError("--step prints the micro-batches for one GPU; name it with --device")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.errors import UsageError, next_steps
+from flatout.errors import UsageError
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
@@ -47,11 +46,8 @@ def run(args: argparse.Namespace) -> int:
         if args.folder == Path("runs"):
             raise UsageError("there is no folder runs; train one: flatout train run.yaml")
         is_run = (Path("runs") / args.folder).is_dir()
-        verb = ["watch", str(args.folder)] if is_run else ["runs"]
-        step = next_steps((shlex.join([*verb, "instead", "of", "runs", str(args.folder)]), ""))
-        what = f"{args.folder} is a run, not a folder of runs; to see it, watch it"
-        none = f"there is no folder {args.folder}; give a folder of runs"
-        raise UsageError((what if is_run else none) + step)
+        what = f"{args.folder} is a run, not a folder of runs; `flatout watch {args.folder}` shows it"
+        raise UsageError(what if is_run else f"there is no folder {args.folder}; give a folder of runs")
     _write_notes(args)
     rows = [row for row in list_runs(args.folder) if args.tagged is None or args.tagged in row.tags]
     field = _SORTS[args.sort]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import require_docstrings
-from flatout.errors import UsageError, next_steps
+from flatout.errors import UsageError
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
@@ -125,6 +124,6 @@ def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dic
     """Return what a repeatable option maps, such as `--column OURS=YOURS`. Raises UsageError for other words."""
     pairs = [word.partition("=") for word in given]
     if odd := ["".join(pair) for pair in pairs if not pair[1]]:
-        step = next_steps((shlex.join(["instead", "of", option, *odd]), "proposes a name for each of your columns"))
-        raise UsageError(f"{option} {odd[0]!r}: write {form}{step if form == COLUMN_FORM else ''}")
+        end = "; without it, names for your columns are proposed" if form == COLUMN_FORM else ""
+        raise UsageError(f"{option} {odd[0]!r}: write {form}{end}")
     return {name: value for name, _, value in pairs}

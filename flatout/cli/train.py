@@ -26,7 +26,7 @@ from flatout.environment import (
     prepare_torch,
     whole_number,
 )
-from flatout.errors import FlatoutError, ResourceError, UsageError, next_steps
+from flatout.errors import Fix, FlatoutError, ResourceError, UsageError
 from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch import tmux
@@ -78,13 +78,12 @@ def run(args: argparse.Namespace) -> int:
     if args.profile is not None and args.profile < 1:
         raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
-        step = next_steps(("--nnodes 2", "for example"))
-        raise UsageError(f"--rdzv and --node-rank need --nnodes (the number of nodes){step}")
+        text = "--rdzv and --node-rank need --nnodes, the number of nodes"
+        raise UsageError(text, [Fix({"--nnodes": 2}, "for example")])
     config, files = load_with_files(args.config, args.overrides)
     nodes = parse_nodes(args.nnodes, args.node_rank, args.rdzv) if args.nnodes else None
     if args.dry_run and args.tmux is None:
-        step = next_steps(("plan instead of train --dry-run", ""))
-        raise UsageError(f"--dry-run needs --tmux; use `flatout plan` to see what a run will do{step}")
+        raise UsageError("--dry-run needs --tmux; `flatout plan` shows what a run will do")
     mode = choose_launch_mode(environment(), gpus=config.gpus, on_cpu=config.device == "cpu", nodes=nodes)
     profile = [] if args.profile is None else [f"--profile={args.profile}"]
     argv = ["train", str(args.config), *args.overrides, *profile, *(["--yes"] if args.yes else [])]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from flatout.errors import Fix, SettingError
+
 AUTO = "auto"
 # defaults at stage 3: a bucket of 5e8 fp32 gradients, and up to 1e9 gathered bf16 weights
 STAGE_3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
@@ -66,26 +68,31 @@ def check(config: Settings) -> None:
     if config.strategy != "deepspeed":
         if config.deepspeed is None:
             return
-        raise ValueError(f"deepspeed needs a strategy of its own, not {config.strategy}; set strategy: deepspeed")
+        text = f"deepspeed needs a strategy of its own, not {config.strategy}"
+        raise SettingError(text, Fix({"strategy": "deepspeed"}))
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
     if config.optim.name == "adamw8bit" or config.full.weights == "bf16":
-        raise ValueError(
+        raise SettingError(
             "strategy: deepspeed does not work with optim.name: adamw8bit and full.weights: bf16, since it keeps fp32 "
-            "weights and moments; change that or set strategy: fsdp"
+            "weights and moments",
+            Fix({"strategy": "fsdp"}),
         )
     for name, default in (("compute", "model"), ("hidden_states", "fp32")):
         if (value := getattr(config.full, name)) != default:
-            raise ValueError(f"strategy: deepspeed does not work with full.{name}: {value}; set strategy: fsdp")
+            text = f"strategy: deepspeed does not work with full.{name}: {value}"
+            raise SettingError(text, Fix({"strategy": "fsdp"}))
     beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
     if beside and stage_of(config.deepspeed) == 3:
-        raise ValueError(
+        raise SettingError(
             "lora.modules_to_save and data.new_tokens do not work with DeepSpeed's stage 3, which empties the weights "
-            "that they cast; use stage 2, or strategy: fsdp"
+            "that they cast; stage 2 keeps them",
+            Fix({"strategy": "fsdp"}),
         )
     precision = config.model.precision
     if precision == "fp64":
-        raise ValueError("strategy: deepspeed keeps fp32 weights; set model.precision: fp32 or bf16")
+        fixes = (Fix({"model.precision": name}) for name in ("bf16", "fp32"))
+        raise SettingError("strategy: deepspeed keeps fp32 weights", *fixes)
     if precision == "auto":
         # the device's precision is not known yet, so this check takes the JSON's
         given = config.deepspeed or {}

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import CheckpointError, UsageError, next_steps
+from flatout.errors import CheckpointError, Fix, SettingError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import holder_of, last_holder_of
 from flatout.io.json_file import now_utc, read_json
@@ -99,8 +99,9 @@ def require_own(run_dir: Path) -> None:
     if names:
         shown = f"{', '.join(names[:3])}{' ...' * (len(names) > 3)}"
         raise UsageError(
-            f"{run_dir} is not the folder of a run, and holds {shown}, which a run would replace; set run_dir to a "
-            f"folder of its own{next_steps((f'run_dir={free_folder(run_dir)}', ''))}"
+            f"{run_dir} is not the folder of a run, and holds {shown}, which a run would replace; a run has a folder "
+            "of its own",
+            [Fix({"run_dir": str(free_folder(run_dir))})],
         )
 
 
@@ -190,7 +191,7 @@ def free_folder(folder: Path, ending: str = "-", first: int = 2) -> Path:
     return next(one for n in count(first) if not (one := folder.with_name(f"{folder.name}{ending}{n}")).exists())
 
 
-def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence[str | Path]) -> str | None:
+def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence[str | Path]) -> SettingError | None:
     """Return why these folders do not go together: a run writes, renames and removes files in its own; else None."""
     # abspath, because resolve() would access the disk
     paths: list[str | Path] = [".", run_dir, data_root, model, *sources]
@@ -198,9 +199,9 @@ def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence
     other = Path("runs/run")
     other = free_folder(other) if other.exists() else other
     if folder in (here, *here.parents) and not is_run_folder(folder):
-        return f"run_dir: {run_dir} is the current folder, or holds it; set run_dir: {other}, or another folder"
+        return SettingError(f"run_dir: {run_dir} is the current folder, or holds it", Fix({"run_dir": str(other)}))
     if taken[0] == taken[1]:
-        return f"data.root: {data_root} is the model's folder; set data.root: data, or another folder"
+        return SettingError(f"data.root: {data_root} is the model's folder", Fix({"data.root": "data"}))
     if folder in taken or folder.is_relative_to(taken[0] / "built_dataset"):
-        return f"run_dir: {run_dir} holds the run's model or data; set run_dir: {other}, or another folder"
+        return SettingError(f"run_dir: {run_dir} holds the run's model or data", Fix({"run_dir": str(other)}))
     return None

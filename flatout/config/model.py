@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from flatout.config.section import PathText, Section, Share
+from flatout.errors import Fix, SettingError
 
 CompileMode: TypeAlias = Literal["auto", "off"]
 
@@ -71,15 +72,15 @@ class BaseConfig(Section):
     @model_validator(mode="after")
     def _storage_has_these_products(self) -> Self:
         if self.storage == "model" and self.compute == "fp8":
-            raise ValueError("compute fp8 needs storage fp8 or nf4: set base.storage: fp8")
+            raise SettingError("compute fp8 needs storage fp8 or nf4", Fix({"base.storage": "fp8"}))
         if self.storage == "fp8" and self.compute == "model":
-            raise ValueError("storage fp8 supports only fp8 matmuls; set base.compute: auto, or base.storage: nf4")
+            fixes = Fix({"base.compute": "auto"}), Fix({"base.storage": "nf4"})
+            raise SettingError("storage fp8 supports only fp8 matmuls", *fixes)
         if self.storage == "fp8" and self.backward == "fp8":
             raise ValueError("backward fp8 has no effect with storage fp8, whose matmuls are all fp8; leave it out")
         if self.storage == "nf4" and self.backward == "fp8":
-            raise ValueError(
-                "backward fp8 needs storage model; with nf4, set base.backward: same and base.compute: fp8"
-            )
+            fix = Fix({"base.backward": "same", "base.compute": "fp8"}, "fp8 over nf4")
+            raise SettingError("backward fp8 needs storage model", fix)
         return self
 
     @property

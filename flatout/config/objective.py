@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, model_validator
 
 from flatout.config.section import PathText, Section
-from flatout.errors import UsageError
+from flatout.errors import Fix, SettingError, UsageError
 
 REFERENCE = "reference_logprob"
 """The column, per sample, of the log-probability of its label tokens by the reference. No data set holds it by this
@@ -133,13 +133,13 @@ class ObjectiveConfig(Section):
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
             if (other := self.kind.lower().replace("-", "_")) in _OF_OTHERS:
-                meant = "leave it out, or for rows with chosen and rejected answers set objective: dpo"
-                said = f"{NO_ROLLOUTS}; {meant}" if other in ROLLOUTS else f"is not offered; {meant}"
-                hint = f"{said}; known: {names}"
+                near, why = ["dpo"], "for rows with chosen and rejected answers"
+                hint = NO_ROLLOUTS if other in ROLLOUTS else "is not offered"
             else:
-                near = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1)
-                hint = f"is unknown; {f'set objective: {near[0]}' if near else f'known: {names}'}"
-            raise ValueError(f"kind {self.kind!r} {hint} (objective.path names a loss of your own)")
+                near, why = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1), ""
+                hint = "is unknown"
+            fixes = [Fix({"objective": kind}, why) for kind in near]
+            raise SettingError(f"kind {self.kind!r} {hint}; known: {names}, or objective.path, your own loss", *fixes)
         class_of_kind(self.kind).of(self.fields)
         return self
 

@@ -9,6 +9,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from flatout.config.objective import OBJECTIVES, class_of_kind
 from flatout.config.section import Section, Share, refuse_unused
+from flatout.errors import Fix
 
 LR_OF_METHOD: Mapping[str, float] = {"lora": 2e-4, "full": 1e-5}
 _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1e30}]}
@@ -67,7 +68,7 @@ class ScheduleConfig(Section):
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError("warmup_steps and warmup_ratio are both given; keep one: leave schedule.warmup_ratio out")
         if self.kind != "wsd":
-            refuse_unused(self, ("decay_ratio",), f"schedule.kind: {self.kind}; set schedule.kind: wsd")
+            refuse_unused(self, ("decay_ratio",), f"schedule.kind: {self.kind}", Fix({"schedule.kind": "wsd"}))
         if self.kind == "constant":
             refuse_unused(self, ("min_lr_ratio",), "schedule.kind: constant, which never decays")
         return self

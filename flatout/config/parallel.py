@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from flatout.config.section import Section, refuse_unused
+from flatout.errors import Fix, SettingError
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
 
@@ -25,18 +26,19 @@ def gpu_list(value: Any) -> Any:
         value = numbers if "," in value else numbers[0]
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MAX_GPUS:
-            raise ValueError(
-                f"expected 1 to {MAX_GPUS:,} GPUs; for the first GPU only set gpus: [0], for none device: cpu"
-            )
+            fixes = Fix({"gpus": [0]}, "the first GPU only"), Fix({"device": "cpu"}, "none")
+            raise SettingError(f"expected 1 to {MAX_GPUS:,} GPUs", *fixes)
         return list(range(value))
     if isinstance(value, float) and 1 <= value <= MAX_GPUS:
-        raise ValueError(f"expected a whole number of GPUs; set gpus: {int(value)}")
+        raise SettingError("expected a whole number of GPUs", Fix({"gpus": int(value)}))
     if isinstance(value, list) and value and re.fullmatch(r"\d+([;: ]+\d+)+", str(value[0])):
-        raise ValueError(f"a GPU id is a number; separate ids by commas: set gpus: [{re.sub('[;: ]+', ',', value[0])}]")
+        ids = [int(text) for text in re.split("[;: ]+", value[0])]
+        raise SettingError("a GPU id is a number; separate ids by commas", Fix({"gpus": ids}))
     if isinstance(value, str):
-        raise ValueError("expected a number of GPUs or a list of GPU ids; for example, give gpus: 2, or gpus: [0,1]")
+        fixes = Fix({"gpus": 2}, "how many"), Fix({"gpus": [0, 1]}, "which")
+        raise SettingError("expected a number of GPUs or a list of GPU ids", *fixes)
     if isinstance(value, list | tuple) and len({*map(str, value)}) < len(value):
-        raise ValueError(f"a GPU is listed twice; set gpus: {sorted({*value}, key=str)}".replace(" ,", ","))
+        raise SettingError("a GPU is listed twice", Fix({"gpus": sorted({*value}, key=str)}))
     return value
 
 
@@ -155,7 +157,8 @@ def check_parallel(config: Any) -> None:
     has_engine = traits is not None and traits.package is not None
     if has_engine and config.faults.spike == "skip":
         where = f"strategy: {config.strategy}"
-        raise ValueError(f"faults.spike: skip does not work with {where}; set faults.spike: stop, or warn")
+        fixes = (Fix({"faults.spike": how}) for how in ("stop", "warn"))
+        raise SettingError(f"faults.spike: skip does not work with {where}", *fixes)
     num_ranks, num_gpus = config.context.parallel, len(config.gpus or ())
     reasons = {
         f"strategy: {config.strategy}": config.strategy == "single" or has_engine,
@@ -168,4 +171,5 @@ def check_parallel(config: Any) -> None:
         f"model.attention: {config.model.attention}": config.model.attention in ("fa4", "cudnn"),
     }
     if num_ranks > 1 and (why := next((why for why, is_given in reasons.items() if is_given), None)):
-        raise ValueError(f"context.parallel: {num_ranks} does not work with {why}; change that or set it to 1")
+        text = f"context.parallel: {num_ranks} does not work with {why}"
+        raise SettingError(text, Fix({"context.parallel": 1}))

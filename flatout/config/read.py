@@ -18,17 +18,16 @@ import yaml
 from pydantic import ValidationError
 
 from flatout.config.folders import SETTINGS_FILES, is_run_folder, path_of_run
-from flatout.config.names import OF_OTHERS, as_yaml, why_of
-from flatout.config.problems import describe_error, steps_of, without
+from flatout.config.names import FOREIGN_NAMES
+from flatout.config.problems import Problem, problem_of, together
 from flatout.config.schema import Config
 from flatout.config.section import with_paths
-from flatout.config.shortcuts import LONG_FORMS, long_forms
-from flatout.config.spelling import RESTART, mentioned
+from flatout.config.shortcuts import LONG_FORMS
 from flatout.config.yaml_faults import refuse_line, yaml_fault
-from flatout.errors import OF_OWN_CODE, FlatoutError, ProblemsError, SecurityError, UsageError, next_steps
+from flatout.errors import OF_OWN_CODE, Fix, FlatoutError, ProblemsError, SecurityError, UsageError
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json
-from flatout.io.near_path import did_you_mean, files_of_rows, unknown_user
+from flatout.io.near_path import did_you_mean, unknown_user
 
 # in the place of a file: all settings are overrides
 NO_FILE = Path("-")
@@ -180,78 +179,35 @@ def make_config(
     A path in `deepspeed` is looked up here, then in `folder`. Raises ProblemsError with every wrong field's name.
     """
     merged, problems = merge_overrides(values, overrides)
-    refused = bool(problems)
     if isinstance(name := merged.get("deepspeed"), str):
-        merged["deepspeed"] = _read_deepspeed(
-            name, folder, is_override=any(text.startswith("deepspeed=") for text in overrides)
-        )
+        merged["deepspeed"] = _read_deepspeed(name, folder)
     try:
         config = Config.model_validate(merged, context={"is_file": True})
     except ValidationError as error:
         items = error.errors(include_url=False)
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
-        settings = dict(flatten(long_forms(merged)))
-        problems += dict.fromkeys(describe_error(item, given, settings) for item in items)
-        steps, more = ("", []) if refused else _steps(items, merged, settings, given, origin)
-        problems += [problem for problem in more if problem not in problems]
-        in_file = [item for item in items if ".".join(map(str, item["loc"])) not in given]
-        is_ours = bool(steps) and "model" in values
-        if not is_ours and sum(str(*item["loc"][-1:]) in OF_OTHERS for item in in_file) > 1 and Path(origin).is_file():
-            problems = [problem for problem in problems if not problem.startswith("model: missing")]
-            steps = "\n  this looks like another trainer's file; translate it:"
-            steps += f"\n  flatout convert {shlex.quote(origin)} --to ours.yaml"
-        raise ProblemsError(origin, problems, steps) from None
+        is_file = Path(origin).is_file()
+        problems += [problem_of(item, given, is_file=is_file) for item in items]
+        theirs = [item for item in items if str(*item["loc"][-1:]) in FOREIGN_NAMES]
+        end = f"\n  another trainer's file? `flatout convert {shlex.quote(origin)} --to ours.yaml` translates it"
+        raise _problems_error(origin, problems, end * (is_file and len(theirs) > 1)) from None
     if problems:
-        changes = mentioned(problems[0]) if len(problems) == 1 else []
-        raise ProblemsError(origin, problems, next_steps((shlex.join(changes), "")) if changes else "")
+        raise _problems_error(origin, problems)
     return config
 
 
-def _steps(
-    items: Sequence[Any], merged: Mapping[str, Any], settings: Mapping[str, Any], given: Mapping[str, str], origin: str
-) -> tuple[str, list[str]]:
-    """Return the step that mends all refused settings, and what is wrong with their values under our names.
-
-    It is a changed command or call, or what to write in the file. It was tried: none that is refused is proposed.
-    """
-    changes, names, problems, num_known = list[str](), list[str](), list[str](), len(items)
-    for _ in range(2):  # the value of a name of others may be refused, too
-        problems += [describe_error(item, given, settings) for item in items]
-        if (known := steps_of(items, None if origin == "config" else given, settings)) is None:
-            return "", []
-        made = {one.partition("=")[0] for one in known[0]}
-        changes = [*(one for one in changes if one.partition("=")[0] not in {*made, *known[1]}), *known[0]]
-        names += known[1]
-        wanted = [one for one in changes if one != RESTART]
-        mended, refused = merge_overrides(without(long_forms(merged), names), wanted)
-        if refused:
-            return "", []
-        try:
-            Config.model_validate(mended, context={"is_file": True})
-            break
-        except ValidationError as error:
-            items, settings = error.errors(include_url=False), dict(flatten(mended))
-            given = {**given, **{name: value for name, _, value in (one.partition("=") for one in changes)}}
-    else:
-        return "", []
-    in_file = {*names} - {*given, "model"}
-    if origin == "config" or not in_file:
-        why = why_of(changes) or "for example" * any("for example" in said for said in problems)
-        return next_steps((shlex.join([*changes, "instead", "of", *names]), why)), problems[num_known:]
-    if Path(origin).suffix not in (".yaml", ".yml") or not changes:
-        return "", []
-    written, _ = merge_overrides({}, changes)
-    lines = [f"\n  in {origin}: {as_yaml({name: value})[1:-1]}" for name, value in written.items()]
-    return "".join(lines), problems[num_known:]
+def _problems_error(origin: str, problems: Sequence[Problem], end: str = "") -> ProblemsError:
+    texts = list(dict.fromkeys(problem.text for problem in problems))
+    return ProblemsError(origin, [*texts[:-1], texts[-1] + end], [] if end else together(problems))
 
 
-def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """Return a copy of `values` with `a.b=value` overrides applied, unchecked, and what is wrong with each override."""
-    merged, problems = copy.deepcopy(dict(values)), list[str]()
+    merged, problems = copy.deepcopy(dict(values)), list[Problem]()
     data = [text.removeprefix("data=") for text in overrides if text.startswith("data=")]
     if len(data) > 1:  # of another setting the last one counts; here rows would be left out
-        problems.append(f"data: given more than once; to use all of them, set data: [{', '.join(data)}]")
-    return merged, problems + [problem for text in overrides if (problem := _apply_override(merged, text))]
+        problems.append(Problem("data: given more than once", (Fix({"data": data}, "all of them"),)))
+    return merged, problems + [Problem(said) for text in overrides if (said := _apply_override(merged, text))]
 
 
 def dump_config(config: Config, *, only_given: bool = False) -> str:
@@ -304,27 +260,23 @@ def _instead_of(path: Path) -> str:
     for file in (path / "config.yaml", path / "run.yaml", Path("runs") / path / "config.yaml"):
         if file.is_file():
             what = "run" if is_run_folder(file.parent) else "folder"
-            return f"{path} is a {what}; its settings are in {file}{next_steps((f'{file} instead of {path}', ''))}"
+            return f"{path} is a {what}; its settings are in {file}"
     if (path / "config.json").is_file():
-        words = f"model={path} data={(files_of_rows() or ['chats.jsonl'])[0]} instead of {path}"
-        return f"{path} is a model, not a YAML file; pass it as model={path}{next_steps((words, 'for example'))}"
+        return f"{path} is a model, not a YAML file; pass it as model={path}"
     if path.exists():
-        files = sorted(path.glob("*/config.yaml"))
-        step = next_steps((f"{files[0]} instead of {path}", "")) if len(files) == 1 else ""
-        shown = ", ".join(map(str, files[:3]))
-        return f"{path} {f'holds runs; to continue one, give its settings: {shown}' if files else 'is a folder'}{step}"
+        shown = ", ".join(map(str, sorted(path.glob("*/config.yaml"))[:3]))
+        return f"{path} {f'holds runs; to continue one, give its settings: {shown}' if shown else 'is a folder'}"
     user, here = unknown_user(path), Path(path.name)
     if user and here.is_file():
-        return f"{path}: {user}; did you mean {here}?{next_steps((f'{here} instead of {path}', ''))}"
+        return f"{path}: {user}; did you mean {here}?"
     if near := did_you_mean(path):
         return f"{path}: no such file{near}"
     there = [str(file) for file in path.parent.glob("*.y*ml") if file.is_file()] if path.parent.is_dir() else []
     there.sort(key=lambda file: (file != "run.yaml", file))
     listing = f"; files here include {', '.join(there[:4])}" if there else ""
-    step = next_steps((shlex.join([there[0], "instead", "of", str(path)]), "for example")) if there else ""
     new = path if path.suffix in YAML_TYPES else "run.yaml"
     written = "" if path.suffix == ".py" else f"; `flatout init {shlex.quote(str(new))}` writes one"
-    return f"{path}: {user or f'no such file{listing}{written}'}{step}"
+    return f"{path}: {user or f'no such file{listing}{written}'}"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -338,12 +290,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SecurityError(f"{path}:{line}: {error.problem}; only plain values are allowed") from error
     except yaml.YAMLError as error:
         if path.suffix in ROW_TYPES:
-            step = next_steps((f"model=Qwen/Qwen3-0.6B data={path} instead of {path}", ""))
-            raise UsageError(f"{path} holds rows, not settings; pass it as data={path}{step}") from error
+            fix = Fix({"model": "Qwen/Qwen3-0.6B", "data": str(path)}, "for example")
+            raise UsageError(f"{path} holds rows, not settings", [fix]) from error
         refuse_line(path, text)
         raise UsageError(f"{path}: {yaml_fault(error)}") from error
     except (UsageError, SecurityError) as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise error.at(path) from None
     except ValueError as error:
         # an impossible date, or a number with thousands of digits
         raise UsageError(f"{path}: a value cannot be read: {str(error).partition(';')[0]}") from error
@@ -360,7 +312,7 @@ def _kind(value: object) -> str:
     return _KINDS.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
-def _read_deepspeed(name: str, folder: Path, *, is_override: bool) -> dict[str, Any]:
+def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
     path = Path(name)
     with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
@@ -370,10 +322,8 @@ def _read_deepspeed(name: str, folder: Path, *, is_override: bool) -> dict[str, 
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
         stage = next(iter(re.findall(r"[123]", name)), "3")
-        step = next_steps((f"strategy=zero{stage} instead of deepspeed strategy", "")) if is_override else ""
-        instead = f"; for a stage without a file set strategy: zero{stage} and leave deepspeed out{step}"
-        instead = instead if "missing" in str(error) else ""
-        raise UsageError(f"deepspeed: {error}{instead}") from error.__cause__
+        fix = Fix({"strategy": f"zero{stage}"}, "a stage without a file; leave deepspeed out")
+        raise UsageError(f"deepspeed: {error.text}", [] if path.is_file() else [fix]) from error.__cause__
     if not isinstance(values, dict):
         raise UsageError(f"deepspeed: {path}: expected a JSON object, found {_kind(values)}")
     return values
@@ -391,10 +341,9 @@ def _require_own(path: Path) -> None:
     """Raise UsageError for a file that does not import flatout and set `config`, such as another trainer's script."""
     needed = (r"(?:import|from) flatout\b", r"config\b[^=\n]*=")
     if not all(re.search(rf"^[ \t]*{pattern}", read_text(path), re.MULTILINE) for pattern in needed):
-        step = f"\n  flatout convert {shlex.quote(str(path))} --to ours.yaml"
         raise UsageError(
             f"{path}: not run: a configuration imports flatout.Config and must set `config` to one; another trainer's "
-            f"script is translated{step}"
+            f"script is translated by `flatout convert {shlex.quote(str(path))} --to ours.yaml`"
         )
 
 
@@ -404,7 +353,7 @@ def run_python(path: Path) -> dict[str, Any]:
     try:
         return runpy.run_path(str(path))
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
+        raise error.at(path) from error
     except OF_OWN_CODE as error:
         raise UsageError(
             f"{path}{line_of(error, path)}: the configuration's own code failed with {type(error).__name__}: "
@@ -420,20 +369,31 @@ def _run_python(path: Path, overrides: Sequence[str]) -> Config:
     return make_config(config.model_dump(mode="json"), overrides, origin=str(path))
 
 
+def _no_override(text: str) -> str:
+    """Say what a word behind the configuration is, which is no override."""
+    if text.endswith(ROW_TYPES):
+        return f"{text} holds rows; pass it as data={text}"
+    if Path(text, "config.json").is_file():
+        return f"{text} is a model; pass it as model={text}"
+    if text.endswith((".yaml", ".yml")):
+        return f"{text}: settings come from one file, and another stands before it; leave it out"
+    return f"{text!r} is not an override; write section.name=value, such as lora.rank=32"
+
+
 def _apply_override(values: dict[str, Any], text: str) -> str | None:
     name, equals, raw = text.partition("=")
     if not equals or not name:
-        return f"{text!r} is not an override; write section.name=value, such as lora.rank=32"
+        return _no_override(text)
     try:
         value = yaml.load(raw, Loader=_StrictLoader)
     except (UsageError, SecurityError) as error:
         return f"{name}: {error}"
     except (yaml.YAMLError, ValueError):
         if raw[:1] != "*":
-            return f"{name}: the value {raw!r:.200} is not valid YAML"
+            return f"{name}: the value {raw!r:.200} is not valid YAML; one with spaces is one word in quotes"
         value = raw  # a glob is text
     if value is None and values.get(name) and name in ("model", "data"):
-        raise UsageError(f"{text} is empty; leave it out{next_steps((f'instead of {text}', 'keeps that of the file'))}")
+        raise UsageError(f"{text} is empty; leave it out, which keeps that of the file")
     *sections, last = name.split(".")
     holder = values
     for section in sections:

@@ -29,6 +29,7 @@ from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.section import PathText, Section, refuse_unused, short_form
 from flatout.config.shortcuts import expand
 from flatout.config.track import TrackConfig
+from flatout.errors import Fix, SettingError
 
 __all__ = [
     "NAME_PATTERN",
@@ -124,17 +125,17 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if not self.fraction:
-            refuse_unused(self, ("split_by",), "needs a share of the rows; set eval.fraction: 0.05")
+            refuse_unused(self, ("split_by",), "needs a share of the rows", Fix({"eval.fraction": 0.05}))
         if self.fraction and self.data:
             raise ValueError("fraction and data are both given; keep one: leave eval.fraction out")
         if self.patience and not self.every_steps:
-            raise ValueError("patience needs every_steps: set eval.every_steps: 0.1")
+            raise SettingError("patience needs every_steps", Fix({"eval.every_steps": 0.1}))
         if not (self.fraction or self.data):
-            why = "needs rows to evaluate on; set eval.fraction: 0.05, or eval.data to a data set"
+            why, fix = "needs rows to evaluate on", Fix({"eval.fraction": 0.05}, "or eval.data, a data set")
             rest = ("every_steps", "patience", "best", "min_delta", "max_new_tokens", "temperature", "worst_samples")
-            refuse_unused(self, rest, why)
+            refuse_unused(self, rest, why, fix)
             if self.prompts:
-                raise ValueError(f"prompts {why}")
+                raise SettingError(f"prompts {why}", fix)
         if self.prompts == []:
             refuse_unused(self, ("max_new_tokens", "temperature"), "prompts: []")
         return self
@@ -280,27 +281,26 @@ class Config(Section):
     def _sections_belong_to_the_method(self) -> Self:
         for section, given in ({"lora": self.lora, "base": self.base} if self.method == "full" else {}).items():
             if changed := given.model_dump(exclude_defaults=True):
-                end = f"keep one: leave {section}.{min(changed)} out, or choose method: lora"
-                raise ValueError(f"{section} is only for method: lora, as full trains the weights themselves; {end}")
+                text = f"{section} is only for method: lora, as full trains the weights themselves"
+                raise SettingError(f"{text}; leave {section}.{min(changed)} out", Fix({"method": "lora"}))
         alone = self.lora.dropout or self.lora.dora
         if self.base.storage == "nf4" and self.base.computes_in_fp8 and alone:
-            raise ValueError(
-                "base.compute: fp8 over nf4 fuses layers, which lora.dropout and lora.dora do not allow; "
-                "set base.compute: model"
-            )
+            text = "base.compute: fp8 over nf4 fuses layers, which lora.dropout and lora.dora do not allow"
+            raise SettingError(text, Fix({"base.compute": "model"}))
         if self.method == "lora" and self.full != FullConfig():
             name = min(self.full.model_fields_set, default="weights")
-            raise ValueError(f"full is only for method: full; keep one: leave full.{name} out, or choose method: full")
+            raise SettingError(f"full is only for method: full; leave full.{name} out", Fix({"method": "full"}))
         if self.method == "lora" and self.experts.bias_update:
             raise ValueError(
                 "experts.bias_update is only for method: full, as an adapter's file has no place for a router's bias"
             )
         if self.full.update == "backward" and self.optim.max_grad_norm is not None:
-            raise ValueError(
-                "full.update: backward never holds all gradients, so it cannot clip; set optim.max_grad_norm: null"
-            )
+            text = "full.update: backward never holds all gradients, so it cannot clip"
+            raise SettingError(text, Fix({"optim.max_grad_norm": None}))
         if self.freeze and self.method != "full":
-            raise ValueError("freeze is only for method: full, as lora freezes all base weights; set method: full")
+            raise SettingError(
+                "freeze is only for method: full, as lora freezes all base weights", Fix({"method": "full"})
+            )
         return self
 
     @model_validator(mode="after")
@@ -321,7 +321,7 @@ class Config(Section):
         """Refuse the model's or the data's folder as run_dir: a run writes, renames and removes files there."""
         sources = [source.path for source in self.data.sources]
         if problem := folder_problem(self.folder, self.data.root, self.model.name, sources):
-            raise ValueError(problem)
+            raise problem
         return self
 
     @model_validator(mode="after")
@@ -329,9 +329,10 @@ class Config(Section):
         traits = STRATEGIES.get(self.strategy)  # None for auto
         shards = traits is not None and traits.shards_state
         if shards and (why := self.reason_against_sharding):
-            raise ValueError(f"strategy: {self.strategy} does not work with {why}; change that or set strategy: ddp")
+            raise SettingError(f"strategy: {self.strategy} does not work with {why}", Fix({"strategy": "ddp"}))
         if self.sharding.replicas is not None and not (traits and traits.has_replicas):
-            raise ValueError(f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}")
+            text = f"sharding.replicas is only for strategy: hsdp; got strategy: {self.strategy}"
+            raise SettingError(text, Fix({"strategy": "hsdp"}))
         deepspeed.check(self)
         check_parallel(self)
         if traits and not shards:
@@ -340,14 +341,16 @@ class Config(Section):
         if self.strategy == "single" and self.comm != CommConfig():
             raise ValueError("comm.compress has no effect with strategy: single, which does not communicate")
         if self.sharding.offload and not shards:
-            raise ValueError(f"sharding.offload needs a strategy that shards, not {self.strategy}; set strategy: fsdp")
+            text = f"sharding.offload needs a strategy that shards, not {self.strategy}"
+            raise SettingError(text, Fix({"strategy": "fsdp"}))
         return self
 
     @model_validator(mode="after")
     def _experts_can_be_shared(self) -> Self:
         num_ranks = self.experts.parallel
         if num_ranks > 1 and (why := self._reason_against_sharing_experts):
-            raise ValueError(f"experts.parallel: {num_ranks} does not work with {why}; change that or set it to 1")
+            text = f"experts.parallel: {num_ranks} does not work with {why}"
+            raise SettingError(text, Fix({"experts.parallel": 1}))
         return self
 
     @property

@@ -9,6 +9,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from flatout.errors import Fix, SettingError
+
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PathText = Annotated[str, Path]
 """A path, or a hub id or name that is looked up as a path first."""
@@ -88,11 +90,12 @@ def with_paths(value: Any, change: Callable[[str], str], is_path: bool = False) 
     return type(value)(change(path) + str(value)[len(path) :])
 
 
-def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *, path: str = "") -> None:
-    """Raise ValueError if one of `names` differs from its default; `why` is what makes it have no effect.
+def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *fixes: Fix, path: str = "") -> None:
+    """Raise SettingError if one of `names` differs from its default; `why` is what makes it have no effect.
 
     `path` is that of the section, such as "sharding.", where the error is not raised by the section itself.
     """
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{path}{name} {why if why.startswith('needs ') else f'has no effect with {why}'}")
+            text = f"{path}{name} {why if why.startswith('needs ') else f'has no effect with {why}'}"
+            raise SettingError(text, *fixes)
