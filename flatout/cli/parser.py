@@ -76,7 +76,9 @@ def hint_for(option: str, known: Sequence[str], verb: str) -> str:
     near = [FOREIGN_OPTIONS.get(verb, {}).get(option, ""), f"--{ours.rpartition('.')[2].replace('_', '-')}"]
     near = [one for one in near if one.split()[:1] and (one.split()[0] in known or one.isupper())]
     near += difflib.get_close_matches(option, known, n=1, cutoff=0.7)
-    return f"did you mean {near[0]}?" if near else f"`flatout {verb} --help` lists all options"
+    if not near:
+        return f"`flatout {verb} --help` lists all options"
+    return f"{near[0]} has no option, it stands behind {verb}" if near[0].isupper() else f"did you mean {near[0]}?"
 
 
 def example_of(verb: Sequence[str]) -> str:

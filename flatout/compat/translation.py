@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from flatout.config.names import OF_OTHERS
+from flatout.config.names import FOREIGN_NAMES
 from flatout.errors import ProblemsError
 
 
@@ -185,7 +185,7 @@ def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = ""
 
 def renamed(names: str) -> dict[str, Rule]:
     """Make rules for names whose values need no conversion; their settings are those that errors suggest."""
-    return {name: to(OF_OTHERS[name]) for name in names.split()}
+    return {name: to(FOREIGN_NAMES[name]) for name in names.split()}
 
 
 def number(setting: str, null_up_to: float | None = None) -> Rule:

@@ -100,7 +100,8 @@ def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
         return (value_meant(_MAIN.get(name, name), value),) if isinstance(value, str | int | float) else ()
     if knows_value(name, value):
         return (value_meant(name, value),)
-    near = difflib.get_close_matches(str(value).lower(), choices_of(name), n=1)
+    full = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+    near = difflib.get_close_matches(str(value).lower(), choices_of(full), n=1)
     if item["type"] == "literal_error" and near:
         return (Fix({name: near[0]}),)
     if item["type"] == "value_error":

@@ -188,7 +188,7 @@ def make_config(
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
         is_file = Path(origin).is_file()
         problems += [problem_of(item, given, is_file=is_file) for item in items]
-        theirs = [item for item in items if str(*item["loc"][-1:]) in FOREIGN_NAMES]
+        theirs = [one for one in items if one["loc"][-1:] and one["loc"][-1] in FOREIGN_NAMES.keys() - given.keys()]
         end = f"\n  another trainer's file? `flatout convert {shlex.quote(origin)} --to ours.yaml` translates it"
         raise _problems_error(origin, problems, end * (is_file and len(theirs) > 1)) from None
     if problems:

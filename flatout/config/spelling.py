@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import yaml
+
 from flatout.config.shortcuts import SHORTCUTS
 from flatout.errors import Fix, FlatoutError, as_text
 
@@ -46,7 +48,7 @@ def in_python(fix: Fix) -> str:
 def in_studio(fix: Fix) -> str:
     """Spell a fix as fields of a form; empty if it is no setting."""
     is_option = any(name[:2] == "--" for name in fix.settings)
-    return "" if is_option else ", ".join(f"{name}: {as_text(value)}" for name, value in fix.settings.items())
+    return "" if is_option else ", ".join(f"{name}: {_written(value)}" for name, value in fix.settings.items())
 
 
 @contextmanager
@@ -61,13 +63,22 @@ def spelled_for(spell: Callable[[Fix], str]) -> Iterator[None]:
 
 def _words(name: str, value: Any) -> Iterator[str]:
     if name[:2] != "--":
-        yield f"{name}={as_text(value)}"
+        yield f"{name}={_written(value)}"
     elif isinstance(value, list | dict):  # such as --special-token, once for each
         parts = value if isinstance(value, list) else [f"{key}={as_text(part)}" for key, part in value.items()]
         for part in parts:
             yield from (name.removesuffix("s"), as_text(part))
     else:
         yield from [name] if value is True else (name, as_text(value))
+
+
+def _written(value: Any) -> str:
+    """Return a value as YAML on one line: a text in quotes if YAML would take it for something else."""
+    try:
+        is_plain = not isinstance(value, str) or yaml.safe_load(value) == value
+    except yaml.YAMLError:
+        is_plain = False
+    return as_text(value) if is_plain else json.dumps(value)
 
 
 def _literal(value: Any) -> str:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import flatout
-from flatout.config.names import OF_OTHERS, dotted_names
+from flatout.config.names import FOREIGN_NAMES, dotted_names
 from flatout.config.read import dump_config, load_config, make_config
 from flatout.config.schema import Config, ModelConfig, OptimConfig
 from flatout.errors import ProblemsError, SecurityError, UsageError
@@ -339,4 +339,4 @@ def test_names_of_other_trainers_name_ours(theirs: str, ours: str) -> None:
 
 
 def test_every_suggestion_is_a_setting() -> None:
-    assert {name.partition(":")[0] for name in OF_OTHERS.values()} <= set(dotted_names())
+    assert {name.partition(":")[0] for name in FOREIGN_NAMES.values()} <= set(dotted_names())

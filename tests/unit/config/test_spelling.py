@@ -1,100 +1,78 @@
-"""An error is written once, and spelled for who reads it."""
+"""What mends a mistake is one value, and each door spells it."""
 
-import ast
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
+import yaml
 
 from flatout.config.read import make_config
-from flatout.config.spelling import STUDIO, Caller, spelled
-from flatout.errors import next_steps
-
-COMMAND = Caller("command", ["train", "run.yaml", "lr=1e-4", "seed=1"])
-PYTHON = Caller("python", ["train"])
-PROSE = "it does not fit; set recompute: full or base.storage: nf4, or use data.max_tokens: 512"
+from flatout.config.spelling import as_data_options, in_python, in_studio, on_command_line, spelled_for
+from flatout.errors import Fix, UsageError
 
 
 @pytest.mark.parametrize(
-    ("caller", "text"),
+    ("settings", "command", "python", "studio"),
     [
-        (
-            COMMAND,
-            "it does not fit; set recompute=full or base.storage=nf4, or use data.max_tokens=512\n"
-            "  flatout train run.yaml lr=1e-4 seed=1 recompute=full",
-        ),
-        (
-            PYTHON,
-            'it does not fit; set recompute="full" or storage="nf4", or use max_tokens=512\n'
-            '  flatout.train(..., recompute="full")',
-        ),
-        (STUDIO, PROSE),
-    ],
-)
-def test_settings_in_a_sentence(caller: Caller, text: str) -> None:
-    assert spelled(PROSE, caller) == text
-
-
-def test_facts_about_settings_stay_as_they_are() -> None:
-    facts = "settings differ:\n  - optim.lr: 0.1 in the checkpoint, 0.2 now\n  - seed: 1 was given"
-    assert all(spelled(facts, caller) == facts for caller in (COMMAND, PYTHON, STUDIO))
-
-
-@pytest.mark.parametrize(
-    ("words", "on_command", "in_python", "in_studio"),
-    [
-        ("name=run-2", "flatout train run.yaml lr=1e-4 seed=1 name=run-2", 'flatout.train(..., name="run-2")',
-         "Name of the run: run-2"),
-        ("seed=2", "flatout train run.yaml lr=1e-4 seed=2", "flatout.train(..., seed=2)", "seed: 2"),
-        ("optim.lr=1e-4 instead of lr", "flatout train run.yaml optim.lr=1e-4 seed=1", "flatout.train(..., lr=1e-4)",
-         "optim.lr: 1e-4"),
-        ("--restart", "flatout train run.yaml lr=1e-4 seed=1 --restart", "flatout.train(..., restart=True)", None),
-        ("gpus=[0,1]", "flatout train run.yaml lr=1e-4 seed=1 'gpus=[0,1]'", "flatout.train(..., gpus=[0, 1])",
-         "gpus: [0,1]"),
-        ("other.yaml instead of run.yaml", "flatout train other.yaml lr=1e-4 seed=1",
-         '"other.yaml" instead of "run.yaml"', None),
-        ("2e-4 instead of 1e-4", "flatout train run.yaml lr=2e-4 seed=1", '"2e-4" instead of "1e-4"', None),
-        ("b.jsonl instead of a.jsonl", None, '"b.jsonl" instead of "a.jsonl"', None),
+        ({"batch.layout": "rows"}, "batch.layout=rows", 'batch={"layout": "rows"}', "batch.layout: rows"),
+        ({"lora.rank": 8}, "lora.rank=8", "rank=8", "lora.rank: 8"),
+        ({"optim.lr": "1e-4"}, "optim.lr=1e-4", "lr=1e-4", "optim.lr: 1e-4"),
+        ({"gpus": [0, 1], "device": "cuda"}, "'gpus=[0,1]' device=cuda", 'gpus=[0, 1], device="cuda"',
+         "gpus: [0,1], device: cuda"),
+        ({"optim.max_grad_norm": None}, "optim.max_grad_norm=null", 'optim={"max_grad_norm": None}',
+         "optim.max_grad_norm: null"),
+        ({"--restart": True}, "--restart", "restart=True", ""),
+        ({"--to": "vllm"}, "--to vllm", 'to="vllm"', ""),
+        ({"data.template": "plain"}, "data.template=plain", '{"data": {"template": "plain"}} as the first argument',
+         "data.template: plain"),
+        ({"base.storage": "nf4", "base.compute": "model"}, "base.storage=nf4 base.compute=model",
+         'storage="nf4", base={"compute": "model"}', "base.storage: nf4, base.compute: model"),
     ],
 )  # fmt: skip
-def test_next_steps(words: str, on_command: str | None, in_python: str, in_studio: str | None) -> None:
-    text = "refused" + next_steps((words, "why"))
-    for caller, step in ((COMMAND, on_command), (PYTHON, in_python), (STUDIO, in_studio)):
-        assert spelled(text, caller) == "refused" + (f"\n  {step}  # why" if step else "")
+def test_each_door_spells_a_fix(settings: dict[str, Any], command: str, python: str, studio: str) -> None:
+    fix = Fix(settings)
+    assert (on_command_line(fix), in_python(fix), in_studio(fix)) == (command, python, studio)
+
+
+def test_a_data_set_is_built_with_options() -> None:
+    assert as_data_options(Fix({"data.max_tokens": 512})) == "--max-tokens 512"
+    assert as_data_options(Fix({"data.keys": {"bad": "masked", "meta": "ignored"}})) == (
+        "--key bad=masked --key meta=ignored"
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus"),
-    [(2, [0, 1]), ("2", [0, 1]), ("0,1", [0, 1]), ("3,", [3]), ("1, 3", [1, 3]), ([0, 2], [0, 2]), (None, None)],
-)
-def test_gpus_may_be_a_number_or_a_list(given: object, gpus: list[int] | None) -> None:
-    assert make_config({"model": "m", "gpus": given}).gpus == gpus
-    if given is not None:
-        assert make_config({"model": "m"}, [f"gpus={given}"]).gpus == gpus
-
-
-@pytest.mark.parametrize(
-    "value",
+    "settings",
     [
-        "a: b: c",
-        "[1, 2",
-        "{",
-        "it's",
-        'say "hi"',
-        "*x",
-        "@home",
-        "%",
-        "\t",
-        "2026-11-26",
-        ".inf",
-        "nan",
-        "- ",
-        "",
-        "!!x y",
+        {"optim.lr": "1e-4"}, {"name": "yes"}, {"name": "1"}, {"gpus": [0]}, {"optim.max_grad_norm": None},
+        {"checkpoint.allow_change": ["optim.lr", "seed"]}, {"eval.fraction": 0.05}, {"batch.shuffle": False},
+        {"lora.targets": ["q_proj", "v_proj"]}, {"data.sources": [{"path": "a b.jsonl"}]},
     ],
-)
-def test_a_value_that_is_no_yaml_is_spelled_as_text(value: str) -> None:
-    text = "refused" + next_steps((f"name={value}", ""))
-    for caller in (COMMAND, PYTHON, STUDIO):
-        assert spelled(text, caller).startswith("refused")
-    call = ast.parse(PYTHON.setting("name", value), mode="exec")
-    assert isinstance(call.body[0], ast.Assign)
-    ast.literal_eval(call.body[0].value)
+)  # fmt: skip
+def test_what_is_spelled_is_accepted_and_means_the_fix(settings: dict[str, Any]) -> None:
+    fix, name = Fix(settings), next(iter(settings))
+    words = on_command_line(fix).strip("'")
+
+    def value_of(config: Any) -> Any:
+        for part in name.split("."):
+            config = getattr(config, part)
+        return config
+
+    typed = value_of(make_config({"model": "m"}, [words]))
+    first = {"data": settings[name]} if name == "data" else {}
+    nested: dict[str, Any] = {"model": "m", **first}
+    section, _, last = name.partition(".")
+    nested |= {section: {last: settings[name]}} if last else settings
+    assert typed == value_of(make_config(nested))
+    assert yaml.safe_load(in_studio(fix).partition(": ")[2]) is not ...
+
+
+def test_an_error_is_spelled_for_its_door_and_keeps_its_values() -> None:
+    error = UsageError("rank 0 is too small", [Fix({"lora.rank": 8}, "the default"), Fix({"--restart": True})])
+    assert str(error) == "rank 0 is too small\n  try lora.rank=8  # the default\n  try --restart=true"
+    with pytest.raises(UsageError) as caught, spelled_for(in_studio):
+        raise error.at("run.yaml")
+    assert str(caught.value) == "run.yaml: rank 0 is too small\n  try lora.rank: 8  # the default"
+    assert caught.value.fixes == error.fixes
+    assert str(error).startswith("rank 0")
