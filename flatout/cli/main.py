@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flatout import __version__
 from flatout.cli.parser import Parser, example_of, hint_for, options_of
@@ -165,8 +165,9 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
 def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise UsageError for options of other trainers that are settings here, such as `--lr 1e-4`, all at once."""
     from flatout.config.names import default_of, resolve_alias
+    from flatout.config.problems import Problem, together
 
-    known, found, settings, why = [*options_of(parser, ())], list[str](), dict[str, Any](), ""
+    known, found = [*options_of(parser, ())], list[Problem]()
     for index, word in enumerate(argv):
         option, equals, given = (f"-{word}" if re.match(r"-[a-z]{2}", word) else word).partition("=")
         if option[:2] != "--" or option == "--" or any(one.startswith(option) for one in known):
@@ -178,16 +179,14 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
         alias = resolve_alias(off, value if off == name else False, is_option=True)
         if isinstance(alias, str):
             raise UsageError(f"there is no option {option}; {alias}")
-        if alias is None:
-            continue
-        found.append(option)
-        for setting, meant in alias.settings.items():
-            needs = meant is True and default_of(setting) not in (True, False)
-            settings[setting] = default_of(setting) if needs else meant
-            why = "for example" if needs else why or alias.why
+        if alias is not None:
+            (setting, meant), *_ = alias.settings.items()
+            needs = meant is True and not isinstance(default_of(setting), bool)
+            fix = Fix({setting: default_of(setting)}, "for example") if needs else alias
+            found.append(Problem(option, (fix,)))
     if found:
-        what = f"{', '.join(found)}: a setting, which is written without dashes"
-        raise UsageError(f"there is no option {what}", [Fix(settings, why)])
+        options = ", ".join(problem.text for problem in found)
+        raise UsageError(f"there is no option {options}: a setting is written without dashes", together(found))
 
 
 def _refuse_unknown_options(argv: Sequence[str], subparser: argparse.ArgumentParser) -> None:

@@ -69,13 +69,14 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
 
 
 def together(problems: Collection[Problem]) -> list[Fix]:
-    """Return the fixes of problems: of one its own, of several one that mends them all, none if one has none."""
+    """Return the fixes of problems: of one its own, of several one that mends them all; none if they contradict."""
     if len(problems) == 1:
         return [*next(iter(problems)).fixes]
-    if not all(problem.fixes for problem in problems):
-        return []
-    first = [problem.fixes[0] for problem in problems]
-    return [Fix({name: value for fix in first for name, value in fix.settings.items()})] if first else []
+    first = [problem.fixes[0] for problem in problems if problem.fixes]
+    changes = [change for fix in first for change in fix.settings.items()]
+    settings = dict(changes)
+    is_one = len(first) == len(problems) and all(settings[name] == value for name, value in changes)
+    return [Fix(settings, next((fix.why for fix in first if fix.why), ""))] if is_one else []
 
 
 def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
@@ -92,7 +93,9 @@ def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
     if alias is None:
         return Problem(f"{name}: unknown key; leave it out (`flatout init --all` writes all known keys)")
     # an override adds the right key, but leaves the wrong one in its file
-    return Problem(f"{name}: unknown key; did you mean {next(iter(alias.settings))}?", () if is_file else (alias,))
+    why = f" ({alias.why})" if alias.why else ""
+    text = f"{name}: unknown key; did you mean {next(iter(alias.settings))}?{why}"
+    return Problem(text, () if is_file else (Fix(alias.settings),))
 
 
 def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
