@@ -164,7 +164,7 @@ def _refuse_verb(argv: Sequence[str]) -> NoReturn:
 
 def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise UsageError for options of other trainers that are settings here, such as `--lr 1e-4`, all at once."""
-    from flatout.config.names import default_of, resolve_alias
+    from flatout.config.names import default_of, from_yaml, resolve_alias
     from flatout.config.problems import Problem, together
 
     known, found = [*options_of(parser, ())], list[Problem]()
@@ -174,7 +174,8 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
             continue
         after = next(iter(argv[index + 1 : index + 2]), "-")
         is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
-        name, value = option[2:].replace("-", "_"), given if equals else after if is_value else True
+        name = option[2:].replace("-", "_")
+        value = from_yaml(given) if equals else from_yaml(after) if is_value else True
         off = name.removeprefix("no_") if value is True else name  # --no-packing
         alias = resolve_alias(off, value if off == name else False, is_option=True)
         if isinstance(alias, str):

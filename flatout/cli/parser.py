@@ -78,7 +78,7 @@ def hint_for(option: str, known: Sequence[str], verb: str) -> str:
     near += difflib.get_close_matches(option, known, n=1, cutoff=0.7)
     if not near:
         return f"`flatout {verb} --help` lists all options"
-    return f"{near[0]} has no option, it stands behind {verb}" if near[0].isupper() else f"did you mean {near[0]}?"
+    return f"write {near[0]} right after {verb}" if near[0].isupper() else f"did you mean {near[0]}?"
 
 
 def example_of(verb: Sequence[str]) -> str:

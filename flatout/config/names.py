@@ -113,6 +113,14 @@ def _field_of(name: str) -> Any:
     return field
 
 
+def from_yaml(text: str) -> Any:
+    """Return the value that a typed text has as YAML; the text itself if it is no YAML."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
 def as_yaml(value: Any) -> str:
     """Return a plain value as YAML on one line."""
     return (
