@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ _CLASS_NAME = re.compile(r"\b(?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception): ")
 _TYPE = re.compile(r"<class '([\w.]+)'>")
 _LINK = re.compile(r" For further information visit \S+")
 PLAIN_TYPES = (bool, int, float, str, list, dict, type(None))
+_PLAIN = re.compile(r"[^\W\d][\w./+-]*(?: [\w./+-]+)*|(?:\.{0,2}|~)/[\w./+-]*")
+_YAML_WORDS = {"true", "false", "yes", "no", "on", "off", "null"}
 # begins a line of an error that says how to go on; config/spelling.py spells it for the reader
 STEP = "  > "
 
@@ -76,10 +79,16 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_text, value))}]"
+        return f"[{','.join(map(_inner_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {as_text(inner)}' for key, inner in value.items())}}}"
+        return f"{{{', '.join(f'{_inner_text(key)}: {_inner_text(inner)}' for key, inner in value.items())}}}"
     return str(value)
+
+
+def _inner_text(value: Any) -> str:
+    """Return a part of a list or mapping as YAML: a text in quotes if it would be read as something else."""
+    is_plain = not isinstance(value, str) or (_PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS)
+    return as_text(value) if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 class UsageError(FlatoutError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import require_docstrings
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
@@ -76,20 +76,22 @@ def progress_console() -> ConsoleCallback:
 
 def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bool) -> T:
     """Return what `read` makes of data; columns that it proposes are taken on a yes at a terminal, or with `takes`."""
+    from flatout.config.data import SourceConfig  # lazy, as all that reads rows
     from flatout.data.rows.formats.parser import ColumnsError
 
     while True:
         try:
             return read(data)
         except ColumnsError as error:
-            of_source = next(one for one in data.sources if one.path == error.source)
-            message = ", ".join(f"{ours} is {theirs}" for ours, theirs in error.columns.items())
-            message = printable(f"{of_source.path}: {message}")
+            sources = [SourceConfig(**one) for one in error.fixes[0].settings["data.sources"]]
+            pairs = zip(sources, data.sources, strict=True)
+            mapped = next(new for new, old in pairs if new.columns != old.columns)
+            message = ", ".join(f"{ours} is {theirs}" for ours, theirs in mapped.columns.items())
+            message = printable(f"{mapped.path}: {message}")
             if not (takes or _agrees(f"Take columns of {message}? [y/N] ")):
+                error.fixes = (Fix({"--yes": True}, "takes these columns"), *error.fixes)
                 raise
             print(f"columns    {message}", flush=True)
-            mapped = of_source.model_copy(update={"columns": {**of_source.columns, **error.columns}})
-            sources = [mapped if one is of_source else one for one in data.sources]
             data = data.model_copy(update={"sources": sources})
 
 

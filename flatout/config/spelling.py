@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import yaml
 
-from flatout.config.shortcuts import SHORTCUTS
+from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
 from flatout.errors import Fix, FlatoutError, as_text
 
 _KEYWORDS = {setting: keyword for keyword, setting in SHORTCUTS.items()}
@@ -19,15 +19,23 @@ _KEYWORDS = {setting: keyword for keyword, setting in SHORTCUTS.items()}
 
 def on_command_line(fix: Fix) -> str:
     """Spell a fix as words of a command: `lora.rank=8 --restart`."""
-    return shlex.join(word for name, value in fix.settings.items() for word in _words(name, value))
+    return shlex.join(_all_words(fix.settings))
 
 
 def as_data_options(fix: Fix) -> str:
-    """Spell a fix as options of `flatout data build`, which has one for each setting of a data set."""
-    options = {
-        f"--{name[5:].replace('_', '-')}" if name[:5] == "data." else name: fix.settings[name] for name in fix.settings
+    """Spell a fix as words of `flatout data build`, which has an option for each setting of a data set and of sources.
+
+    Those of sources are for all of them; a setting of another section is none of a data set.
+    """
+    settings = {
+        name[5:]: value for name, value in fix.settings.items() if name[:5] == "data." and name != "data.sources"
     }
-    return on_command_line(Fix(options))
+    for source in fix.settings.get("data.sources", ()):
+        settings |= {name: value for name, value in source.items() if name not in ("path", "weight")}
+    options = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    paths = fix.settings.get("data", [])
+    options |= {name: value for name, value in fix.settings.items() if name[:2] == "--"}
+    return shlex.join([*([paths] if isinstance(paths, str) else paths), *_all_words(options)])
 
 
 def in_python(fix: Fix) -> str:
@@ -41,6 +49,8 @@ def in_python(fix: Fix) -> str:
             of_data[last] = value
         else:
             keywords.setdefault(section, {})[last] = value
+    if sources := of_data.get("sources"):
+        of_data, keywords["data"] = {}, {**LONG_FORMS["data"](sources[0]["path"]), **of_data}
     first = [f'{{"data": {_literal(of_data)}}} as the first argument'] if of_data else []
     return ", ".join([*first, *(f"{name}={_literal(value)}" for name, value in keywords.items())])
 
@@ -59,6 +69,10 @@ def spelled_for(spell: Callable[[Fix], str]) -> Iterator[None]:
     except FlatoutError as error:
         error.spell = spell
         raise
+
+
+def _all_words(settings: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in _words(name, value)]
 
 
 def _words(name: str, value: Any) -> Iterator[str]:

@@ -24,6 +24,7 @@ from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
 from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
+from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.formats.parser import RowParser, make_parser
 from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import RowSource, local_source, open_source
@@ -33,8 +34,8 @@ from flatout.data.templates.template import template_text
 from flatout.data.token_store import MANIFEST, StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
-from flatout.data.workers import ROWS_PER_CHUNK, Chunk, tokenize_chunks, usable_procs
-from flatout.errors import DataError, UsageError
+from flatout.data.workers import ROWS_PER_CHUNK, Chunk, Problem, tokenize_chunks, usable_procs
+from flatout.errors import DataError, Fix, UsageError
 from flatout.io.file_lock import locked
 from flatout.io.kept_facts import code_identity
 from flatout.io.redact import printable, redacted
@@ -95,10 +96,12 @@ def open_or_build(
         line = f"{len(config.added_tokens) - len(old)} new tokens; the tokenizer has {facts.num_tokens:,}"
         log(line + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     registry.load(config.root)  # one that flatout did not write ends here
-    sources = [open_source(source, log) for source in config.sources]
+    with with_sources(config.sources):
+        sources = [open_source(source, log) for source in config.sources]
     meta, content = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
-    with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log):
+    lock = locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log)
+    with lock, with_sources(config.sources):
         store = None
         if folder.exists():
             if not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
@@ -111,9 +114,8 @@ def open_or_build(
                 store, change = None, "its pictures are read again"
             if store is None and not replaces:
                 _choose_parsers(sources, config.sources)  # columns that no format reads are told first
-                raise UsageError(
-                    f"data set {config.name!r} already exists and differs: {change}; use another --name, or --replace"
-                )
+                fixes = [Fix({"--replace": True}, "replaces it"), Fix({"--name": f"{config.name}-2"}, "keeps both")]
+                raise UsageError(f"data set {config.name!r} already exists and differs: {change}", fixes)
             reused = f"Reusing {folder}: same content, tokenizer, template and settings"
             if store and store.num_pictures:
                 reused += "; its pictures are those that were read then: `data build --replace` reads them again"
@@ -134,10 +136,11 @@ def refuse_early(config: DataConfig, tokenizer_name: str) -> None:
     has_template = config.template is not None or not has_no_template(name)
     is_built = registry.built_dir(config.root, config.name).exists()
     for source in () if is_built else config.sources:
-        if (opened := local_source(source)) is None:
-            continue
-        rows = islice(opened.rows(_quiet), _ROWS_TO_DETECT)
-        parser, first = _choose_parser(opened.name, source, rows)
+        with with_sources(config.sources):
+            if (opened := local_source(source)) is None:
+                continue
+            rows = islice(opened.rows(_quiet), _ROWS_TO_DETECT)
+            parser, first = _choose_parser(opened.name, source, rows)
         if not has_template and any(_is_chat(parser, row) for row in chain([first], rows)):
             template_text(TokenizerFacts("", 0, None), None, name)
 
@@ -158,7 +161,7 @@ def _kept_store(
     try:
         store = TokenStore.open(folder)
     except DataError as error:
-        return None, str(error)
+        return None, error.text
     asked = meta.settings.items()
     known = {name: value for name, value in asked if name in store.meta.settings or value != _DEFAULTS[name]}
     if not store.meta.has_content(_fingerprint(content | {"settings": known})):
@@ -392,10 +395,10 @@ def _choose_parser(name: str, config: SourceConfig, rows: Iterator[RawRow]) -> t
 
 
 def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport, log: Log) -> Iterator[Chunk]:
-    problems: list[str] = []
+    problems: list[Problem] = []
 
     def bad_row(error: DataError) -> None:
-        problems.append(str(error))
+        problems.append((error.text, error.fixes))
         report.check_unread(problems)
 
     for index, (source, parser) in enumerate(readers):

@@ -8,17 +8,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from flatout.config.schema import DataConfig
+from flatout.data.conversation import Origin
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
 from flatout.data.tokenize import LOSING
-from flatout.data.workers import Chunk, TokenizedChunk
-from flatout.errors import DataError, next_steps
+from flatout.data.workers import Chunk, Problem, TokenizedChunk
+from flatout.errors import DataError, Fix
 
 MAX_PROBLEMS = 5
 _CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left", "too_long": "too long"}
@@ -42,6 +43,7 @@ MAX_LISTED, MAX_LISTED_PROBLEMS = 200_000, 10_000
 _UNASKED = -1
 _MAX_LOST_TOKENS = 0.2  # share of label tokens that a length policy may lose which nobody asked for
 _MAX_TYPED = 0.1  # share of plain texts that may contain special tokens before the build stops
+_SKIP = Fix({"data.on_bad_row": "skip"}, "leaves such rows out")
 
 TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
@@ -51,7 +53,7 @@ TOLD_EVERY_S = 30.0
 class _News:
     """What happened to rows: errors of bad ones, (what, file, row) of others, and rows of each length."""
 
-    problems: list[str]
+    problems: list[Problem]
     listed: list[tuple[str, str, int]]
     lengths: Counter[int]
 
@@ -67,7 +69,7 @@ class BuildReport:
         self._config, self._most_rows = config, most_rows
         self._most: int | None = _UNASKED
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         # row numbers by what happened, then by file
         self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in _LISTED}
         self._num_listed: Counter[str] = Counter()
@@ -94,7 +96,7 @@ class BuildReport:
         self._num_pieces += done.num_units
         self._check(len(chunk.rows) + len(problems))
 
-    def check_unread(self, problems: list[str]) -> None:
+    def check_unread(self, problems: list[Problem]) -> None:
         """Raise DataError if so many rows could not even be read, of which no chunk is counted yet."""
         if self._config.on_bad_row == "error" and len(problems) >= MAX_PROBLEMS:
             self.problems += problems
@@ -106,7 +108,9 @@ class BuildReport:
         return {
             "counts": self.counts,
             "num_pieces": self._num_pieces,
-            "problems": [problem for part in news for problem in part.problems],
+            "problems": [
+                (text, [(fix.settings, fix.why) for fix in fixes]) for part in news for text, fixes in part.problems
+            ],
             "listed": [row for part in news for row in part.listed],
             "lengths": list(sum((part.lengths for part in news), Counter[int]()).items()),
         }
@@ -115,7 +119,8 @@ class BuildReport:
         """Take over what an earlier build counted; call it for each of its states, in order."""
         self.counts = Counter(state["counts"])
         self._num_pieces = state["num_pieces"]
-        self._take(_News(state["problems"], state["listed"], Counter(dict(state["lengths"]))))
+        problems = [(text, tuple(Fix(*fix) for fix in fixes)) for text, fixes in state["problems"]]
+        self._take(_News(problems, state["listed"], Counter(dict(state["lengths"]))))
 
     def _take(self, news: _News) -> None:
         self.problems += news.problems[: max(0, MAX_LISTED_PROBLEMS - len(self.problems))]
@@ -154,26 +159,24 @@ class BuildReport:
         if config.too_long == "error" and counts["too_long"]:
             raise DataError(
                 f"{counts['too_long']} {of} rows are over max_tokens={config.max_tokens} ({spread}): "
-                f"{self._some('too_long')}; raise data.max_tokens, or set data.too_long to drop, truncate or split"
-                f"{self._longer()}"
+                f"{self._some('too_long')}",
+                [self._longer("p100"), Fix({"data.too_long": "drop"}, "leaves them out")],
             )
         if counts["no_labels"] > _MAX_SHARES["no_labels"] * most_rows:
             is_all = counts["no_labels"] == counts["rows"]
-            advice = (
-                "add one to each, such as an assistant's message"
-                if is_all
-                else "remove them, or set data.on_bad_row: skip"
-            )
+            advice = "add one to each, such as an assistant's message" if is_all else "add one to each, or remove them"
             raise DataError(
                 f"{counts['no_labels']} {of} rows have no answer to learn from (none, an empty one, or train: false): "
-                f"{self._some('no_labels')}; {advice}"
+                f"{self._some('no_labels')}; {advice}",
+                [_SKIP] * (not is_all),
             )
         if counts["lost_labels"] > _MAX_SHARES["lost_labels"] * most_rows:
+            drop = [Fix({"data.too_long": "drop"}, "leaves out all longer rows")]
+            fixes = [self._longer("p99"), *drop * (min(self._lengths) <= (config.max_tokens or 0))]
             raise DataError(
                 f"{counts['lost_labels']} {of} rows lose all labels at max_tokens={config.max_tokens} "
-                f"({spread}): {self._some('lost_labels')}; raise data.max_tokens"
-                f"{', set data.too_long: drop' * (min(self._lengths) <= (config.max_tokens or 0))}"
-                f"{', or set data.on_bad_row: skip' * (counts['lost_labels'] < read)}{self._longer()}"
+                f"({spread}): {self._some('lost_labels')}",
+                [*fixes, *[_SKIP] * (counts["lost_labels"] < read)],
             )
 
     def close(self, num_samples: int, num_distinct: int) -> None:
@@ -192,8 +195,9 @@ class BuildReport:
                 f"data set {config.name!r} is empty: of {rows} rows {counts['bad']} were bad, "
                 f"{counts['no_labels']} had no labels, {counts['too_long']} were too long, "
                 f"{counts['lost_labels']} lost all labels when truncated"
-                + (f"; the first: {self.problems[0]}" if self.problems else "")
-                + f"; read from {', '.join(source.path for source in config.sources)}"
+                + (f"; the first: {self.problems[0][0]}" if self.problems else "")
+                + f"; read from {', '.join(source.path for source in config.sources)}",
+                self.problems[0][1] if self.problems else (),
             )
 
     def _check_lost_tokens(self) -> None:
@@ -202,17 +206,18 @@ class BuildReport:
         lost = sum(counts[f"{fate}_labels"] for fate in LOSING)
         if config.too_long == "auto" and lost > _MAX_LOST_TOKENS * counts["label_tokens"]:
             # auto drops pairs and labelled answers only, which cannot be cut
-            policies = "drop" if counts["too_long"] else "truncate, drop or split"
+            accepts = Fix({"data.too_long": "drop" if counts["too_long"] else "truncate"}, "accepts the loss")
             fates = ", ".join(f"{counts[fate]:,} rows {what}" for fate, what in _CUT.items() if counts[fate])
             lengths = ", ".join(f"{percentile} {tokens:,}" for percentile, tokens in self._percentiles.items())
             raise DataError(
                 f"{lost:,} of {counts['label_tokens']:,} label tokens ({lost / counts['label_tokens']:.1%}) are lost "
-                f"at max_tokens={config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}; raise "
-                f"data.max_tokens, or set data.too_long to {policies}, which accepts the loss{self._longer()}"
+                f"at max_tokens={config.max_tokens}: {fates}; lengths of rows in tokens: {lengths}",
+                [self._longer("p99"), accepts],
             )
 
-    def _longer(self) -> str:
-        return next_steps((f"data.max_tokens={self._spread()['p99']}", "keeps 99 of 100 rows whole"))
+    def _longer(self, percentile: str) -> Fix:
+        rows = {"p99": "99 of 100 rows", "p100": "all rows"}[percentile]
+        return Fix({"data.max_tokens": self._spread()[percentile]}, f"keeps {rows} whole")
 
     def _spread(self) -> dict[str, int]:
         """Return percentiles of the rows' lengths in tokens, before the length policy."""
@@ -239,7 +244,7 @@ class BuildReport:
             "split": f"rows were split into windows of {self._config.max_tokens} tokens",
             "typed_control": "rows contain control tokens as text; they were encoded as text" + learnt,
             "split_by_question": f"conversations became {counts['questions']} samples, one for each question: the chat "
-            "template writes earlier answers otherwise than inference shows them (data.lost_reasoning: split)",
+            "template writes earlier answers otherwise than inference shows them (data.lost_reasoning=split)",
             "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
             "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
             "reasoning_as_text": "answers have reasoning in <think> tags, which stay as they are; the chat template "
@@ -251,7 +256,7 @@ class BuildReport:
             "name such a file .tsv, with a line of column names, to read its columns",
             "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
             "equal_rows": "rows were dropped: equal to an earlier row (data.dedupe)",
-            "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe: near)",
+            "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe=near)",
             "duplicates": "samples are duplicates; they are kept",
         }
         if counts["pictures"]:
@@ -267,7 +272,7 @@ class BuildReport:
                 "answers begin with their prompt, which a model learns to repeat; remove it there"
             )
         if self._config.dedupe == "off":
-            texts["duplicates"] += "; data.dedupe: exact leaves out rows that repeat an earlier one"
+            texts["duplicates"] += "; data.dedupe=exact leaves out rows that repeat an earlier one"
         notes = list(unit_notes(counts))
         for name, what in texts.items():
             note = f"{counts[name]} {what}"
@@ -289,42 +294,42 @@ class BuildReport:
             "counts": dict(sorted(self.counts.items())),
             "length_percentiles": self._percentiles,
             "notes": notes,
-            "bad_rows": [problem.partition("\n")[0] for problem in self.problems],
+            "bad_rows": [text for text, _ in self.problems],
             "rows": {name: {file: list(rows) for file, rows in files.items()} for name, files in self._listed.items()},
         }
 
     def _check_special_tokens(self) -> None:
         counts, config = self.counts, self._config
         num_texts = counts["documents"] + counts["conversations"]
-        most, keep = _MAX_TYPED * num_texts, "data.special_tokens: keep"
+        most, as_text = _MAX_TYPED * num_texts, Fix({"data.special_tokens": "text"}, "encodes them as text")
         if config.special_tokens != "text" and counts["typed_control"] > most:
-            keep += " and data.template: plain" * bool(counts["conversations"])
+            plain = {"data.template": "plain"} if counts["conversations"] else {}
             raise DataError(
                 f"{counts['typed_control']} of {num_texts} texts contain special tokens of the tokenizer "
-                f"({self._some('typed_control')}): they look already formatted with a chat template; set "
-                f"{keep} to read them as tokens, or set data.special_tokens: text to encode them as text"
+                f"({self._some('typed_control')}): they look already formatted with a chat template",
+                [Fix({"data.special_tokens": "keep", **plain}, "reads them as tokens"), as_text],
             )
         if config.special_tokens is None and counts["template_marks"] > most:
             marks = [name.removeprefix("markup:") for name in counts if name.startswith(("markup:<", "markup:["))]
             raise DataError(
                 f"{counts['template_marks']} of {num_texts} texts contain {', '.join(sorted(marks))}: they look "
                 "already formatted with a chat template, whose markers are no tokens here; use its model's tokenizer, "
-                "remove the markers, or set data.special_tokens: text to encode them as text"
+                "or remove the markers",
+                [as_text],
             )
 
     def _some(self, name: str) -> str:
-        origins = (f"{file}:{row}" for file, rows in self._listed[name].items() for row in rows)
+        origins = (f"{Origin(file, row)}" for file, rows in self._listed[name].items() for row in rows)
         return ", ".join(islice(origins, MAX_PROBLEMS)) + (", ..." if self.counts[name] > MAX_PROBLEMS else "")
 
-    def _stop(self) -> None:
-        parts = [problem.partition("\n") for problem in self.problems[:MAX_PROBLEMS]]
-        lines = "".join(f"\n  - {said}" for said, _, _ in parts)
-        # rows of one kind have the same steps
-        steps = "".join(dict.fromkeys(f"\n{step}" for _, _, more in parts for step in more.splitlines()))
-        raise DataError(
-            f"data set {self._config.name!r}: bad rows, so nothing was built (set data.on_bad_row: skip to drop them)"
-            f"{lines}{steps}"
-        )
+    def _stop(self) -> NoReturn:
+        problems = self.problems[:MAX_PROBLEMS]
+        lines = "".join(f"\n  - {text}" for text, _ in problems)
+        are_all = 0 < self.counts["rows"] == self.counts["bad"]
+        # rows of one kind have the same fixes
+        fixes = {str(fix): fix for _, of_row in problems for fix in (*of_row, *[_SKIP] * (not are_all))}
+        said = f"data set {self._config.name!r}: bad rows, so nothing was built"
+        raise DataError(said + lines, [*fixes.values()])
 
 
 @dataclass

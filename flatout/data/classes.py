@@ -39,7 +39,7 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
             if len(counts) > MAX_LABELS:
                 raise DataError(
                     f"{row.origin}: label {list(counts)[-1]!r:.60} is the {len(counts):,}th; a data set may have "
-                    f"{MAX_LABELS:,}: map your column to label, such as columns: {{label: category}}"
+                    f"{MAX_LABELS:,}: name the column of your classes `label`"
                 )
     if not counts:
         return readers

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = get_args(Role)
+
+
+def is_in_memory(path: str) -> bool:
+    """Whether a file is a copy of rows in Python (see flatout.api.inputs): a person knows no name and no settings."""
+    return re.fullmatch(r"(?:.*/)?in_memory/data-\w+/rows\.\w+", path) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +24,8 @@ class Origin:
     row_number: int
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.row_number}"
+        number, source = self.row_number, self.source
+        return f"row {number} of your data" if is_in_memory(source) else f"{source}:{number}"
 
 
 @dataclass(frozen=True, slots=True)

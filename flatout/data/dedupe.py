@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flatout.config.data import Dedupe
 from flatout.data.row_keys import EXACT_WORDS, INDEXED_WORDS, KEY_WORDS, are_near, mixed
 from flatout.data.workers import TokenizedChunk
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 
 # an index is 54 to 70 % full
 _MAX_LOAD, _GROWTH, _MIN_SLOTS = 0.7, 1.3, 1 << 12
@@ -63,7 +63,8 @@ class Index:
         if most > MOST_NUMBERS:
             raise DataError(
                 f"data.dedupe: {len(keys):,} different rows exceed the {MOST_NUMBERS // self._num_places:,} that it "
-                "can tell apart; build from fewer sources, or turn it off"
+                "can tell apart; build from fewer sources",
+                [Fix({"data.dedupe": "off"}, "keeps all rows")],
             )
         if most > _MAX_LOAD * len(self._slots):
             slots = self._slots

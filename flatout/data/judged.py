@@ -16,7 +16,7 @@ from flatout.data.rows.formats.classify import CLASS, CLASSIFY
 from flatout.data.rows.formats.preference import JUDGED
 from flatout.data.sampling import Readers
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 
 # labels that statistics name
 _MOST_SHOWN = 12
@@ -38,19 +38,21 @@ def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]
     _, parser = readers[0]
     if parser.format == CLASSIFY:
         if config.too_long == "split":
-            raise DataError("data.too_long: split would give a label to parts of a text; set truncate, drop or error")
+            fixes = [Fix({"data.too_long": "truncate"}, "cuts them"), Fix({"data.too_long": "drop"}, "leaves them out")]
+            raise DataError("data.too_long=split would give a label to parts of a text", fixes)
         return {CLASS: JUDGEMENTS[CLASS]}
     if parser.format not in JUDGED:
         return {}
     if config.loss_type == "all":
         raise DataError(
-            f"data.loss_type: all gives loss to prompts, but of {parser.format} rows only answers are learnt; set "
-            "response_only"
+            f"data.loss_type=all gives loss to prompts, but of {parser.format} rows only answers are learnt",
+            [Fix({"data.loss_type": "response_only"})],
         )
     if config.too_long in ("truncate", "split"):
         raise DataError(
-            f"data.too_long: {config.too_long} would keep a part of an answer, but of {parser.format} rows whole "
-            "answers are compared; set drop, error or auto"
+            f"data.too_long={config.too_long} would keep a part of an answer, but of {parser.format} rows whole "
+            "answers are compared",
+            [Fix({"data.too_long": "drop"}, "leaves out longer rows")],
         )
     every = set.intersection(*(set(each.columns) for _, each in readers))
     for name in sorted(set.union(*(set(each.columns) for _, each in readers)) - every):

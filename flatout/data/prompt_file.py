@@ -122,7 +122,7 @@ def shown_prompt(
         turns.read(messages, "messages" if "messages" in row else "prompt")
         placed = with_pictures(turns.messages, row, Reading())
     except FieldError as error:
-        raise DataError(f"{origin}: {error}") from None
+        raise DataError(f"{origin}: {error.text}") from None
     if any(message.tool_calls or message.reasoning for message in placed):
         raise DataError(f"{origin}: has tool calls or reasoning, which are not read beside pictures or lists of parts")
     sources = [picture for message in placed for picture in message.pictures]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 
 from flatout.config.schema import NAME_PATTERN, DataConfig
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, SecurityError, next_steps
+from flatout.errors import DataError, Fix, SecurityError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
 from flatout.io.json_file import read_json, validated
@@ -118,7 +117,7 @@ def find(root: Path, name: str) -> Entry:
         raise DataError(
             f"{name} contains rows and is not a built data set; "
             + (
-                f"the one built as {stem} is{next_steps((shlex.join([stem, 'instead', 'of', name]), ''))}"
+                f"the one built as {stem} is"
                 if (stem := Path(name).stem) in entries
                 else f"build one with `flatout data build {name} --tokenizer Qwen/Qwen3-0.6B --name {stem}`"
             )
@@ -126,18 +125,18 @@ def find(root: Path, name: str) -> Entry:
     built_dir(root, name)
     if name == "default":  # no data was named
         there = [*entries, *files_of_rows(), "chats.jsonl"]
-        raise DataError(f"no data is named; for example, set data: {there[0]}")
+        raise DataError("no data is named", [Fix({"data": there[0]}, "for example")])
     if not entries:
         file = (files_of_rows() or ["chats.jsonl"])[0]
-        step = next_steps((shlex.join([f"data={file}", "instead", "of", f"data={name}"]), "for example"))
         raise DataError(
             f"no data set {name!r}, and no file of that name: {root / FILE_NAME} lists no data set; name a file, or "
-            f"build one with `flatout data build {file} --tokenizer Qwen/Qwen3-0.6B --name {name}`{step}"
+            f"build one with `flatout data build {file} --tokenizer Qwen/Qwen3-0.6B --name {name}`",
+            [Fix({"data": file}, "for example")],
         )
     near = difflib.get_close_matches(name, entries, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    step = next_steps((shlex.join([(near or [*entries])[0], "instead", "of", name]), "" if near else "for example"))
-    raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}{step}")
+    fixes = [] if near else [Fix({"data": next(iter(entries))}, "for example")]
+    raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}", fixes)
 
 
 def upsert(root: Path, entry: Entry, extra: dict[str, Any] | None = None) -> None:

@@ -19,7 +19,7 @@ from flatout.config.data import Dedupe
 from flatout.data.conversation import Conversation, ParsedRow, PlainText, PreferenceRow, Sample, TokenRow
 from flatout.data.encode import TokenizedText
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 
 Decode = Callable[..., str]
 Hashes = NDArray[np.uint64]
@@ -68,7 +68,8 @@ def row_key(
         content.update(piece.loss_mask.tobytes())
         content.update(b"".join(picture.digest for picture in piece.pictures))
     if policy == "near" and any(piece.pictures for piece in pieces):
-        raise DataError("data.dedupe: near compares texts, and equal texts ask about different pictures; set exact")
+        said = "data.dedupe=near compares texts, and equal texts ask about different pictures"
+        raise DataError(said, [Fix({"data.dedupe": "exact"}, "compares pictures too")])
     if isinstance(sample, PreferenceRow):
         content.update(json.dumps([sample.units, sample.columns], sort_keys=True).encode())
     exact = np.frombuffer(content.digest(), np.uint64)

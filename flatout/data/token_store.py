@@ -39,7 +39,7 @@ MASK_RULES = 2
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _FILLED_BY = {
     "label": "write rows with prompt, completion and label (true or false)",
-    "class": "build it from rows of format: classify",
+    "class": "build it from rows with format=classify",
     "margin": "build it from pairs that all have a margin or scores",
 }
 
@@ -347,7 +347,7 @@ def read_manifest(folder: Path) -> StoreManifest:
     try:
         manifest = validated(_MANIFEST, raw, str(path), DataError)
     except DataError as error:
-        raise DataError(f"{error}; {_AGAIN}") from error
+        raise DataError(f"{error.text}; {_AGAIN}") from error
     if missing := COLUMNS.keys() - manifest.columns.keys():
         raise DataError(f"{path}: columns: {min(missing)} is missing; {_AGAIN}")
     for name, column in manifest.columns.items():

@@ -27,7 +27,7 @@ from flatout.data.rows.formats.classify import CLASS
 from flatout.data.templates.description import EARLIER, Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import begins_with_bos, control_pattern, load_tokenizer
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 from flatout.io.template_limits import bounded
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class SampleTokenizer:
             other = f"; {marker!r} opens the next turn, but is no token of this tokenizer" if marker else ""
             raise DataError(
                 f"chat template {masker.template.name!r}: nothing that it writes ends an answer, so a model would not "
-                f"learn to stop{other}; set data.end_of_turn to the text that ends one, or to none to train without"
+                f"learn to stop{other}; name the text that ends one as data.end_of_turn",
+                [Fix({"data.end_of_turn": "none"}, "trains without such a text")],
             )
         return masker
 
@@ -166,7 +167,7 @@ class SampleTokenizer:
         if self.options.empty_reasoning == "mask" and not description.empty_reasoning:
             problems.append(
                 Problem(
-                    "data.empty_reasoning: mask changes nothing: it writes no empty reasoning before an answer",
+                    "data.empty_reasoning=mask changes nothing: it writes no empty reasoning before an answer",
                     "remove the setting",
                 )
             )
@@ -196,7 +197,7 @@ class SampleTokenizer:
         for place, message in enumerate(sample.messages):
             if message.tool_calls or message.reasoning or message.pictures or sample.tools:
                 raise DataError(
-                    f"{sample.origin}: messages[{place}]: special_tokens: keep with template: plain trains texts, but "
+                    f"{sample.origin}: messages[{place}]: special_tokens=keep with template=plain trains texts, but "
                     "the row has tools, reasoning or pictures beside them; write these into the texts"
                 )
             is_answer = message.role == "assistant" or self.options.loss_type == "all"
@@ -217,7 +218,8 @@ class SampleTokenizer:
         if len(texts) != 1:
             raise DataError(
                 f"{answer.origin}: an answer holds several questions, before which the chat template writes earlier "
-                "turns otherwise, and a part of it cannot be compared; set data.lost_reasoning to mask or train"
+                "turns otherwise, and a part of it cannot be compared",
+                [Fix({"data.lost_reasoning": how}) for how in ("mask", "train")],
             )
         return texts[0]
 

@@ -34,7 +34,7 @@ from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
 from flatout.environment import set_environment
-from flatout.errors import DataError, FlatoutError, ResourceError, first_line
+from flatout.errors import DataError, Fix, FlatoutError, ResourceError, first_line
 from flatout.io.template_limits import TemplateLimitError
 
 ROWS_PER_CHUNK = 256
@@ -43,6 +43,9 @@ _SERIAL_CHUNKS = 8  # below this, starting processes costs more than it saves
 _CHUNKS_AHEAD = 4  # chunks in flight per process, to bound memory
 # imports from where this process does, whose script may have no `if __name__ == "__main__"`: it must not run again
 _SERVING = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from flatout.data.workers import serve; serve()"
+
+Problem = tuple[str, tuple[Fix, ...]]
+"""The error of a bad row without its traceback, which would hold a chunk of rows: its text, and what mends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Chunk:
     parser: RowParser
     rows: tuple[RawRow | ParsedRow, ...]
     copies: NDArray[np.int32]
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     def parse(self, row: RawRow | ParsedRow) -> ParsedRow:
         """Return the common form of one of its rows. Raises DataError."""
@@ -80,7 +83,7 @@ class TokenizedChunk:
     num_tokens: list[int]
     fates: list[str]
     typed_rows: list[int]
-    problems: list[str]
+    problems: list[Problem]
     counts: Counter[str]
     keys: NDArray[np.uint64]
     row_counts: Mapping[int, Mapping[str, int]]
@@ -137,7 +140,7 @@ def tokenize_chunks(
 def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     """Parse and tokenize the rows of one chunk; bad rows become `problems`."""
     num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
-    typed_rows, problems, counts = list[int](), dict[int, str](), Counter[str]()
+    typed_rows, problems, counts = list[int](), dict[int, Problem](), Counter[str]()
     pieces, piece_row, units = list[TokenizedText](), list[int](), list[TokenizedSample]()
     policy, row_counts = tokenizer.options.dedupe, dict[int, Mapping[str, int]]()
     keys = np.zeros((len(chunk.rows), KEY_WORDS[policy]), np.uint64)
@@ -147,7 +150,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         try:
             sample = chunk.parse(row)
         except DataError as error:
-            problems[index] = str(error)
+            problems[index] = error.text, error.fixes
             continue
         first = sample.answers[0] if isinstance(sample, PreferenceRow) else sample
         if isinstance(first, Conversation):
@@ -158,13 +161,13 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         except TemplateLimitError:
             raise  # the next row would fail too, after as long
         except DataError as error:
-            problems[index] = str(error)
+            problems[index] = error.text, error.fixes
     tokenizer.encoder.encode_ahead([text.text for _, _, texts in samples for text in texts])
     for index, sample, texts in samples:
         try:
             result = tokenizer(sample, texts)
         except DataError as error:
-            problems[index] = str(error)
+            problems[index] = error.text, error.fixes
             continue
         num_tokens[index], fates[index] = result.num_tokens, result.fate
         pieces += result.pieces
@@ -282,8 +285,8 @@ class _Worker:
                 answer: TokenizedChunk | Exception = self.end.recv()
         except (EOFError, OSError) as error:
             raise ResourceError(
-                f"a tokenizer process died (killed, or out of memory) in {_named(chunk)}; "
-                "lower data.num_procs, or look for a huge row there"
+                f"a tokenizer process died (killed, or out of memory) in {_named(chunk)}; look for a huge row there",
+                [Fix({"data.num_procs": 1}, "needs the least memory")],
             ) from error
         if isinstance(answer, Exception):
             raise answer

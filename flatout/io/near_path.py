@@ -5,11 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import shlex
 from contextlib import suppress
 from pathlib import Path
-
-from flatout.errors import next_steps
 
 # the least share of letters that two names without their endings have in common; short names have few to share
 _CUTOFF, _SHORT, _SHORT_CUTOFF, _ENDING_CUTOFF = 0.6, 3, 0.5, 0.5
@@ -81,18 +78,14 @@ def models_here() -> list[str]:
 
 
 def other_model(given: str) -> str:
-    """Return the end of an error on a model that is not there: a near folder, one that is here, or a hub id."""
+    """Return the end of an error on a model that is not there: a near folder, or those that are here; else ""."""
     if near := did_you_mean(given, is_folder=True):
         return near
     here = models_here()
-    listing = f"; model{'s' * (len(here) > 1)} here: {', '.join(here[:4])}" if here else ""
-    words = shlex.join([(here or ["Qwen/Qwen3-0.6B"])[0], "instead", "of", given])
-    return f"{listing}{next_steps((words, 'for example'))}"
+    return f"; model{'s' * (len(here) > 1)} here: {', '.join(here[:4])}" if here else ""
 
 
 def did_you_mean(given: str | Path, *, is_folder: bool = False) -> str:
-    """Return the end of an error on a path that does not exist: what is near, and the step that names it; else ""."""
+    """Return the end of an error on a path that does not exist: what is near; else ""."""
     near = near_path(given)
-    if near is None or (is_folder and not near.is_dir()):
-        return ""
-    return f"; did you mean {near}?{next_steps((shlex.join([str(near), 'instead', 'of', str(given)]), ''))}"
+    return "" if near is None or (is_folder and not near.is_dir()) else f"; did you mean {near}?"

@@ -109,7 +109,7 @@ def columns(source: str, emit: Emit) -> dict[str, Any]:
     try:
         make_parser(SourceConfig(path=workspace.relative(path), hub=False), row)
     except ColumnsError as error:
-        return {"found": shown, "columns": error.columns, "problem": unknown}
+        return {"found": shown, "columns": error.fixes[0].settings["data.sources"][0]["columns"], "problem": unknown}
     except DataError as error:
         return {"found": shown, "columns": {}, "problem": unknown if unknown in str(error) else str(error)}
     return {"found": shown, "columns": {}, "problem": ""}

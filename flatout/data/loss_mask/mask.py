@@ -31,7 +31,7 @@ from flatout.data.loss_mask.turns import PROBES, Rendering, Span, TurnFinder, Un
 from flatout.data.templates.description import TemplateDescription
 from flatout.data.templates.forms import RawMessage
 from flatout.data.templates.template import RENDER_ERRORS, TOOLS, ChatTemplate
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 
 _MAX_EDGES = 4096
 
@@ -160,7 +160,8 @@ class Masker:
                 whole = spans if self._marked_source is None else _joined(spans)
                 self._check_ended(text, messages, layout.spans if layout else (), runs, whole)
         except UnprovenMaskError as error:
-            raise DataError(f"{conversation.origin}: chat template {self.template.name!r}: {error}") from error
+            said = f"{conversation.origin}: chat template {self.template.name!r}: {error}"
+            raise DataError(said, error.fixes) from error
         flat = [position for span in spans for position in span]
         if flat != sorted(flat):
             raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
@@ -257,9 +258,11 @@ class Masker:
             before, own_start = runs.around(turn)[:2] if turn in runs else (0, 0)
             if shut := self._closed.search(text, before, own_start):
                 into = "put it into reasoning_content, or " if closed else ""
+                remedy, fixes = self.template.remedy("reasoning")
                 raise UnprovenMaskError(
                     f"messages[{turn}] (assistant): the template writes {shut[0]!r} before its reasoning, as for an "
-                    f"answer without any; {into}{self.template.remedy('reasoning')}"
+                    f"answer without any; {into}{remedy}",
+                    *fixes,
                 )
 
     def _check_ended(
@@ -312,7 +315,8 @@ class Masker:
             )
         raise UnprovenMaskError(
             f"{where}: nothing ends it where other messages follow, so a model would not learn to stop; use "
-            "data.lost_reasoning: split, or another template (data.template)"
+            "another template (data.template)",
+            Fix({"data.lost_reasoning": "split"}, "makes each question a sample of its own"),
         )
 
     def _without_silent(
@@ -447,5 +451,6 @@ def _check_lost(template: ChatTemplate, conversation: Conversation, lost: Iterab
         elif kind != "other":
             where = f"messages[{turn}] ({conversation.messages[turn].role})" if turn >= 0 else "tools"
             what = "them" if kind == "tools" else "part of it" if kind == "cut" else f"its {kind}"
-            raise DataError(f"{conversation.origin}: {where}: the chat template drops {what}; {template.remedy(kind)}")
+            remedy, fixes = template.remedy(kind)
+            raise DataError(f"{conversation.origin}: {where}: the chat template drops {what}; {remedy}", fixes)
     return tuple(dropped)

@@ -20,7 +20,7 @@ from flatout.data.templates.description import (
 )
 from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
-from flatout.errors import DataError
+from flatout.errors import DataError, as_text
 
 Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
 """Renders messages with tools; returns the text and the ranges of its answers. Raises DataError."""
@@ -300,7 +300,7 @@ def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> st
             except DataError:
                 continue
             left = {other.answer for other in find_mismatches(switched)}
-            setting = f"data.template_args: {{{name}: {str(value).lower()}}} makes them equal"
+            setting = f"data.template_args={as_text({name: value})} makes them equal"
             if left < unequal and mismatch.answer not in left:
                 return setting
             if mismatch.answer not in left and not for_some:
@@ -313,7 +313,7 @@ def _remedy(template: ChatTemplate, mismatch: Mismatch, unequal: Set[str]) -> st
     if for_some:
         return for_some
     if mismatch.answer == EARLIER:
-        return "data.lost_reasoning: split (the default) makes each question a sample of its own, as inference shows it"
+        return "data.lost_reasoning=split (the default) makes each question a sample of its own, as inference shows it"
     return (
         "no variable of the template makes them equal: set data.template to a copy of it (.jinja) that adds the first "
         "text to ask for an answer"

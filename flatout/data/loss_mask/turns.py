@@ -21,7 +21,7 @@ from flatout.data.conversation import PICTURE
 from flatout.data.templates.forms import RawMessage
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.tokenizer import markup_pattern
-from flatout.errors import DataError
+from flatout.errors import DataError, SettingError
 
 Span = tuple[int, int]
 _MARKUP_CHARS = 128  # no tag is longer
@@ -29,7 +29,7 @@ _MARKUP_CHARS = 128  # no tag is longer
 PROBES = ("QxprobeoneZkj", "WyprobetwoVhg")
 
 
-class UnprovenMaskError(ValueError):
+class UnprovenMaskError(SettingError):
     """What carries loss in the rendered text could not be proved."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -102,7 +103,8 @@ class Downloads:
             content = web.read(url)
             held, size = xxhash.xxh3_128_digest(content) + content, len(content)
         except DataError as error:
-            path, held = path.with_suffix(".failed"), str(error).encode(errors="replace")
+            failure = [error.text, [(fix.settings, fix.why) for fix in error.fixes]]
+            path, held = path.with_suffix(".failed"), json.dumps(failure).encode()
         with self._disk.resource_errors("write", path), self._disk.open_new(path) as file:
             file.write(held)
         return size, True

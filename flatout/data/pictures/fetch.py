@@ -7,6 +7,7 @@ strangers reach nothing in a local network (server-side request forgery).
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
 import ssl
 import string
@@ -27,7 +28,7 @@ from urllib.parse import quote, urlsplit
 
 from flatout import __version__
 from flatout.data.pictures.read import MAX_FILE_BYTES, URL
-from flatout.errors import DataError, UsageError, reason_of
+from flatout.errors import DataError, Fix, UsageError, reason_of
 
 ATTEMPTS, MAX_REDIRECTS = 3, 5
 # without a byte for so long, and for a whole picture
@@ -48,7 +49,8 @@ def downloaded(folder: Path, url: str) -> bytes:
     path = download_path(folder, url)
     if path.exists():
         return path.read_bytes()[DIGEST_BYTES:]
-    raise DataError(path.with_suffix(".failed").read_text(encoding="utf-8"))
+    text, fixes = json.loads(path.with_suffix(".failed").read_text(encoding="utf-8"))
+    raise DataError(text, [Fix(*fix) for fix in fixes])
 
 
 def download_path(folder: Path, url: str) -> Path:
@@ -56,21 +58,21 @@ def download_path(folder: Path, url: str) -> Path:
     return folder / sha256(url.encode(errors="surrogatepass")).hexdigest()
 
 
-def why_not_allowed(url: str, domains: Sequence[str]) -> str:
-    """Return why a URL must not be downloaded where only these domains may be asked; empty if it may."""
+def not_allowed(url: str, domains: Sequence[str]) -> DataError | None:
+    """Return why a URL must not be downloaded where only these domains may be asked; None if it may."""
     try:
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").rstrip("."), parts.port
     except ValueError as error:
-        return f"it is not a valid URL: {reason_of(error)}"
+        return DataError(f"it is not a valid URL: {reason_of(error)}")
     if not URL.match(url) or not host or "%" in parts.netloc:
-        return "only http:// and https:// with a plain host are downloaded"
+        return DataError("only http:// and https:// with a plain host are downloaded")
     if "@" in parts.netloc:
-        return "a URL with a password is not downloaded; remove the password"
+        return DataError("a URL with a password is not downloaded; remove the password")
     if any(fnmatchcase(host, domain) for domain in domains):
-        return ""
-    listed = ", ".join(f"'{one}'" if {*"*:"} & {*one} else one for one in [*domains, host])
-    return f"{host} is not an allowed host; to download from it, set data.allowed_media_domains: [{listed}]"
+        return None
+    allows = Fix({"data.allowed_media_domains": [*domains, host]}, "downloads from it")
+    return DataError(f"{host} is not an allowed host", [allows])
 
 
 class Web:
@@ -101,8 +103,8 @@ class Web:
 
     def read(self, url: str) -> bytes:
         """Return the bytes at a URL, asked for up to ATTEMPTS times. Raises DataError."""
-        if why := why_not_allowed(url, self._domains):
-            raise DataError(why)
+        if refused := not_allowed(url, self._domains):
+            raise refused
         host, pause_s = urlsplit(url).netloc.lower(), 0.0
         for attempt in range(ATTEMPTS):
             if self._failures[host] >= _MOST_FAILURES:
@@ -268,6 +270,6 @@ class _Redirects(request.HTTPRedirectHandler):
         self._domains = domains
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if why := why_not_allowed(newurl, self._domains):
-            raise DataError(f"it is redirected, and {why}")
+        if refused := not_allowed(newurl, self._domains):
+            raise refused.at("it is redirected")
         return super().redirect_request(req, fp, code, msg, headers, newurl)

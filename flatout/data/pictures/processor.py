@@ -86,7 +86,7 @@ class PictureProcessor:
         if not files:
             raise DataError(
                 f"{name!r} has no image processor ({' or '.join(_FILES)}), so its model reads none; choose a "
-                "vision-language model, or set keys: {images: ignored} if the texts stand alone"
+                "vision-language model, or give the source keys={images: ignored} if its texts stand alone"
             )
         self._name, self._file, self._tokenizer, num_tokens = name, files[0], tokenizer, len(tokenizer)
         try:

@@ -180,7 +180,7 @@ def _content(source: PictureSource, where: str, root: Path, download: Callable[[
         try:
             return download(value)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+            raise error.at(where) from None
     if _BARE_BASE64.fullmatch(value):
         raise DataError(f"{where}: looks like base64, not like a path; write data:image/png;base64, before it")
     value = unquote(value.removeprefix("file://")) if value.startswith("file:///") else value

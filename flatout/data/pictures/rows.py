@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flatout.data.conversation import PICTURE, Conversation
 from flatout.data.loss_mask.mask import MaskedText
-from flatout.data.pictures.fetch import downloaded, why_not_allowed
+from flatout.data.pictures.fetch import downloaded, not_allowed
 from flatout.data.pictures.processor import Picture, PictureProcessor
 from flatout.errors import DataError
 
@@ -40,7 +40,7 @@ class RowPictures:
         try:
             mark = self._processor.mark
         except DataError as error:
-            raise DataError(f"{sample.origin}: {sample.pictures[0].place} is a picture, but {error}") from None
+            raise DataError(f"{sample.origin}: {sample.pictures[0].place} is a picture, but {error.text}") from None
         if any(mark in message.content for message in sample.messages):
             raise DataError(f"{sample.origin}: a text holds {mark}, the placeholder of an image; remove it")
         return mark
@@ -62,4 +62,4 @@ class RowPictures:
 
 def _refused(url: str) -> bytes:
     """Raise DataError with the setting that allows to download a picture."""
-    raise DataError(why_not_allowed(url, ()))
+    raise not_allowed(url, ()) or DataError(f"{url} was not downloaded")

@@ -11,7 +11,7 @@ from typing import Any
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.read import row_type, total_rows
 from flatout.data.rows.remote import Log, RemoteFile, hub_files, hub_stats
-from flatout.errors import DataError, first_line
+from flatout.errors import DataError, Fix, first_line
 from flatout.io.address import Stat
 from flatout.io.kept_facts import find_facts, keep_facts
 
@@ -67,7 +67,7 @@ def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
         return _of_files(source, name, kept.facts, log)
     if pinned and kept:
         log(f"{name}: {source.revision or 'main'} was commit {kept.facts['commit']}, and is {pinned[1]} now")
-    if pinned and (addresses := _addresses(builder, split, name)):
+    if pinned and (addresses := _addresses(builder, split, name, source.path)):
         stats = hub_stats(addresses, log)
         num_rows = total_rows(hub_files(stats, log))
         facts = {"commit": pinned[1], "files": [asdict(stat) for stat in stats], "num_rows": num_rows}
@@ -83,12 +83,13 @@ def _of_files(source: SourceConfig, name: str, facts: Mapping[str, Any], log: Lo
     return HubSet(name, f"hf://datasets/{source.path}@{facts['commit']}", files, facts["num_rows"])
 
 
-def _addresses(builder: Any, split: str, name: str) -> list[str]:
+def _addresses(builder: Any, split: str, name: str, path: str) -> list[str]:
     """Return the files of a split; none if only `datasets` can read them as the set's page says. Raises DataError."""
     config = builder.config
     files_of = {str(key): list(files) for key, files in (config.data_files or {}).items()}
     if split not in (*files_of, "all") and _SPLIT_NAME.fullmatch(split):
-        raise DataError(f"{name}: no split {split!r}; set split to one of {', '.join(files_of)}")
+        fixes = [Fix({"data.sources": [{"path": path, "split": one}]}, "for example") for one in [*files_of][:1]]
+        raise DataError(f"{name}: no split {split!r}; it has {', '.join(files_of)}", fixes)
     options, defaults = vars(config), vars(type(config)())
     has_options = any(options[key] != defaults.get(key) for key in options.keys() - _NO_OPTIONS)
     if type(config).__name__ not in _READ_AS_FILES or has_options or split not in files_of:
@@ -123,5 +124,5 @@ def _failure(source: SourceConfig, name: str, error: Exception) -> DataError:
         f"{_CLASS.sub('', ' '.join(lines[:2])) or 'no reason given'}; "
         "There is no local file or folder of that name; check path, subset, split and revision, and log in for a "
         f"private set. If offline, run `hf download {source.path} --repo-type dataset --local-dir DIR` on a "
-        "machine with a network and set path: DIR."
+        "machine with a network and name DIR as the path."
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.archives import holds_rows, read_file
 from flatout.data.rows.read import ROW_TYPES, BadRow, RawRow, most_rows, raise_error, row_type, table_rows, total_rows
-from flatout.errors import DataError, next_steps
+from flatout.errors import DataError, Fix
 from flatout.io.allowed import require_allowed
 from flatout.io.durable_io import digest
 from flatout.io.near_path import did_you_mean, expand_home, has_rows, unknown_user
@@ -94,7 +93,7 @@ class RowSource:
 
         def count_bad(error: DataError) -> None:
             nonlocal num_bad, first
-            num_bad, first = num_bad + 1, first or str(error)
+            num_bad, first = num_bad + 1, first or error.text
             bad_row(error)
 
         empty = True
@@ -143,7 +142,7 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
                 )
         return _source_of(source, files)
     if source.hub is False or (source.hub is None and _looks_local(source.path)):
-        raise DataError(_nothing_found(source.path))
+        raise _nothing_found(source.path)
     return _open_hub(source, log)
 
 
@@ -153,7 +152,7 @@ def local_source(source: SourceConfig) -> RowSource | None:
         return None
     if not (listing := _local_files(source.path)).files:
         if source.hub is False or _looks_local(source.path):
-            raise DataError(_nothing_found(source.path))
+            raise _nothing_found(source.path)
         return None
     name, files, _ = _of_split(source, listing)
     unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
@@ -210,8 +209,9 @@ class Unread:
         if self._names and self._policy == "error":
             raise DataError(
                 f"{self._source}: {self.said('of types that flatout does not read' + beside)}; "
-                "convert or remove them, name the files to read (a glob such as DIR/**/*.jsonl), or set "
-                f"unread_files: skip to leave them out; known types: {_TYPES}"
+                "convert or remove them, or name the files to read (a glob such as DIR/**/*.jsonl); known types: "
+                f"{_TYPES}",
+                [Fix({"data.sources": [{"path": self._source, "unread_files": "skip"}]}, "leaves them out")],
             )
 
     def said(self, what: str = "are not read") -> str:
@@ -286,7 +286,9 @@ def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | Re
         return path + many, files, line * are_for_tests
     if not chosen:
         there = f"the file names contain {', '.join(named)}" if named else "no file name contains a split"
-        raise DataError(f"{source.path}: no files of split {wanted!r}: {there}; set split to one that exists")
+        likely = sorted(named, key=lambda name: not name.startswith("train"))
+        fixes = [Fix({"data.sources": [{"path": source.path, "split": name}]}, "for example") for name in likely[:1]]
+        raise DataError(f"{source.path}: no files of split {wanted!r}: {there}", fixes)
     left = [str(listing.files[file]) for file in files if file not in chosen]
     line = f"{path}: {len(left)} of {len(files)} files are left out: {', '.join(left[:_MAX_TOLD])}"
     why = f"{line}{', ...' * bool(left[_MAX_TOLD:])}; name such a file, or set its split, to train on it"
@@ -306,7 +308,7 @@ def require_local(pattern: str) -> None:
     """Raise DataError if a path that is no hub id and no data set's name has no file, folder or glob's match."""
     is_local = _looks_local(pattern) and "://" not in pattern and re.fullmatch(r"[\w-]+", pattern) is None
     if is_local and not glob.glob(str(expand_home(pattern)), recursive=True):  # noqa: PTH207
-        raise DataError(_nothing_found(pattern))
+        raise _nothing_found(pattern)
 
 
 def _looks_local(path: str) -> bool:
@@ -314,35 +316,29 @@ def _looks_local(path: str) -> bool:
     return not is_id or row_type(Path(path)) is not None
 
 
-def _nothing_found(pattern: str) -> str:
+def _nothing_found(pattern: str) -> DataError:
+    """Return the error on data that is not there, with what is near, or the files of rows beside it."""
     path = expand_home(pattern)
     parts = [part.strip() for part in pattern.split(",")]
     if parts[1:] and all(glob.glob(str(expand_home(part))) for part in parts):  # noqa: PTH207
-        step = next_steps((shlex.join([f"data=[{', '.join(parts)}]", "instead", "of", pattern]), ""))
-        return f"{pattern}: no such file; give several files as a list{step}"
+        return DataError(f"{pattern}: no such file; several files are a list", [Fix({"data": parts})])
+    user, said = unknown_user(pattern), "no such file or folder"
     if glob.has_magic(pattern):
-        return f"{pattern}: no data file matches{_files_beside(path, pattern)}"
-    if user := unknown_user(pattern):
-        return f"{pattern}: {user}{_files_beside(Path(path.name), pattern)}"
-    if path.is_symlink():
-        return f"{pattern}: a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
-    if near := did_you_mean(pattern):
-        return f"{pattern}: no such file or folder{near}"
-    return f"{pattern}: no such file or folder{_files_beside(path, pattern)}"
-
-
-def _files_beside(path: Path, pattern: str) -> str:
-    """Return the end of an error on data that is not there: the files of rows beside it, and the step that names one.
-
-    That is one of the same type, if there is one.
-    """
+        said = "no data file matches"
+    elif user:
+        path, said = Path(path.name), user
+    elif path.is_symlink():
+        said = f"a link to {path.readlink()}, which does not exist; fix the link, or name the file itself"
+        return DataError(f"{pattern}: {said}")
+    elif near := did_you_mean(pattern):
+        return DataError(f"{pattern}: {said}{near}")
     folder = path.parent
     there = [child for child in folder.iterdir() if row_type(child) and has_rows(child)] if folder.is_dir() else []
     there.sort(key=lambda child: (child.suffix != path.suffix, child.suffix != ".jsonl", child.name))
     if not there:
-        return "; give a file, a folder, a glob or a hub id (org/set)"
-    step = next_steps((shlex.join([str(there[0]), "instead", "of", pattern]), "for example"))
-    return f"; files here include {', '.join(str(child) for child in there[:4])}{step}"
+        return DataError(f"{pattern}: {said}; give a file, a folder, a glob or a hub id (org/set)")
+    listed = ", ".join(map(str, there[:4]))
+    return DataError(f"{pattern}: {said}; files here include {listed}", [Fix({"data": str(there[0])}, "for example")])
 
 
 def _digest(path: Path) -> str:

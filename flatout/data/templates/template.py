@@ -6,7 +6,6 @@ import difflib
 import inspect
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,7 +17,7 @@ from jinja2 import TemplateError
 from flatout.data.conversation import PICTURE, Message, ToolCall
 from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
 from flatout.data.tokenizer import TokenizerFacts, begins_with_bos
-from flatout.errors import DataError, FlatoutError, first_line, next_steps, reason_of
+from flatout.errors import DataError, Fix, FlatoutError, first_line, reason_of
 from flatout.io.near_path import near_path
 
 if TYPE_CHECKING:
@@ -111,24 +110,23 @@ class ChatTemplate:
                 return asked
         return form
 
-    def remedy(self, part: str) -> str:
+    def remedy(self, part: str) -> tuple[str, list[Fix]]:
         """Return what a person can do about a part of a row ("reasoning", "tools", ...) that the template drops."""
         if part == "reasoning":
             for name in REASONING_SWITCHES:
                 if self.args.get(name) is not True and re.search(rf"\b{name}\b", self.source):
                     switched = replace(self, args={**self.args, name: True})
                     if THOUGHT in (switched._probe(switched._find_form(), [_ASK, _ANSWER]) or ""):
-                        return (
-                            f"set data.template_args: {{{name}: true}}, or give {name} to these rows alone, as "
-                            "chat_template_kwargs"
-                        )
+                        fix = Fix({"data.template_args": dict(switched.args)}, "shows it in all rows")
+                        return f"give {name} to these rows alone, as chat_template_kwargs, or to all", [fix]
         if part == "tools" and TOOL_NAME in (self._probe(self.form, [_ASK, _CALL]) or ""):
             return (
                 "it writes calls, but no list of tools: describe them in the system message as the model's card says, "
-                "and remove the tools from the row; or choose another template (data.template)"
+                "and remove the tools from the row; or choose another template (data.template)",
+                [],
             )
         rest = "" if part in ("text", "tools", "cut") else f", write the {part} into the content as the model does,"
-        return f"choose a template that renders it (data.template){rest} or remove it from the row"
+        return f"choose a template that renders it (data.template){rest} or remove it from the row", []
 
     def _probe(
         self,
@@ -232,8 +230,8 @@ def template_text(
         if isinstance(own, str) and own:
             return "the tokenizer's own", own
         raise DataError(
-            f"tokenizer {tokenizer_name!r} has no chat template; set data.template to one of {', '.join(OURS)}, "
-            "or to a .jinja file"
+            f"tokenizer {tokenizer_name!r} has no chat template; name one of {', '.join(OURS)}, or a .jinja file",
+            [Fix({"data.template": OURS[0]}, "for example")],
         )
     if template in OURS:
         text = Path(__file__).with_name(f"{template}.jinja").read_text(encoding="utf-8")
@@ -246,9 +244,5 @@ def template_text(
     except (OSError, ValueError) as error:
         raise DataError(f"data.template {template[:200]!r}: cannot be read: {reason_of(error)}") from error
     near = difflib.get_close_matches(template.lower(), OURS, n=1) or [str(near_path(template) or "")]
-    hint = (
-        f"; did you mean {near[0]}?{next_steps((shlex.join([near[0], 'instead', 'of', template]), ''))}"
-        if near[0]
-        else ""
-    )
+    hint = f"; did you mean {near[0]}?" if near[0] else ""
     raise DataError(f"there is no template {template!r}; known: {', '.join(OURS)}, or a .jinja file{hint}")

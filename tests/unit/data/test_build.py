@@ -102,8 +102,9 @@ TEMPLATED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nhello<|im_end
 
 def test_special_tokens_in_plain_text_are_asked_about(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"text": TEMPLATED}] * 3 + [{"text": "words"}]
-    with pytest.raises(DataError, match=r"3 of 4 texts contain special.*rows\.jsonl:1.*data\.special_tokens: keep"):
+    with pytest.raises(DataError, match=r"3 of 4 texts contain special.*rows\.jsonl:1") as caught:
         maker.build(rows, on_bad_row="skip")
+    assert [fix.settings["data.special_tokens"] for fix in caught.value.fixes] == ["keep", "text"]
     kept = maker.build(rows, special_tokens="keep")
     assert texts(kept, small_tokenizer)[0] == TEMPLATED  # its own end, and no second one
     assert kept.sample(0).token_ids.tolist().count(small_tokenizer.eos_token_id) == 2
@@ -142,18 +143,18 @@ def test_token_rows_are_checked(maker: Maker) -> None:
 LONG = chat("the question", "the answer is yes " * 20)
 CASES: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("C7 only prompts", [{"messages": [{"role": "user", "content": "q"}]}, chat("q", "a")], {},
-     r"1 of 2 rows have no answer to learn from .*rows\.jsonl:1; remove them, or set data\.on_bad_row: skip"),
+     r"1 of 2 rows have no answer to learn from .*rows\.jsonl:1;"),
     ("C8 all labels cut off", [chat("the question " * 30, "a"), chat("q", "a")], {"max_tokens": 32},
-     r"1 of 2 rows lose all labels at max_tokens=32 \(95th percentile \d+, longest \d+ tokens\): .*rows\.jsonl:1;"),
+     r"1 of 2 rows lose all labels at max_tokens=32 \(95th percentile \d+, longest \d+ tokens\): .*rows\.jsonl:1"),
     ("C9 over-long", [LONG, chat("q", "a")], {"max_tokens": 32, "too_long": "error"},
-     r"1 of 2 rows are over max_tokens=32 .*rows\.jsonl:1; raise data\.max_tokens, or set data\.too_long"),
+     r"1 of 2 rows are over max_tokens=32 .*rows\.jsonl:1"),
     ("C11 nothing left", [LONG], {"max_tokens": 32, "too_long": "drop"},
      r"data set 'd' is empty: of 1 rows 0 were bad, 0 had no labels, 1 were too long"),
     ("C15 turn refused", [chat("q", "a"), {"messages": [{"role": "user", "content": "q"},
      {"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]}], {"template": "gemma"},
      r"rows\.jsonl:2: messages\[1\] \(system\): chat template 'gemma' rejects it"),
     ("C17 no template", [chat("q", "a")], {"template": None},
-     r"has no chat template; set data\.template to one of chatml"),
+     "has no chat template"),
     ("C4 missing role", [chat("q", "a"), {"messages": [{"content": "q"}]}], {}, r"rows\.jsonl:2: .*role"),
 ]  # fmt: skip
 
@@ -165,6 +166,9 @@ def test_bad_input_stops_the_build(maker: Maker, rows: list[Row], settings: dict
     assert caught.value.exit_code == 3
     assert not (maker.root / "data" / "built_dataset" / "d").exists()
     assert registry.load(maker.root / "data") == {}
+    assert bool(caught.value.fixes) == ("is empty" not in message)
+    for fix in caught.value.fixes[:1]:
+        assert maker.build(rows, **settings | {name[5:]: value for name, value in fix.settings.items()}).num_samples
 
 
 def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) -> None:
@@ -191,7 +195,7 @@ def test_every_lost_or_changed_row_is_in_the_report(maker: Maker) -> None:
     assert report["counts"]["duplicates"] == 1
     assert store.num_samples == 4
     assert any(
-        note.startswith("1 samples are duplicates; they are kept; data.dedupe: exact") for note in report["notes"]
+        note.startswith("1 samples are duplicates; they are kept; data.dedupe=exact") for note in report["notes"]
     )
     assert store.meta.counts == report["counts"]
 
@@ -233,8 +237,11 @@ def test_losing_a_fifth_of_the_label_tokens_stops_until_told(maker: Maker) -> No
     rows = [chat("q", "a"), LONG, LONG]
     with pytest.raises(
         DataError, match=r"label tokens \(\d\d\.\d%\) are lost at max_tokens=32: 2 rows truncated;.* p100 "
-    ):
+    ) as caught:
         maker.build(rows, max_tokens=32)
+    longer, accepts = (fix.settings for fix in caught.value.fixes)
+    assert maker.build(rows, max_tokens=longer["data.max_tokens"]).meta.counts["truncated"] == 0
+    assert accepts == {"data.too_long": "truncate"}
     cut = maker.build(rows, max_tokens=32, too_long="truncate")
     assert (cut.num_samples, cut.meta.counts["truncated"]) == (3, 2)
 
@@ -280,7 +287,7 @@ def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(
     with monkeypatch.context() as earlier:
         earlier.setattr("flatout.data.token_store.MASK_RULES", 0)
         old = [open_or_build(config, maker.tokenizer).meta.fingerprint for config in (chats, texts)]
-    with pytest.raises(UsageError, match="it was built by earlier rules of which tokens carry loss; use another"):
+    with pytest.raises(UsageError, match="it was built by earlier rules of which tokens carry loss"):
         open_or_build(chats, maker.tokenizer, replaces=False)
     said: list[str] = []
     assert open_or_build(chats, maker.tokenizer, trained_on=old, log=said.append).meta.fingerprint == old[0]

@@ -106,7 +106,7 @@ def test_off_keeps_all_rows_and_names_the_setting(tmp_path: Path, small_tokenize
     file = write_rows(tmp_path / "rows.jsonl", [chat("q", "a"), chat("q", "a")])
     store = open_or_build(data_config(tmp_path, file), str(small_tokenizer_dir), log=said.append)
     assert (store.num_samples, store.meta.counts["equal_rows"], store.meta.counts["duplicates"]) == (2, 0, 1)
-    assert any("1 samples are duplicates; they are kept; data.dedupe: exact leaves out" in line for line in said)
+    assert any("1 samples are duplicates; they are kept; data.dedupe=exact leaves out" in line for line in said)
     assert store.meta.settings["dedupe"] == "off"
 
 

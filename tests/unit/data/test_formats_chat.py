@@ -224,21 +224,25 @@ def test_preference_rows_are_pairs_unless_the_chosen_answer_is_named(row: dict[s
     raw = RawRow(ORIGIN, row)
     assert isinstance(make_parser(SourceConfig(path="x.jsonl"), raw).parse(raw), PreferenceRow)
     chat_format = "sharegpt" if "conversations" in row else "messages" if "messages" in row else "prompt_completion"
-    with pytest.raises(DataError, match=r"x\.jsonl:7: .*'rejected'.*preference data: set format: preference, or"):
+    with pytest.raises(DataError, match=r"x\.jsonl:7: .*'rejected'") as caught:
         parsed(row, format=chat_format)
-    found = parsed(row, columns={"completion": "chosen"}).messages
+    compared, chosen = (SourceConfig(**fix.settings["data.sources"][0]) for fix in caught.value.fixes)
+    assert isinstance(make_parser(compared, raw).parse(raw), PreferenceRow)
+    found = parsed(row, columns=chosen.columns).messages
     assert [(message.role, message.content) for message in found] == [("user", "q"), ("assistant", "a")]
 
 
 @pytest.mark.parametrize("label", [False, "false"])
 def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label: object) -> None:
     row = {"messages": [QUESTION, ANSWER], "label": label}
-    told = (
-        r"x\.jsonl:7: label is false, so this answer is a bad example; set format: kto .*set keys: \{label: ignored\}"
-    )
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=r"x\.jsonl:7: label is false") as caught:
         parsed(row)
-    assert parsed(row, keys={"label": "ignored"}).messages == parsed({"messages": [QUESTION, ANSWER]}).messages
+    learns, skips, ignores = (fix.settings for fix in caught.value.fixes)
+    assert (learns["objective"], skips) == ("kto", {"data.on_bad_row": "skip"})
+    judged = SourceConfig(**learns["data.sources"][0])
+    assert isinstance(make_parser(judged, RawRow(ORIGIN, row)).parse(RawRow(ORIGIN, row)), PreferenceRow)
+    plain = parsed({"messages": [QUESTION, ANSWER]}).messages
+    assert parsed(row, keys=ignores["data.sources"][0]["keys"]).messages == plain
 
 
 @pytest.mark.parametrize("label", [True, 1, "true", None, "", "positive", 2, 0.5, ["a"]])

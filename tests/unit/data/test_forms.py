@@ -89,7 +89,7 @@ REFUSED = {
     ),
     "a begun answer": (
         {"args": {"thinking": False}},
-        r"drops its reasoning; set data.template_args: \{thinking: true\}",
+        "drops its reasoning; give thinking to these rows alone",
     ),
 }
 

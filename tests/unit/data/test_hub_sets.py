@@ -126,7 +126,7 @@ for given in map(json.loads, sys.argv[1:]):
         rows = list(source.rows())
         print(json.dumps([len(rows), rows[0].columns, str(rows[-1].origin), source.num_rows, source.address]))
     except FlatoutError as error:
-        print(json.dumps([error.exit_code, str(error)]))
+        print(json.dumps([error.exit_code, error.text]))
 """
 
 
@@ -178,7 +178,7 @@ configs:
         [2, {"text": "a", "n": 1}, f"org/semi@{COMMIT}[semi/train]:2", 2, f"org/semi@{COMMIT}"],
     ]
     assert told.pop(6)[0] == 204
-    assert told[6] == [3, "org/parts[dev]: no split 'dev'; set split to one of train, validation"]
+    assert told[6] == [3, "org/parts[dev]: no split 'dev'; it has train, validation"]
     for code, text in told[7:]:
         assert code == 3
         assert "check path, subset, split and revision, and log in for a private set" in text

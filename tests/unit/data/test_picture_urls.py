@@ -184,15 +184,15 @@ BAD = {
     "cut": "the connection was cut (3 attempts)",
     "round": "302, a redirect that is not followed: only to http(s), and at most 5 times",
     "to?file:///etc/passwd": "302, a redirect that is not followed: only to http(s), and at most 5 times",
-    "to?http://169.254.169.254/latest": "it is redirected, and 169.254.169.254 is not an allowed host",
-    "to?http://a@127.0.0.1/good/a.png": "it is redirected, and a URL with a password is not downloaded",
+    "to?http://169.254.169.254/latest": "it is redirected: 169.254.169.254 is not an allowed host",
+    "to?http://a@127.0.0.1/good/a.png": "it is redirected: a URL with a password is not downloaded",
 }
 NO_HOSTS = {
     "http://127.0.0.1:1/a.png": "the server refuses the connection (3 attempts)",
     "http://user:secret@127.0.0.1/a.png": "a URL with a password is not downloaded",
     "http://127.0.0.1:port/a.png": "it is not a valid URL",
     "http:///a.png": "only http:// and https:// with a plain host are downloaded",
-    "https://other.example/a.png": "other.example is not an allowed host; to download from it, set",
+    "https://other.example/a.png": "other.example is not an allowed host",
 }
 
 
@@ -219,8 +219,8 @@ def test_nothing_is_asked_for_without_the_setting_or_at_an_address_that_is_not_p
 ) -> None:
     rows = [asked(f"{site}/good/a.png"), asked(f"{site.replace('127.0.0.1', 'localhost')}/good/a.png")]
     code, said = build(rows)
-    assert (code, "127.0.0.1 is not an allowed host; to download from it, set " in said) == (3, True), said
-    assert "set --allowed-media-domain 127.0.0.1" in said
+    assert (code, "127.0.0.1 is not an allowed host" in said) == (3, True), said
+    assert "try --allowed-media-domain 127.0.0.1" in said
     for number, domain in enumerate(("*", "*ocalhost", "127.0.0.*")):
         code, said = build([rows[number % 2]], "--allowed-media-domain", domain)
         assert (code, "is at 127.0.0.1, which is not a public address" in said) == (3, True), said

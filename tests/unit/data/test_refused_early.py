@@ -44,7 +44,7 @@ def folder(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_files_tell_is_refused_before_torch_is_imported(folder: Path, tiny: Any) -> None:
     refused = [
-        ("chats.jsonl", "bare", "tokenizer 'bare' has no chat template; set data.template"),
+        ("chats.jsonl", "bare", "tokenizer 'bare' has no chat template"),
         ("odd.jsonl", str(tiny.model_dir), "odd.jsonl:1"),
         ("missing.jsonl", str(tiny.model_dir), "missing.jsonl: no such file or folder"),
     ]

@@ -28,10 +28,12 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}
 
 
 class Built:
-    """One build: exit code, what it printed, and each sample as (text, text with loss)."""
+    """One build: exit code, what it printed, each sample as (text, text with loss), and what it says to try."""
 
     def __init__(self, code: int, printed: str, samples: list[tuple[str, str]], counts: dict[str, int]) -> None:
         self.code, self.printed, self.samples, self.counts = code, " ".join(printed.split()), samples, counts
+        steps = (line.partition("  # ")[0].split()[1:] for line in printed.splitlines() if line.startswith("  try "))
+        self.tries = [words for words in steps if words != ["--yes"]]
 
     @property
     def learnt(self) -> list[str]:
@@ -102,10 +104,11 @@ def test_flags_that_peers_document_decide_about_loss(build: Build, make: Any, of
 def test_an_unknown_flag_stops_the_build_until_it_is_told(build: Build, make: Any, name: str, value: Any) -> None:
     refused = build([make(**{name: value})])
     assert refused.code == 3
-    assert re.search(rf"rows\.jsonl:1: \w+\[1\]\.{name} is .*set keys: \{{{name}: ignored\}}", refused.printed)
+    assert re.search(rf"rows\.jsonl:1: \w+\[1\]\.{name} is ", refused.printed)
+    meanings = ("ignored", "train", "masked")
+    assert refused.tries[:3] == [["--key", f"{name}={meaning}"] for meaning in meanings]
     told = {
-        meaning: build([make(**{name: value})], "--key", f"{name}={meaning}")
-        for meaning in ("train", "masked", "ignored")
+        meaning: build([make(**{name: value})], *words) for meaning, words in zip(meanings, refused.tries, strict=False)
     }
     assert [built.code for built in told.values()] == [0, 0, 0]
     learnt = {meaning: "bad" in built.learnt[0] for meaning, built in told.items()}
@@ -343,14 +346,10 @@ ADVISED: list[Row] = [
 def test_advice_works_and_names_every_column_with_meaning(build: Build, row: Row) -> None:
     refused = build([row])
     assert refused.code == 3
-    advice = re.search(r"set columns: \{([^}]*)\}(?: \(([^)]*)\))?", refused.printed)
-    assert advice is not None, refused.printed
-    columns = dict(pair.split(": ") for pair in advice[1].split(", "))
-    options = [option for ours, theirs in columns.items() for option in ("--column", f"{ours}={theirs}")]
-    built = build([row], *options, template="qwen3")
+    built = build([row], *refused.tries[0], template="qwen3")
     assert built.code == 0, built.printed
     for name, value in row.items():
-        told = advice[2] or ""
+        told = refused.printed
         assert value in built.samples[0][0] or re.search(rf"not read then: .*\b{name}\b", told), (name, told)
         if name in ("category", "id"):
             assert name in told
@@ -379,18 +378,18 @@ def test_the_chosen_answers_alone_can_be_learnt(build: Build, row: Row, advice: 
 
 def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
     refused = build([{"question": "what", "answer": ["it"]}])
-    assert (refused.code, "set columns" in refused.printed) == (3, False)
+    assert (refused.code, refused.tries) == (3, [])
     texts = build([{"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"}])
     assert (texts.code, "the answers have no first message in common" in texts.printed) == (3, True)
     near = build([{"mesages": "text"}])
-    assert (near.code, "did you mean" in near.printed, "set columns" in near.printed) == (3, True, False)
-    assert "set columns: {messages: mesages}" in build([{"mesages": [QUESTION, GOOD]}]).printed
+    assert (near.code, "did you mean" in near.printed, near.tries) == (3, True, [])
+    assert build([{"mesages": [QUESTION, GOOD]}]).tries == [["--column", "messages=mesages"]]
 
 
 def test_an_unread_column_with_meaning_is_told_with_its_remedy(build: Build) -> None:
     row = {"instruction": "who", "output": "he", "context": "about him", "id": 7}
     built = build([row])
-    assert "ignored: context, id (columns: {input: context} reads context too)" in built.printed
+    assert "ignored: context, id (columns={input: context} reads context too)" in built.printed
     told = build([row], "--column", "input=context")
     assert ("ignored: id" in told.printed, "about him" in told.samples[0][0]) == (True, True)
 

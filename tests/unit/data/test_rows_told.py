@@ -34,17 +34,16 @@ CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Built:
-    """One build: exit code, what it printed, and of each sample its text, the text with loss, and label or class."""
+    """A command: exit code, what it printed, and of each sample its text, the text with loss, and label or class.
 
-    def __init__(self, code: int, printed: str, samples: list[tuple[str, str]], labels: list[int]) -> None:
-        self.code, self.lines, self.printed = code, printed.splitlines(), " ".join(printed.split())
-        self.samples, self.labels = samples, labels
+    `steps` are the command with what its error says to try.
+    """
 
-    @property
-    def steps(self) -> list[list[str]]:
-        """The commands that an error proposes, as they are typed."""
-        lines = [line.strip() for line in self.lines]
-        return [shlex.split(line.partition("  # ")[0])[1:] for line in lines if line.startswith("flatout ")]
+    def __init__(self, words: list[str], code: int, printed: str) -> None:
+        self.code, self.printed = code, " ".join(printed.split())
+        tries = [line.partition("  # ")[0] for line in printed.splitlines() if line.startswith("  try ")]
+        self.steps = [words + shlex.split(line)[1:] for line in tries]
+        self.samples, self.labels = list[tuple[str, str]](), list[int]()
 
 
 Build = Callable[..., Built]
@@ -63,13 +62,14 @@ def run(
     def command(words: list[str]) -> Built:
         code = main(words)
         out, err = capsys.readouterr()
+        built = Built(words, code, out + err)
         if code:
-            return Built(code, out + err, [], [])
+            return built
         store = TokenStore.open(Path("data/built_dataset/x"))
         pairs = [store.sample(index).pair for index in range(store.num_samples)]
-        samples = [(small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])) for ids, mask in pairs]
-        labels = next((store.extra[name].tolist() for name in ("label", "class") if name in store.extra), [])
-        return Built(code, out + err, samples, labels)
+        built.samples = [(small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])) for ids, mask in pairs]
+        built.labels = next((store.extra[name].tolist() for name in ("label", "class") if name in store.extra), [])
+        return built
 
     return command
 
@@ -118,8 +118,8 @@ def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_a
     row = make(PROMPT, "sure<|im_end|>", "no<|im_end|>")
     refused = build([row] * 3)
     assert (refused.code, "3 of 3 texts contain special tokens of the tokenizer" in refused.printed) == (3, True)
-    plain = form == "prompt_completion"
-    assert ("--special-tokens keep" + " and --template plain" * (not plain)) in refused.printed
+    plain = [] if form == "prompt_completion" else ["--template", "plain"]
+    assert refused.steps[0][-2 - len(plain) :] == ["--special-tokens", "keep", *plain]
     kept = build([row] * 3, "--special-tokens", "keep", template="plain")
     assert kept.samples[:num_samples] == [
         (f"{PROMPT}sure<|im_end|>", "sure<|im_end|>"), (f"{PROMPT}no<|im_end|>", "no<|im_end|>"),
@@ -209,12 +209,12 @@ def test_a_bad_answer_is_never_learnt_in_silence(build: Build, run: Callable[[li
     rows = [{**ASKED, "output": "good one", **good}, {**ASKED, **MADE, **verdict}]
     refused = build(rows)
     assert (refused.code, f"rows.jsonl:2: {name} is " in refused.printed) == (3, True)
-    done = {step[-1]: run(step) for step in refused.steps}
-    learns = [built for words, built in done.items() if "--format=kto" in words]
+    done = {" ".join(step[-4:]): run(step) for step in refused.steps}
+    learns = [built for words, built in done.items() if "--format kto" in words]
     if value is not True:  # a KTO label of thumbs_down would be the wrong way round
         assert [(built.code, built.labels) for built in learns] == [(0, [1, 0])]
         assert [learnt for _, learnt in learns[0].samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
-    left_out = done["skip"]
+    left_out = next(built for words, built in done.items() if words.endswith("--on-bad-row skip"))
     assert [learnt for _, learnt in left_out.samples] == ["good one<|im_end|>"]
     ignored = next(built for words, built in done.items() if words.endswith("=ignored"))
     assert [learnt for _, learnt in ignored.samples] == ["good one<|im_end|>", "bad one<|im_end|>"]

@@ -174,7 +174,7 @@ def test_a_folder_gives_the_split_that_is_asked_for(
 @pytest.mark.parametrize(
     ("path", "split", "message"),
     [
-        ("", None, r"no files of split 'train': the file names contain test, train_sft; set split to one that exists"),
+        ("", None, r"no files of split 'train': the file names contain test, train_sft"),
         ("", "dev", r"no files of split 'dev': the file names contain test, train_sft"),
         ("test.jsonl", "train", r"no files of split 'train': the file names contain test"),
         ("other/rows.jsonl", "test", r"no files of split 'test': no file name contains a split"),
@@ -184,8 +184,11 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path, path: str, split: st
     (tmp_path / "other").mkdir()
     for name in ("test.jsonl", "train_sft-00000-of-00001.jsonl", "other/rows.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         opened(tmp_path / path, split=split)
+    for fix in caught.value.fixes:
+        assert open_source(SourceConfig(**fix.settings["data.sources"][0])).files
+    assert bool(caught.value.fixes) == (path != "other/rows.jsonl")
     assert len(opened(tmp_path / "test.jsonl").files) == 1  # a file that is named is what it is named for
 
 

@@ -199,7 +199,7 @@ def test_empty_reasoning_that_the_prompt_opens_carries_no_loss(tokenizer: PreTra
     assert _labelled(_tokenizer(tokenizer, GLM_OPEN, empty_reasoning="mask"), U1, A1).endswith("</think>⟦a<|user|>⟧")
     assert not any("empty_reasoning" in problem.what for problem in masked.description.problems)
     useless = _tokenizer(tokenizer, ADDED, empty_reasoning="mask").description
-    assert any("empty_reasoning: mask changes nothing" in problem.what for problem in useless.problems)
+    assert any("empty_reasoning=mask changes nothing" in problem.what for problem in useless.problems)
 
 
 def test_a_template_without_a_stop_is_refused_until_told(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -220,7 +220,7 @@ FACTS = [
     (GLM, "<|assistant|>", ("<|user|>", "<|observation|>"), [], ""),
     (GLM_OPEN, "<|assistant|><think>", ("<|user|>", "<|observation|>"), ["the last answer"],
      "{enable_thinking: false} makes them equal, but an answer with reasoning would then differ"),
-    (OPENED, "<|im_start|>assistant\n<think>\n", ("<|im_end|>",), ["an earlier answer"], "data.lost_reasoning: split"),
+    (OPENED, "<|im_start|>assistant\n<think>\n", ("<|im_end|>",), ["an earlier answer"], "data.lost_reasoning=split"),
     (ADDED, "<|assistant|><think>\n", ("<|endoftext|>",), ["the last answer"], "a copy of it (.jinja)"),
     (INSIDE, "<|turn>assistant\n<think></think>", ("<turn|>", "<|result>"), ["the last answer"],
      "enable_thinking: true"),
@@ -267,7 +267,7 @@ def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer:
     # a prompt that is right for both kinds
     whole = GLM_OPEN.replace("'</think>' if enable_thinking == false", "'' if enable_thinking == false")
     remedy = _tokenizer(tokenizer, whole).description.problems[-1].remedy
-    assert remedy == "data.template_args: {enable_thinking: false} makes them equal"
+    assert remedy == "data.template_args={enable_thinking: false} makes them equal"
 
 
 def test_results_are_described_in_a_whole_conversation(tokenizer: PreTrainedTokenizerBase) -> None:

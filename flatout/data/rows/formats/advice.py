@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
-import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.config.data import SourceConfig
+from flatout.data.conversation import is_in_memory
 from flatout.data.rows.formats.fields import Reading
 from flatout.data.rows.formats.verdict import two_answers
+from flatout.errors import DataError, Fix, as_text
 
 Works = Callable[[Mapping[str, str]], bool]
 """Whether the row can be read with these columns in addition to those that are set."""
@@ -20,11 +22,12 @@ Works = Callable[[Mapping[str, str]], bool]
 class Advice:
     """A sentence on columns that no format reads, and the setting `columns` that makes the row readable, if any.
 
-    `is_sure`: the names say so; otherwise the columns are an example with the row's own.
+    `why` is what these do. `is_sure`: the names say so; otherwise the columns are an example with the row's own.
     """
 
     text: str
     columns: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
     is_sure: bool = True
 
 
@@ -102,7 +105,7 @@ def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
         asked = [name for name in ("prompt", *_QUESTIONS) if name in row]
         pair = dict(zip(("prompt", "chosen", "rejected"), [*asked[:1], *names], strict=False))
         if len(has) == 2 and "chosen" not in names and works(pair):
-            return Advice(f"no known format has these columns; set columns: {written(pair)}", pair)
+            return Advice("no known format has these columns", pair)
     if two := two_answers(row):
         return Advice(
             f"{two[0]} and {two[1]} are two answers, and no column says which is better: write the better one into "
@@ -111,8 +114,7 @@ def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
     columns = alpaca_columns(row)
     if columns is None or not works(columns[0]):
         return None
-    text = f"no known format has these columns; set columns: {written(columns[0])}"
-    return Advice(text + (f" ({columns[1]})" if columns[1] else ""), columns[0])
+    return Advice("no known format has these columns", columns[0], columns[1])
 
 
 def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Reading) -> str:
@@ -123,7 +125,7 @@ def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Readi
         theirs = next((name for name in unread if name.lower() in names and isinstance(row[name], str)), None)
         if theirs is not None and not taken:
             columns[ours] = theirs
-    return f" (columns: {written(columns)} reads {', '.join(columns.values())} too)" if columns else ""
+    return f" (columns={as_text(columns)} reads {', '.join(columns.values())} too)" if columns else ""
 
 
 def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, Any], works: Works) -> Advice | None:
@@ -144,19 +146,47 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
     every = {name: key for key, name in nearest.items()}
     if len(every) > 1 and works(every):
         missed = " and ".join(f"{theirs!r} for {ours}" for ours, theirs in every.items())
-        return Advice(f"no known format has these columns; found {missed}; set columns: {written(every)}", every)
-    text = f"no column {name!r}; found {key!r} "
+        return Advice(f"no known format has these columns; found {missed}", every)
+    text = f"no column {name!r}; found {key!r} (did you mean?); rename it"
     if works({name: key}):
-        return Advice(f"{text}(did you mean?); rename it, or set columns: {written({name: key})}", {name: key})
+        return Advice(text, {name: key})
     # a typo, though the row has other faults
-    return Advice(f"{text}(did you mean?); rename it") if ratio >= _TYPO else None
+    return Advice(text) if ratio >= _TYPO else None
 
 
-def source_step(path: str, settings: Mapping[str, Any], *more: str) -> str:
-    """Return the words of `next_steps` that change settings of the source at `path`."""
-    return shlex.join([f"source={json.dumps(settings, ensure_ascii=False)}", "of", path, *more])
+def advised(reading: Reading, *ways: Fix) -> tuple[str, list[Fix]]:
+    """Return how to change settings of a source: the end of a sentence for rows in memory, which have none; and fixes.
+
+    `ways` have what to add to these settings, under their own names, and settings of the run.
+    """
+    said, fixes = dict[str, None](), list[Fix]()
+    given = {"columns": reading.columns, "keys": reading.keys, "roles": reading.roles}
+    for way in ways:
+        own = {name: value for name, value in way.settings.items() if name in SourceConfig.model_fields}
+        of_run = {name: value for name, value in way.settings.items() if name not in own}
+        steps = [f"rename the key `{theirs}` to `{ours}`" for ours, theirs in own.get("columns", {}).items()]
+        steps += [f"remove the key `{name}`" for name in own.get("keys", ())]
+        if not is_in_memory(reading.path):
+            own |= {name: {**given[name], **own[name]} for name in given.keys() & own.keys()}
+            fixes.append(Fix({"data.sources": [{"path": reading.path, **own}], **of_run}, way.why))
+        elif of_run:
+            fixes.append(Fix(of_run, "; ".join([way.why, *steps])))
+        elif steps:
+            said[f"; {' and '.join(steps)}"] = None
+    return "".join(said), fixes
 
 
-def written(columns: Mapping[str, str]) -> str:
-    """Return columns as a configuration spells them."""
-    return "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items()) + "}"
+@contextmanager
+def with_sources(sources: Iterable[SourceConfig]) -> Iterator[None]:
+    """Raise errors of the body with all sources of a data set in fixes that set one: they are one setting."""
+    try:
+        yield
+    except DataError as error:
+        given = [one.model_dump(mode="json", exclude_defaults=True) for one in sources]
+        fixes = list[Fix]()
+        for fix in error.fixes:
+            changed = {one["path"]: one for one in fix.settings.get("data.sources", ())}
+            every = [{**one, **changed.get(one["path"], {})} for one in given]
+            fixes.append(Fix({**fix.settings, "data.sources": every}, fix.why) if changed else fix)
+        error.fixes = tuple(fixes)
+        raise

@@ -26,7 +26,7 @@ def parse_classified(row: Mapping[str, Any], origin: Origin, reading: Reading) -
     elif (asked := prompt_of(row, reading)) is not None:
         sample = finished(asked, row, origin, tools_of(row, reading))
     else:
-        raise FieldError("has neither text nor messages; name its column, such as columns: {text: review}")
+        raise FieldError("has neither text nor messages; name the column of the text `text`")
     return PreferenceRow(
         (sample,), ((0,),), origin, {CLASS: (reading.classes.index(label),)} if reading.classes else {}
     )

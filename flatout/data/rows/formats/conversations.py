@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from flatout.data.conversation import ROLES, Conversation, Message, Origin, PlainText, Role, is_empty
-from flatout.data.rows.formats.advice import source_step, written
+from flatout.data.rows.formats.advice import advised
 from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, holds_messages, in_call_order, tools_of
 from flatout.data.rows.formats.fields import (
     FieldError,
@@ -25,7 +25,7 @@ from flatout.data.rows.formats.fields import (
 from flatout.data.rows.formats.keys import silent_spans, turn_flags
 from flatout.data.rows.formats.parts import Content, read_parts
 from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, pictures_of, with_pictures
-from flatout.errors import next_steps
+from flatout.errors import Fix
 
 # not a separate role: an assistant turn whose text is a function call in JSON
 _CALL = "function_call"
@@ -260,8 +260,8 @@ class TurnReader:
         if not isinstance(turn, dict):
             raise FieldError(f"{place} is {kind(turn)}, not an object with {self._role} and {self._content}")
         if self._role not in turn:
-            raise FieldError(f"{place}.{self._role} missing; keys: {', '.join(turn)}{self._renamed(turn)}")
-        role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.reading.roles)
+            raise self._missing(turn, f"{place}.{self._role}")
+        role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.reading)
         said = turn.get(self._content)
         if len(turn) == 2 and isinstance(said, str) and role != _CALL:  # most turns
             self.add(Message(cast(Role, role), text_at(said, f"{place}.{self._content}")), place)
@@ -280,17 +280,15 @@ class TurnReader:
             raise FieldError(f"{place} has reasoning, but is a {role} turn; only an assistant turn may have reasoning")
         self._add(turn, place, cast(Role, role), content)
 
-    def _renamed(self, turn: Mapping[str, Any]) -> str:
-        """Return what to set for a turn whose role or text stands under another usual name; empty for other turns."""
+    def _missing(self, turn: Mapping[str, Any], place: str) -> FieldError:
+        """Return the refusal of a turn without its role or text, which may stand under another usual name."""
         ours = ("from", "value") if self._role == self.reading.name("from") else ("role", "content")
         columns = {}
         for own, key, names in zip(ours, (self._role, self._content), (_ROLE_KEYS, _TEXT_KEYS), strict=True):
             if key not in turn:
                 columns[own] = next((name for name in names if isinstance(turn.get(name), str)), "")
-        if not all(columns.values()):
-            return ""
-        step = source_step(self.reading.path, {"columns": {**self.reading.columns, **columns}})
-        return f"; set columns: {written(columns)}{next_steps((step, ''))}"
+        end, fixes = advised(self.reading, Fix({"columns": columns})) if all(columns.values()) else ("", [])
+        return FieldError(f"{place} missing; keys: {', '.join(turn)}{end}", fixes)
 
     def _add(self, turn: Mapping[str, Any], place: str, role: Role, content: Content) -> None:
         """Append the results of a turn's parts, then what it says itself, if that is more than results."""
@@ -334,7 +332,7 @@ class TurnReader:
         if value is None and content.calls:
             return content
         if value is None and key not in turn:
-            raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}{self._renamed(turn)}")
+            raise self._missing(turn, f"{place}.{key}")
         if not isinstance(value, list):
             hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
             raise FieldError(f"{place}.{key} is {kind(value)}, not a string{hint}")
@@ -363,14 +361,12 @@ def _same_in_all(turn: Mapping[str, Any], keys: Sequence[str], place: str) -> st
     return next(iter(given.values()), None)
 
 
-def role_of(value: object, place: str, extra: Mapping[str, str]) -> str:
-    """Return one of ROLE_TARGETS; the user's `extra` names come first, built-in ones match in any case."""
+def role_of(value: object, place: str, reading: Reading) -> str:
+    """Return one of ROLE_TARGETS; the source's own names come first, built-in ones match in any case."""
     if not isinstance(value, str):
         raise FieldError(f"{place} is {kind(value)}, not a string")
-    role = extra.get(value) or _KNOWN.get(value) or _KNOWN.get(value.lower())
+    role = reading.roles.get(value) or _KNOWN.get(value) or _KNOWN.get(value.lower())
     if role is None:
-        raise FieldError(
-            f"{place} {value!r:.200} is unknown; allowed: {', '.join(_KNOWN)}; "
-            f"map others with roles, such as roles: {{{value if value.isprintable() else repr(value):.200}: assistant}}"
-        )
+        fixes = advised(reading, Fix({"roles": {value: "assistant"}}, "for example"))[1]
+        raise FieldError(f"{place} {value!r:.200} is unknown; allowed: {', '.join(_KNOWN)}", fixes)
     return role

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flatout.data.conversation import PICTURE
+from flatout.errors import DataError
 from flatout.io.json_file import JSONSyntaxError, parse_json
 
 # a PICTURE in a text would become a place for a picture that the row does not have
 _REFUSED = {"\0": "NUL (U+0000)", PICTURE: "the private-use character U+F5A14"}
 
 
-class FieldError(Exception):
+class FieldError(DataError):
     """What is wrong with a row, from the field on (`messages[1].role missing; ...`); the parser adds file and row."""
 
 

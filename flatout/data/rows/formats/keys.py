@@ -7,7 +7,9 @@ from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from flatout.data.rows.formats.advice import advised
 from flatout.data.rows.formats.fields import FieldError, Reading, flag_at, kind, list_at, object_at
+from flatout.errors import Fix
 
 Span = tuple[int, int]
 TRAIN_KEYS = (
@@ -79,11 +81,11 @@ def turn_flags(
                 unclear.append(key)
             remarks[f"key:{key if key.isprintable() and len(key) < 100 else ascii(key)[:100]}"] = None
     if unclear:
-        advice = ", ".join(f"{key}: ignored" for key in unclear)
-        raise FieldError(
-            f"{place}.{unclear[0]} is {kind(turn[unclear[0]])}, which may say whether the turn carries loss; set keys: "
-            f"{{{advice}}}, or instead of ignored: train (true: loss) or masked (true: no loss)"
-        )
+        whys = {"ignored": "says nothing of loss", "train": "true: loss", "masked": "true: no loss"}
+        ways = (Fix({"keys": dict.fromkeys(unclear, says)}, why) for says, why in whys.items())
+        end, fixes = advised(reading, *ways)
+        value = kind(turn[unclear[0]])
+        raise FieldError(f"{place}.{unclear[0]} is {value}, which may say whether the turn carries loss{end}", fixes)
     if len(set(flags.values())) > 1:
         raise FieldError(f"{place} has {' and '.join(flags)} with different values; keep one")
     return next(iter(flags.values()), None), ranges

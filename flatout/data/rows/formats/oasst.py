@@ -12,7 +12,6 @@ from flatout.data.rows.formats.conversations import role_of
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, optional_text, text_at
 from flatout.data.rows.formats.refusals import refusal
 from flatout.data.rows.read import BadRow, RawRow
-from flatout.errors import DataError
 
 OASST_COLUMNS = ("message_id", "parent_id", "text", "role")
 
@@ -88,7 +87,7 @@ def _read_nodes(rows: Iterable[RawRow], reading: Reading, bad_row: BadRow) -> di
                 first = nodes[node.message_id].origin
                 raise FieldError(f"message_id {node.message_id!r} is given twice; first at {first}")
         except FieldError as bad:
-            bad_row(DataError(f"{raw.origin}: {bad}"))
+            bad_row(bad.at(raw.origin))
         else:
             nodes[node.message_id] = node
     return nodes
@@ -112,7 +111,7 @@ def _messages(raw: RawRow, reading: Reading) -> Iterator[RawRow]:
 def _read_node(raw: RawRow, reading: Reading) -> _Node:
     row, rank_name = raw.columns, reading.name("rank")
     if why := refusal(row, reading, "oasst"):
-        raise FieldError(why)
+        raise why
     rank = row.get(rank_name)
     try:
         order = float("inf") if rank is None or rank == "" else float(rank)
@@ -124,7 +123,7 @@ def _read_node(raw: RawRow, reading: Reading) -> _Node:
         origin=raw.origin,
         message_id=text_at(row.get(id_name), id_name),
         parent_id=parent_id or None,  # csv has an empty text if there is no parent
-        role=role_of(row.get(role_name), role_name, reading.roles),
+        role=role_of(row.get(role_name), role_name, reading),
         text=text_at(row.get(text_name), text_name),
         rank=order,
         deleted=row.get(reading.name("deleted")) in (True, "true", "True"),

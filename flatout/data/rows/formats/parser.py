@@ -16,12 +16,11 @@ from flatout.data.conversation import Origin, ParsedRow, PreferenceRow
 from flatout.data.rows.formats.advice import (
     Advice,
     Works,
+    advised,
     alpaca_columns,
     near_miss,
     proposed,
-    source_step,
     unread_meaning,
-    written,
 )
 from flatout.data.rows.formats.classify import CLASS, CLASSIFY, parse_classified
 from flatout.data.rows.formats.conversations import (
@@ -66,13 +65,13 @@ from flatout.data.rows.formats.preference import (
 from flatout.data.rows.formats.refusals import refusal
 from flatout.data.rows.formats.xlam import parse_xlam
 from flatout.data.rows.read import BadRow, RawRow, raise_error
-from flatout.errors import DataError, next_steps
+from flatout.errors import DataError, Fix
 
 # what the console says about a format, besides its columns
 _REMARKS = {
     "prompt_completion": (
-        "prompt and completion are concatenated, without a chat template or separator (format: alpaca with columns: "
-        "{instruction: prompt, output: completion} applies the chat template)"
+        "prompt and completion are concatenated, without a chat template or separator (format=alpaca with "
+        "columns={instruction: prompt, output: completion} applies the chat template)"
     ),
     "xlam": "answers become tool calls, parameters of tools a JSON Schema",
     "glaive": "USER, ASSISTANT and FUNCTION RESPONSE become turns, the functions in system become tools",
@@ -223,13 +222,13 @@ class RowParser:
                 if row.get(name) is not None:
                     raise FieldError(f"has a column {name!r}, but {self.first} has none; {_ONE_SCHEMA}")
             if why := refusal(row, self.reading, self.format):
-                raise FieldError(why)
+                raise why
             sample = RULES[self.format].parse(row, raw.origin, self.reading)
             if isinstance(sample, PreferenceRow) and MARGIN in self.columns and MARGIN not in sample.columns:
                 raise FieldError(f"has no margin and no scores, but {self.first} has; {_ONE_SCHEMA}")
             return sample
         except FieldError as bad:
-            raise DataError(f"{raw.origin}: {bad}") from None
+            raise bad.at(raw.origin) from None
 
 
 def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
@@ -263,8 +262,8 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     reading = Reading(source.columns, source.roles, source.system, source.keys, source.pairs, path=source.path)
     known = _known(row, reading) if source.format == "auto" else source.format
     if why := refusal(row, reading, known if known in (*JUDGED, CLASSIFY, *PICTURED_FORMATS) else None):
-        raise DataError(f"{first.origin}: {why}")
-    name = known or _unknown(source, first, reading, works)
+        raise why.at(first.origin)
+    name = known or _unknown(first, reading, works)
     if name == "oasst" and _holds_tree(row, reading):
         name = "oasst_trees"
     if name in PREFERENCES and _missing_columns(row, RULES[name], reading):
@@ -273,7 +272,7 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     if missing := _missing_columns(row, rule, reading):
         advice = near_miss(missing, _all_columns(), row, works)
         advice = advice or Advice(f"no column {missing[0]!r}, which format {name} needs")
-        raise _refusal(source, first, advice)
+        raise _refusal(reading, first, advice)
     if source.system is not None and name in ("text", "tokens"):
         raise DataError(f"{first.origin}: system is set, but {name} rows are not conversations; remove system")
     used = []
@@ -313,26 +312,21 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
     known = set().union(*(rule.columns for rule in rules))
     form = "any format" if source.format == "auto" else f"format {source.format}"
     for ours, theirs in source.columns.items():
+        lacks = theirs not in first.columns and ours not in _NO_COLUMN
+        if theirs in known and ours in first.columns and (lacks or ours not in known):
+            columns = {**{name: own for name, own in source.columns.items() if name != ours}, theirs: ours}
+            fix = Fix({"data.sources": [{"path": source.path, "columns": columns}]}, "flatout's name comes first")
+            said = f"columns: {ours!r} is a column of the rows and {theirs!r} one of flatout's"
+            raise DataError(f"{source.path}: {said}", [fix])
         if ours not in known:
             near = difflib.get_close_matches(ours, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            hint = _ours_first(ours, theirs) if theirs in known and ours in first.columns else hint
             raise DataError(f"{source.path}: columns: {ours!r} is not a column of {form}; {hint}")
-        if theirs not in first.columns and ours not in _NO_COLUMN:
+        if lacks:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            if theirs in known and ours in first.columns:
-                said = f"columns: {ours!r} is a column of the rows and {theirs!r} is not"
-                raise DataError(f"{source.path}: {said}; {_ours_first(ours, theirs)}")
-            raise DataError(
-                f"{first.origin}: no column {theirs!r}{hint}, set by columns: {{{ours}: {theirs}}}; "
-                f"{_columns_found(first.columns)}"
-            )
-
-
-def _ours_first(ours: str, theirs: str) -> str:
-    swapped = next_steps((f"{theirs}={ours} instead of {ours}={theirs}", ""))
-    return f"flatout's name comes first: {theirs}={ours}{swapped}"
+            said = f"no column {theirs!r}{hint}, set by columns={{{ours}: {theirs}}}"
+            raise DataError(f"{first.origin}: {said}; {_columns_found(first.columns)}")
 
 
 def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
@@ -349,7 +343,7 @@ def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
     return None
 
 
-def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works) -> NoReturn:
+def _unknown(first: RawRow, reading: Reading, works: Works) -> NoReturn:
     """Raise DataError with the columns found and what to set."""
     row = first.columns
     advice = proposed(row, works)
@@ -363,10 +357,11 @@ def _unknown(source: SourceConfig, first: RawRow, reading: Reading, works: Works
         texts = [name for name, value in row.items() if isinstance(value, str)]
         example = dict(zip(("instruction", "output"), texts, strict=False)) if texts[1:] else {}
         example = example if works(example) else {}
-        mapped = f"map yours, such as columns: {written(example)}, or " if example else ""
-        said = f"no known format has these columns; {mapped}rename them to {_USUAL}"
-        advice = near_miss(missing, _all_columns(), row, works) or Advice(said, example, is_sure=False)
-    raise _refusal(source, first, advice)
+        parts = " and ".join(map("{} holds the {}".format, example.values(), ("question", "answer")))
+        said = f"no known format has these columns; rename them to {_USUAL}"
+        near = near_miss(missing, _all_columns(), row, works)
+        advice = near or Advice(said, example, f"if {parts}", is_sure=False)
+    raise _refusal(reading, first, advice)
 
 
 # the columns of the formats that most data sets have
@@ -374,24 +369,13 @@ _USUAL = "(messages), (instruction, output), (prompt, completion), (text) or (ch
 
 
 class ColumnsError(DataError):
-    """Rows have columns that no format reads; the setting `columns` of `source`, its path, would make them readable."""
-
-    def __init__(self, message: str, source: str, columns: Mapping[str, str]) -> None:
-        self.source, self.columns = source, dict(columns)
-        super().__init__(message)
+    """Rows have columns that no format reads; its fix sets those of the source that would make them readable."""
 
 
-_PARTS = ("question", "answer")
-
-
-def _refusal(source: SourceConfig, first: RawRow, advice: Advice) -> DataError:
-    said = f"{first.origin}: {advice.text}; {_columns_found(first.columns)}"
-    if not advice.columns:
-        return DataError(said)
-    words = source_step(source.path, {"columns": dict(advice.columns)}, *(["--yes"] if advice.is_sure else []))
-    parts = [f"{theirs} holds the {part}" for theirs, part in zip(advice.columns.values(), _PARTS, strict=False)]
-    said += next_steps((words, "" if advice.is_sure else f"if {' and '.join(parts)}"))
-    return ColumnsError(said, source.path, advice.columns) if advice.is_sure else DataError(said)
+def _refusal(reading: Reading, first: RawRow, advice: Advice) -> DataError:
+    end, fixes = advised(reading, Fix({"columns": advice.columns}, advice.why)) if advice.columns else ("", [])
+    kind_of = ColumnsError if fixes and advice.is_sure else DataError
+    return kind_of(f"{first.origin}: {advice.text}{end}; {_columns_found(first.columns)}", fixes)
 
 
 def _is_sharegpt(row: Mapping[str, Any], reading: Reading) -> bool:

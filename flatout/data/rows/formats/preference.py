@@ -190,15 +190,12 @@ def _conversations(
         raise FieldError(f"{given[0][0]} and {given[1][0]} differ in form: only one begins with the prompt")
     if not given:
         if asked is None:
-            raise FieldError(f"has no answer; name its column, such as columns: {{completion: {COMPLETIONS[1]}}}")
+            raise FieldError("has no answer; name its column `completion`")
         read = [asked]
     elif all(are_whole):
         _check_prompt(asked, read, given[0][0])
     elif asked is None:
-        raise FieldError(
-            f"{given[0][0]} begins with an answer, and there is no prompt; name its column, such as "
-            "columns: {prompt: question}"
-        )
+        raise FieldError(f"{given[0][0]} begins with an answer, and there is no prompt; name its column `prompt`")
     else:
         _check_question(asked)
         read = [_joined(asked, turns) for turns in read]

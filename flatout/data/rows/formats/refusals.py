@@ -10,14 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 from flatout.data.conversation import Origin
-from flatout.data.rows.formats.advice import source_step, written
+from flatout.data.rows.formats.advice import advised
 from flatout.data.rows.formats.classify import CLASSIFY
+from flatout.data.rows.formats.conversations import spoken_turns
 from flatout.data.rows.formats.fields import FieldError, Reading
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column
 from flatout.data.rows.formats.preference import CHOSEN, JUDGED, LABELS, parse_kto
 from flatout.data.rows.formats.verdict import bad_verdict
-from flatout.errors import next_steps
+from flatout.errors import Fix
 
 MEDIA_MARKS = re.compile(r"<\|?(?:image|video|audio)(?:_pad|_soft_token|_1)?\|?>")
 """What stands for a picture, a video or a sound in the texts of data sets."""
@@ -30,15 +31,11 @@ _FALSE, _TRUE = (False, "false", "False", "0"), (True, "true", "True", "1")  # 0
 _PLAIN = ("text", "segments", "tokens")
 
 
-def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> str | None:
+def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = None) -> FieldError | None:
     """Return why a row must not be trained on as it is; `format_name` is None while the format is not known."""
-    is_judged, rejected = format_name in (*JUDGED, CLASSIFY), row.get("rejected")
-    is_pair = rejected is not None and not isinstance(rejected, bool)
-    good = next((name for name in CHOSEN if row.get(name) is not None), "")
-    if not is_judged and is_pair and (not good or good not in reading.columns.values()):
-        alone = f", or, to train on the chosen answers only, columns: {{completion: {good}}} or {{messages: {good}}}"
-        lacks = "; it has no column of the chosen answer: name it chosen"
-        return f"has a column 'rejected', so it is preference data: set format: preference{alone if good else lacks}"
+    is_judged = format_name in (*JUDGED, CLASSIFY)
+    if not is_judged and (why := _as_preference(row, reading)):
+        return why
     if not is_judged and format_name != "segments" and (verdict := bad_verdict(row, reading)):
         name, means_good = verdict
         # the label of a text may be its class
@@ -49,22 +46,38 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
     for name, value in row.items():
         media, bad, meaning = _kind_of_mark(name)
         if _is_in(value, bad) and format_name != "tokens" and not {name} & {*reading.keys, *reading.columns.values()}:
-            return _bad_example(name, value, meaning)
+            shown, other = _shown(value), "true" if meaning == "false" else "false"
+            said = f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}"
+            return _ignored(said, reading, name, "trains on such rows too")
         is_picture = is_picture_column(name) and name not in reading.keys
         is_read = is_picture and format_name in (None, *PICTURED_FORMATS)
         if media is not None and not is_read and name not in reading.columns.values():
             is_media = True
             if is_picture and holds_something(value):
-                return (
-                    f"{name!r} holds images, which are read in chats ({', '.join(PICTURED_FORMATS)}) and not in "
-                    f"{format_name} rows; write such rows as messages, or set keys: {{{name}: ignored}} if the text "
-                    "stands alone"
-                )
+                chats = ", ".join(PICTURED_FORMATS)
+                said = f"{name!r} holds images, which are read in chats ({chats}) and not in {format_name} rows"
+                return _ignored(f"{said}; write such rows as messages", reading, name, "if the text stands alone")
             if name not in reading.keys and holds_something(value):
-                return f"{media_error(f'{name!r}', media)}, or set keys: {{{name}: ignored}} if its text stands alone"
+                return _ignored(media_error(f"{name!r}", media), reading, name, "if the text stands alone")
     if is_media and (mark := next((match for text in _texts(row) if (match := MEDIA_MARKS.search(text))), None)):
-        return f"the text holds {mark[0]}, which stands for what cannot be trained on yet; remove the row"
+        return FieldError(f"the text holds {mark[0]}, which stands for what cannot be trained on yet; remove the row")
     return None
+
+
+def _as_preference(row: Mapping[str, Any], reading: Reading) -> FieldError | None:
+    """Return why a row with a rejected answer, and no column that was named for its chosen one, is no plain row."""
+    rejected, good = row.get("rejected"), next((name for name in CHOSEN if row.get(name) is not None), "")
+    if rejected is None or isinstance(rejected, bool) or good in reading.columns.values():
+        return None
+    said = "has a column 'rejected', so it is preference data"
+    if not good:
+        return FieldError(f"{said}, but it has no column of the chosen answer: name it chosen")
+    value = row[good]
+    is_whole = spoken_turns(value) if isinstance(value, str) else isinstance(value, list) and len(value) > 1
+    compared = Fix({"format": "preference", "objective": "dpo"}, "learns which answer is better")
+    chosen = Fix({"columns": {"messages" if is_whole else "completion": good}}, "trains on the chosen answers")
+    end, fixes = advised(reading, compared, chosen)
+    return FieldError(said + end, fixes)
 
 
 @lru_cache(maxsize=4096)
@@ -78,31 +91,29 @@ def _is_in(value: object, values: tuple[object, ...]) -> bool:
     return bool(values) and isinstance(value, bool | int | float | str) and value in values
 
 
-def _bad_answer(row: Mapping[str, Any], reading: Reading, name: str, means_good: bool) -> str:
+def _ignored(said: str, reading: Reading, name: str, why: str) -> FieldError:
+    """Return the refusal of a row for a key or column, which the person may also want not to be read."""
+    end, fixes = advised(reading, Fix({"keys": {name: "ignored"}}, why))
+    return FieldError(said + end, fixes)
+
+
+def _bad_answer(row: Mapping[str, Any], reading: Reading, name: str, means_good: bool) -> FieldError:
     """Say that a row's answer is called bad, and which settings learn from such rows, leave them out or ignore it."""
-    value, steps, how = row[name], list[tuple[str, str]](), ""
-    shown, other = str(value).lower() if isinstance(value, bool | str) else value, "true" if means_good else "false"
-    columns = {} if name in LABELS else {"label": name}
-    tried = replace(reading, columns={**reading.columns, **columns})
+    columns, other, learns = {} if name in LABELS else {"label": name}, "true" if means_good else "false", list[Fix]()
     with suppress(FieldError):
+        tried = replace(reading, columns={**reading.columns, **columns})
         parse_kto(row if means_good else {}, Origin("", 1), tried)
-        mapped = f" and columns: {written(columns)}" if columns else ""
-        how = f"set format: kto{mapped} to learn from bad ones too, "
-        asked = {"format": "kto", **({"columns": dict(tried.columns)} if columns else {})}
-        steps.append((source_step(reading.path, asked), "learns from bad answers too"))
-    steps.append(("data.on_bad_row=skip", "leaves bad answers out"))
-    steps.append((source_step(reading.path, {"keys": {**reading.keys, name: "ignored"}}), "trains on bad answers, too"))
-    return (
-        f"{name} is {shown}, so this answer is a bad example; {how}keep only rows whose {name} is {other}, or set "
-        f"keys: {{{name}: ignored}}{next_steps(*steps)}"
-    )
+        settings = {"format": "kto", **({"columns": columns} if columns else {}), "objective": "kto"}
+        learns = [Fix(settings, "learns from bad answers too")]
+    ignores = Fix({"keys": {name: "ignored"}}, "trains on bad answers, too")
+    end, fixes = advised(reading, *learns, ignores)
+    skips = Fix({"data.on_bad_row": "skip"}, "leaves bad answers out")
+    said = f"{name} is {_shown(row[name])}, so this answer is a bad example; keep only rows whose {name} is {other}"
+    return FieldError(said + end, [*fixes[: len(learns)], skips, *fixes[len(learns) :]])
 
 
-def _bad_example(name: str, value: object, meaning: str) -> str:
-    shown = str(value).lower() if isinstance(value, bool | str) else value
-    advice = f"or set keys: {{{name}: ignored}}"
-    other = "true" if meaning == "false" else "false"
-    return f"{name} is {shown}, so this row is not to be learnt; keep only rows whose {name} is {other}, {advice}"
+def _shown(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool | str) else value
 
 
 def _texts(value: object) -> Iterator[str]:
