@@ -171,6 +171,18 @@ def test_bad_input_stops_the_build(maker: Maker, rows: list[Row], settings: dict
         assert maker.build(rows, **settings | {name[5:]: value for name, value in fix.settings.items()}).num_samples
 
 
+def test_the_fix_of_one_source_keeps_the_others_as_they_are(maker: Maker) -> None:
+    files = [
+        maker.write([row] * 2, f"{name}.jsonl") for name, row in (("a", chat("q", "a")), ("b", {"q": "q", "a": "a"}))
+    ]
+    sources = [{"path": path, "weight": weight} for path, weight in zip(files, (2.0, 0.5), strict=True)]
+    with pytest.raises(DataError, match=r"b\.jsonl:1") as caught:
+        open_or_build(maker.config(sources=sources), maker.tokenizer)
+    fixed = caught.value.fixes[0].settings["data.sources"]
+    assert [one["weight"] for one in fixed] == [2.0, 0.5]
+    assert open_or_build(maker.config(sources=fixed), maker.tokenizer).num_samples == 5
+
+
 def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) -> None:
     path = Path(maker.write([chat("q", "a")]))
     lines = [path.read_text().strip(), "{bad", '{"messages": []}', path.read_text().strip(), '{"messages": 5}']

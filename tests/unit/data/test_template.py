@@ -83,8 +83,9 @@ def test_our_templates_with_tools(
 
 
 def test_a_tokenizer_without_template_names_ours(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"'small' has no chat template; set data.template to one of chatml, .*alpaca"):
+    with pytest.raises(DataError, match=r"'small' has no chat template; .*chatml, .*alpaca") as caught:
         choose_template(small_tokenizer, None, "small")
+    assert caught.value.fixes[0].settings["data.template"] in OURS
 
 
 def test_an_unknown_template_is_refused(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

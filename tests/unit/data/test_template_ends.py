@@ -118,7 +118,8 @@ def test_two_answers_without_an_end_between_them_become_two_samples(build: Any, 
 def test_reasoning_is_not_trained_behind_a_closed_block(build: Any) -> None:
     text, printed = build(SHUTS, [U, THINKS])
     assert text is None
-    assert "set --template-arg enable_thinking=true, or give enable_thinking to these rows alone" in printed
+    assert "give enable_thinking to these rows alone" in printed
+    assert "try --template-arg enable_thinking=true" in printed
     text, _ = build(SHUTS, [U, THINKS], "--template-arg", "enable_thinking=true")
     assert text == "<|user|>Ask<|end|><|assistant|><think>\n⟦Why\n</think>\n\nSay<|end|>⟧"
     assert build(SHUTS, [U, THINKS], chat_template_kwargs={"enable_thinking": True})[0] == text
