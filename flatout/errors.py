@@ -20,8 +20,6 @@ _LINK = re.compile(r" For further information visit \S+")
 PLAIN_TYPES = (bool, int, float, str, list, dict, type(None))
 _PLAIN = re.compile(r"[^\W\d][\w./+-]*(?: [\w./+-]+)*|(?:\.{0,2}|~)/[\w./+-]*")
 _YAML_WORDS = {"true", "false", "yes", "no", "on", "off", "null"}
-# begins a line of an error that says how to go on; config/spelling.py spells it for the reader
-STEP = "  > "
 
 
 # what a person's own code may raise; a KeyboardInterrupt is of the keyboard
@@ -164,11 +162,6 @@ class ProblemsError(UsageError):
         self.problems = problems
         lines = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{what}: {counted(len(problems), 'problem')}{lines}", fixes)
-
-
-def next_steps(*steps: tuple[str, str]) -> str:
-    """Return lines that end an error: changed settings, such as `name=run-2`, or `--restart`, and what each does."""
-    return "".join(f"\n{STEP}{words}  {why}" for words, why in steps)
 
 
 def exit_refused(error: BaseException) -> UsageError | None:

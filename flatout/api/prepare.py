@@ -8,9 +8,10 @@ from flatout.api.inputs import data_file, listed_paths, tokenizer_folder
 from flatout.api.start import ConfigLike, refuse_unnamed, resolve_config
 from flatout.config import schema
 from flatout.config.data import DataConfig
+from flatout.config.problems import problem_of, together
 from flatout.config.read import make_config
 from flatout.config.shortcuts import expand
-from flatout.config.spelling import in_python, spelled_for
+from flatout.config.spelling import in_build_data, in_python, spelled_for
 from flatout.errors import ProblemsError, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Config(schema.Config, metaclass=_Checked):
         return schema.Config.model_validate(*values, **options)
 
 
-@spelled_for(in_python)
+@spelled_for(in_build_data)
 def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, **settings: Any) -> TokenStore:
     """Tokenize data into a named data set, as `flatout data build` does; an unchanged one is opened.
 
@@ -54,8 +55,8 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
     try:
         config = DataConfig.model_validate({"name": name, **settings})
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        raise ProblemsError("build_data", problems) from error
+        found = [problem_of(one) for one in error.errors()]
+        raise ProblemsError("build_data", [problem.text for problem in found], together(found)) from error
     paths = listed_paths(data) or [data_file(data, config.root / "in_memory")]
     sources = DataConfig.model_validate({"sources": [{"path": path} for path in paths]}).sources
     config = config.model_copy(update={"sources": sources})

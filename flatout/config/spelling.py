@@ -55,6 +55,11 @@ def in_python(fix: Fix) -> str:
     return ", ".join([*first, *(f"{name}={_literal(value)}" for name, value in keywords.items())])
 
 
+def in_build_data(fix: Fix) -> str:
+    """Spell a fix as arguments of `flatout.build_data`, whose keywords are those of the section `data`."""
+    return in_python(Fix({name.removeprefix("data."): value for name, value in fix.settings.items()}))
+
+
 def in_studio(fix: Fix) -> str:
     """Spell a fix as fields of a form; empty if it is no setting."""
     is_option = any(name[:2] == "--" for name in fix.settings)

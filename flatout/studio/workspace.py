@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.folders import RUN_NAME, free_folder, is_run_folder
+from flatout.config.problems import together
 from flatout.config.read import load_config, load_values, make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
 from flatout.config.section import paths_of
@@ -169,7 +170,7 @@ class Workspace:
             holder[leaf] = value
         merged, problems = merge_overrides(values, [*lines, *(line.strip() for line in overrides if line.strip())])
         if problems:
-            raise ProblemsError("settings", problems)
+            raise ProblemsError("settings", [problem.text for problem in problems], together(problems))
         self._require_readable(merged, self.root)
         config = make_config(merged, origin="settings", folder=self.root)
         self.require_inside(config)
