@@ -216,7 +216,8 @@ def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> 
         if words is not None:
             from flatout.config import spelling  # lazy, so that --help stays instant
 
-            error.spell = spelling.as_data_options if [*words[:2]] == ["data", "build"] else spelling.on_command_line
+            doors = {"data": spelling.as_data_options, "init": spelling.as_init_options}
+            error.spell = doors.get(str(*words[:1]), spelling.on_command_line)
         # without control characters, which files can contain, or endless lines
         shown = [
             line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 
+from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
 from flatout.config.section import nested_kinds
 from flatout.config.shortcuts import SHORTCUTS
@@ -47,6 +49,8 @@ def resolve_alias(name: str, value: Any = True, *, is_option: bool = False) -> F
     leaf, names = name.rsplit(".", 1)[-1], dotted_names()
     if leaf in _INSTEAD:
         return _INSTEAD[leaf]
+    if name not in names and leaf in SourceConfig.model_fields and name.rpartition(".")[0] in ("", "data"):
+        return f"it is of a source, not of the data set: data.sources=[{{path: FILE, {leaf}: ...}}]"
     ours = FOREIGN_NAMES.get(leaf) or FOREIGN_NAMES.get(name.replace(".", "_")) or SHORTCUTS.get(name)
     if ours is None:
         by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
@@ -71,19 +75,25 @@ def resolve_alias(name: str, value: Any = True, *, is_option: bool = False) -> F
 
 def value_meant(setting: str, value: Any) -> Fix:
     """Return the fix that sets a setting to a value, or to ours for one of another trainer."""
+    if setting == "schedule.warmup_steps" and (share := _share(value)):
+        return Fix({"schedule.warmup_ratio": share}, "a share of the run")
     known = _VALUES.get(setting, {}).get(as_text(value).lower())
     other, _, ours = (known or "").rpartition(": ")
     return Fix({setting: value}, _WHY.get(setting, "")) if known is None else _fix(other or setting, ours)
 
 
+def _share(value: Any) -> float | None:
+    """Return a share of the run that was given for its steps: 0.1 or 10%; None for any other value."""
+    percent = str(value).removesuffix("%")
+    with suppress(ValueError):
+        number = float(percent) / (100 if percent != str(value) else 1)
+        return number if 0 < number < 1 else None
+    return None
+
+
 def instead_of(setting: str, value: Any) -> str:
     """Return what there is instead of a setting with a value that only others have; "" if there is nothing."""
     return _INSTEAD.get(f"{setting}: {as_text(value)}", "")
-
-
-def knows_value(setting: str, value: Any) -> bool:
-    """Whether a value is one of others for which we have another."""
-    return as_text(value).lower() in _VALUES.get(setting, {})
 
 
 def _fix(setting: str, written: str) -> Fix:

@@ -13,12 +13,11 @@ from flatout.config.names import (
     default_of,
     dotted_names,
     instead_of,
-    knows_value,
     resolve_alias,
     value_meant,
 )
 from flatout.config.schema import NAME_PATTERN
-from flatout.config.shortcuts import LONG_FORMS
+from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
 from flatout.errors import PLAIN_TYPES, Fix, as_text
 
 # the setting that a section's name alone stands for
@@ -99,10 +98,10 @@ def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
 
 
 def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
-    if item["type"] == "model_type" and (name in _MAIN or name in FOREIGN_NAMES):
-        return (value_meant(_MAIN.get(name, name), value),) if isinstance(value, str | int | float) else ()
-    if knows_value(name, value):
-        return (value_meant(name, value),)
+    if item["type"] == "model_type" and (main := _MAIN.get(name) or FOREIGN_NAMES.get(name)):
+        return (value_meant(main, value),) if isinstance(value, str | int | float) else ()
+    if (meant := value_meant(name, value)).settings != {name: value}:
+        return (meant,)
     full = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
     near = difflib.get_close_matches(str(value).lower(), choices_of(full), n=1)
     if item["type"] == "literal_error" and near:
@@ -110,7 +109,7 @@ def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
     if item["type"] == "value_error":
         return ()
     if item["type"] == "list_type" and isinstance(value, str) and name != "data.sources":
-        return (Fix({name: [value]}),)
+        return (Fix({name: [SHORTCUTS.get(value, value)]}),)
     return _example_of(name)
 
 

@@ -38,6 +38,13 @@ def as_data_options(fix: Fix) -> str:
     return shlex.join([*([paths] if isinstance(paths, str) else paths), *_all_words(options)])
 
 
+def as_init_options(fix: Fix) -> str:
+    """Spell a fix as words of `flatout init`, which takes a model, rows and their columns."""
+    named = {f"--{name}": value for name, value in fix.settings.items() if name in ("model", "data")}
+    rest = as_data_options(Fix({name: value for name, value in fix.settings.items() if f"--{name}" not in named}))
+    return " ".join(filter(None, [shlex.join(_all_words(named)), rest]))
+
+
 def in_python(fix: Fix) -> str:
     """Spell a fix as arguments of a call: `lora={"rank": 8}, restart=True`."""
     keywords, of_data = dict[str, Any](), dict[str, Any]()

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from flatout.config.data import Name
 from flatout.config.section import Section, refuse_unused
+from flatout.errors import Fix
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "comet", "trackio"]
 
@@ -41,7 +42,9 @@ class TrackConfig(Section):
         if len(set(self.to)) < len(self.to):
             raise ValueError("a tracker is listed twice; list each once")
         if not self.to:
-            refuse_unused(self, ("project", "tags", "upload_final"), "no tracker; list one in track.to")
+            refuse_unused(
+                self, ("project", "tags", "upload_final"), "no tracker", Fix({"track.to": ["wandb"]}, "for example")
+            )
         if self.to == ["tensorboard"]:
             refuse_unused(self, ("project", "upload_final"), "only tensorboard, which has neither")
         return self
