@@ -156,7 +156,9 @@ def train(
         raise following.error
     if exit_code != 0:
         end = read_side_files(resolved.folder).end
-        raise _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}")
+        error = _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}")
+        error.fixes = end.fixes if end else ()
+        raise error
     return Run(resolved.folder)
 
 

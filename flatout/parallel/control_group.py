@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -66,13 +67,15 @@ class ControlGroup:
             answer = {"value": work()}
         except Exception as error:
             # whatever the error, the others must not wait for this rank
-            self.all_gather({"error": [type(error).__name__, str(error)]})
+            text, fixes = (error.text, error.fixes) if isinstance(error, errors.FlatoutError) else (str(error), ())
+            self.all_gather({"error": [type(error).__name__, text, [asdict(fix) for fix in fixes]]})
             raise
         answers = self.all_gather(answer)
         for index, other in enumerate(answers):
             if "error" in other:
-                name, text = other["error"]
-                raise getattr(errors, name, errors.FlatoutError)(f"rank {index}: {text}")
+                name, text, fixes = other["error"]
+                kind = getattr(errors, name, errors.FlatoutError)
+                raise kind(f"rank {index}: {text}", [errors.Fix(**fix) for fix in fixes])
         return [other["value"] for other in answers]
 
     def run_on_first_rank(self, work: Callable[[], Any]) -> Any:

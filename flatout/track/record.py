@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flatout.errors import Fix
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import describe_start
 
@@ -244,7 +245,7 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ended, at Unix time `ended_at`. `why` is the error; None for a complete run.
+    """How a run ended, at Unix time `ended_at`. `why` is the error, None for a complete run, and `fixes` mend it.
 
     `final_dir` holds the exported weights of a complete run.
     """
@@ -254,6 +255,7 @@ class RunEnd:
     ended_at: float
     why: str | None = None
     final_dir: str | None = None
+    fixes: tuple[Fix, ...] = ()
 
 
 def describe_record(record: Record) -> tuple[str, str]:

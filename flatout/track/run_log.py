@@ -250,7 +250,7 @@ def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:
     except DataError as error:
         # a run that starts again removes its end.json
         if path.exists():
-            raise DataError(f"{error}; {_REPAIR}") from error
+            raise DataError(f"{error.text}; {_REPAIR}") from error
         return None
     except ValidationError as error:
         wrong = error.errors()[0]

@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Literal
 
 from flatout.config.folders import SETTINGS_FILES
-from flatout.errors import STEP
 from flatout.io.redact import printable
 from flatout.track.record import BAD_RESULTS, EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
@@ -190,8 +189,7 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     A short one has the steps, the loss and the commands only.
     """
     rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
-    if summary.why is not None:
-        rows.append(("why", summary.why.partition(STEP)[0]))
+    rows += [("why", summary.why)] if summary.why is not None else []
     if summary.state not in ("complete", "running") and summary.num_steps:
         saved = f"at step {summary.saved_step:,}, where the same command continues"
         rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))

@@ -24,6 +24,7 @@ from flatout.data.tokenizer import tokenizer_of
 from flatout.environment import home_folder
 from flatout.errors import (
     OF_OWN_CODE,
+    Fix,
     FlatoutError,
     PreemptedError,
     ResourceError,
@@ -113,8 +114,8 @@ def train(
     rank, start_up = Rank.from_env(), start_up or StartUpClock()
     if rank == Rank() and len(config.gpus or ()) > 1:
         raise UsageError(
-            f"gpus: {config.gpus} needs one process per GPU, but train() runs in one process; use "
-            "`flatout train`, which starts them, or set gpus to one GPU"
+            f"gpus: {config.gpus} needs one process per GPU, which `flatout train` starts, not train()",
+            [Fix({"gpus": 1})],
         )
     start_up.begin("opening the run folder")
     require_installed(config.track.to, strategy=config.strategy if rank.world > 1 else "auto")
@@ -276,11 +277,12 @@ def finish(run: TrainingRun, final_dir: Path) -> None:
             try:
                 export(run, folder)
             except ResourceError as too_small:
-                reasons.append(str(too_small))
+                reasons.append(too_small.text)
             else:
                 again = "; the same command finishes the run" if folder == final_dir else ""
-                raise ResourceError(f"{error}; the final weights are kept in {folder}{again}") from error
-        raise ResourceError(f"{error}; the final weights could not be saved anywhere: {'; '.join(reasons)}") from error
+                raise ResourceError(f"{error.text}; the final weights are kept in {folder}{again}") from error
+        where = f"the final weights could not be saved anywhere: {'; '.join(reasons)}"
+        raise ResourceError(f"{error.text}; {where}") from error
     run.reporter.phase("exporting")
     export(run, final_dir)
     run.reporter.stage("final", f"{run.config.method} weights of step {run.progress.step} in {final_dir}")
@@ -368,7 +370,8 @@ def ended_by(error: BaseException) -> RunEnd:
     """Return the end of a run that this error ended."""
     if isinstance(error, FlatoutError):
         outcome: Literal["stopped", "failed"] = "stopped" if isinstance(error, PreemptedError) else "failed"
-        return RunEnd(outcome, error.exit_code, time.time(), redacted(str(error)))
+        fixes = tuple(Fix(redacted(fix.settings), fix.why) for fix in error.fixes)
+        return RunEnd(outcome, error.exit_code, time.time(), redacted(error.text), fixes=fixes)
     if isinstance(error, KeyboardInterrupt):
         return RunEnd("stopped", 130, time.time(), "interrupted; steps since the last checkpoint are lost")
     return RunEnd("failed", 1, time.time(), redacted(f"{type(error).__name__}: {error}"))

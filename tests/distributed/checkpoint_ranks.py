@@ -27,7 +27,7 @@ from flatout.checkpoint.replicas import refuse_drift
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.checkpoint.write_async import Saver, Staging
 from flatout.config.schema import OptimConfig
-from flatout.errors import CheckpointError, PeerLostError, ResourceError
+from flatout.errors import CheckpointError, Fix, PeerLostError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.optim.build import make_optimizer
 from flatout.parallel.control_group import ControlGroup
@@ -201,6 +201,13 @@ def refuse_damage(folder: Path, group: ControlGroup) -> None:
     stored = checkpoints(folder / "damaged", group).newest()
     assert stored is not None
     assert stored.step == 1
+
+    def refuse() -> None:
+        raise CheckpointError("damaged", [Fix({"checkpoint.keep": 3})])
+
+    with pytest.raises(CheckpointError, match="damaged") as refused:
+        group.run_on_first_rank(refuse)
+    assert refused.value.fixes[0].settings == {"checkpoint.keep": 3}
 
 
 def find_drift(strategy: str, group: ControlGroup) -> None:

@@ -272,6 +272,11 @@ def test_an_error_of_a_started_rank_is_raised_here(tiny: Any, tmp_path: Path, mo
     bad.write_text('{"messages": 3}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl"):
         flatout.train(model=str(tiny.model_dir), data=str(bad), gpus=[0, 1], **SETTINGS)
+    with pytest.raises(DataError, match="needs a chosen and a rejected answer") as refused:
+        flatout.train(
+            model=str(tiny.model_dir), data=str(tiny.chats), objective="simpo", gpus=[0, 1], name="pairs", **SETTINGS
+        )
+    assert refused.value.fixes[0].settings == {"objective": "cross_entropy"}
 
 
 def test_a_callback_of_started_ranks_that_raises_stops_the_run(

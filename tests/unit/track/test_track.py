@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.io.file_lock import RunLock
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
@@ -268,12 +268,15 @@ def test_a_callback_that_raises_for_a_posted_event_ends_the_run_with_the_next_re
 def test_how_a_run_ends_is_written_early_and_a_later_end_has_precedence(tmp_path: Path) -> None:
     """By a rank that may not live to its end; one that has not started leaves the folder as it was."""
     folder = RunFolderWriter(tmp_path)
-    lost = RunEnd("failed", 7, 2.0, "rank 1 died")
+    lost = RunEnd("failed", 7, 2.0, "rank 1 died", fixes=(Fix({"lora.targets": ["q_proj"], "gpus": None}, "fewer"),))
     folder.write_end(lost)
     assert not (tmp_path / "end.json").exists()
     folder.on_start(START)
     folder.write_end(lost)
     assert read_end(tmp_path) == lost
+    written = json.loads((tmp_path / "end.json").read_text())
+    (tmp_path / "end.json").write_text(json.dumps({name: written[name] for name in written.keys() - {"fixes"}}))
+    assert read_end(tmp_path) == replace(lost, fixes=())  # as older versions wrote it
     folder.on_step(STEP)
     folder.on_end(END)
     folder.write_end(lost)
