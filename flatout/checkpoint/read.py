@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.checkpoint.manifest import Manifest, refuse_other_save
 from flatout.checkpoint.tensor_file import DTYPES, open_tensor_file
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, Fix
 from flatout.io.json_file import parse_json
 from flatout.parallel.shards import as_global, local_shard_of
 
@@ -119,8 +119,8 @@ class CheckpointTensors(Mapping[str, Tensor]):
         """
         if self.shapes[name] != (shape := local_shard_of(parameter).shape):
             raise CheckpointError(
-                f"{name} has shape {self.shapes[name]}, its parameter {shape}; such a state only "
-                "loads under a strategy that does not shard it: set strategy: ddp"
+                f"{name} has shape {self.shapes[name]}, its parameter {shape}, which cannot be sharded alike",
+                [Fix({"strategy": "ddp"})],
             )
         tensor = torch.empty_like(parameter.detach(), dtype=self.dtype(name))
         self.copy_into(name, as_global(tensor, parameter))

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.resume_effects import RESUME_EFFECTS, Effect
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, Fix
 
 ABSENT = "(absent)"
 CHANGES_DATA = "changes the samples or their order"
 
 
 class OtherRunError(CheckpointError):
-    """A folder holds another run than the one that is asked for. `allow` would let it go on all the same."""
-
-    def __init__(self, message: str, *, allow: str | None = None) -> None:
-        self.allow = allow
-        super().__init__(message)
+    """A folder holds another run than the one that is asked for; a fix would let it go on all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +124,9 @@ def refuse_other_data(
 
 def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:
     lines = "".join(f"\n  - {change}" for change in refused)
-    keys = allow_key or ",".join(change.key for change in refused)
-    raise OtherRunError(f"{what}:{lines}", allow=keys)
+    keys = [allow_key] if allow_key else [change.key for change in refused]
+    allow = Fix({"checkpoint.allow_change": keys}, "resume from the checkpoint with new settings")
+    raise OtherRunError(f"{what}:{lines}", [allow])
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -133,7 +133,7 @@ class Checkpoints:
             try:
                 self._durable_io.require_free(self.folder, sum(sizes))
             except ResourceError as error:
-                raise ResourceError(f"no checkpoint of this run could be saved: {error}") from error
+                raise ResourceError(f"no checkpoint of this run could be saved: {error.text}") from error
 
         self.group.run_on_first_rank(look)
 
@@ -187,7 +187,7 @@ class Checkpoints:
             try:
                 self._check_facts(state["facts"], manifest.step)
             except CheckpointError as error:
-                raise CheckpointError(f"{path / STATE_NAME}: {error}") from error
+                raise error.at(path / STATE_NAME) from None
             names: dict[str, list[str]] = {}
             for name in manifest.files:
                 if name.endswith(TENSOR_SUFFIX):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatout.checkpoint.write import Checkpoints, Snapshot
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.track.callback import Reporter
 
 # powers of two, since torch rounds pinned allocations up to them
@@ -136,8 +136,8 @@ class Staging:
                 block = torch.empty(max(block_bytes, needed), dtype=torch.uint8, pin_memory=self._is_pinned)
             except RuntimeError as error:
                 raise ResourceError(
-                    f"no {max(block_bytes, needed):,} bytes of host memory for a copy of the state; "
-                    "set checkpoint.asynchronous: false"
+                    f"no {max(block_bytes, needed):,} bytes of host memory for a copy of the state",
+                    [Fix({"checkpoint.asynchronous": False})],
                 ) from error
             self.blocks.append(block)
             used.append(0)

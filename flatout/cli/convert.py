@@ -25,7 +25,7 @@ from flatout.compat.trl import translate_trl
 from flatout.config.read import ROW_TYPES, dump_config, make_config, merge_overrides, read_yaml
 from flatout.config.schema import Config
 from flatout.config.shortcuts import long_forms
-from flatout.errors import UsageError, next_steps
+from flatout.errors import Fix, UsageError, next_steps
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean
 
@@ -176,14 +176,13 @@ def _find_deepspeed(given: dict[str, Any], folder: Path) -> None:
         given["deepspeed"] = str(folder / name)
 
 
-def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> str:
-    """Return the step that leaves out every refused name; none if one of them stands inside another, or is needed."""
+def _without(translation: Translation, given: Mapping[str, Any], left_out: str) -> list[Fix]:
+    """Return the fix that leaves out every refused name; none if one of them stands inside another, or is needed."""
     refused = [outcome.name for outcome in translation.outcomes if outcome.kind == "refused"]
     if any(name not in given or name in _NEEDED for name in refused):
-        return ""
+        return []
     names = ",".join(filter(None, [left_out, *refused]))
-    instead = f" instead of --without {left_out} --without={left_out}" if left_out else ""
-    return next_steps((f"--without={names}{instead}", "if the run can do without them"))
+    return [Fix({"--without": names}, "if the run can do without them")]
 
 
 def _remove(given: dict[str, Any], name: str, file: Path) -> None:

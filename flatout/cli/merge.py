@@ -11,7 +11,7 @@ from flatout.cli.screen import import_transformers, progress_console
 def _adapter(name: str) -> Path:
     from flatout.view.open_runs import find_run  # lazy, so that --help stays instant
 
-    return find_run(name, proposes="near", needs_results=True)
+    return find_run(name, needs_results=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

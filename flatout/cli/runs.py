@@ -83,7 +83,7 @@ def _write_notes(args: argparse.Namespace) -> None:
         target, *given = words
         if not given:
             raise UsageError(f"--{option} {target}: name a tag after the run, as in --{option} {target} baseline")
-        folder = find_run(target, args.folder, proposes="none")
+        folder = find_run(target, args.folder)
         if folder not in run_folders(folder):
             raise UsageError(f"{folder} is not the folder of a run, so it has no {option}; name a run of the list")
         changes: dict[str, Any] = {"note": {"note": given[0]}, "tag": {"add": given}, "untag": {"remove": given}}

@@ -111,7 +111,7 @@ def run_to_send(name: str) -> Path:
     """Return the folder of a run as `run_folder` does; no other run is proposed, which nobody meant to send."""
     from flatout.view.open_runs import find_run  # lazy, as above
 
-    return find_run(name, proposes="none")
+    return find_run(name)
 
 
 def model_target(name: str) -> str:

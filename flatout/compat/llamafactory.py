@@ -113,7 +113,7 @@ def _sources(given: Given, folder: Path) -> Became:
     try:
         known = read_json(root / "dataset_info.json", UsageError)
     except UsageError as error:
-        raise RefusedError(str(error)) from None
+        raise RefusedError(error.text) from None
     named = given.all.get("dataset", "")
     names = [str(name).strip() for name in (named if isinstance(named, list) else str(named).split(","))]
     if missing := [name for name in names if not isinstance(known.get(name), Mapping)]:
@@ -221,7 +221,7 @@ def _preference(given: Given) -> Became:
 def _projector(given: Given) -> Became:
     if given.all.get("finetuning_type") == "lora":
         is_named = given.all.get("lora_target", "all") != "all" and not given.value
-        also = "; if lora_target names layers of it, set model.freeze_projector: false" * is_named
+        also = "; if lora_target names layers of it, set model.freeze_projector=false" * is_named
         return Became(note=f"adapters leave the projector as it is{also}", check=is_named)
     trains_one = bool(given.value) != bool(given.all.get("freeze_vision_tower", True))
     note = "deepstack mergers of Qwen3-VL count as projector here, as tower there" if trains_one else ""
@@ -256,7 +256,7 @@ def _resize(given: Given) -> Became:
 
 def _bits(given: Given) -> Became:
     if int(given.number()) != 4:
-        raise RefusedError("only 4 bits are supported; write quantization_bit: 4, or set base.storage: fp8")
+        raise RefusedError("only 4 bits are supported; write quantization_bit: 4, or set base.storage=fp8")
     return Became({"base.storage": "nf4"})
 
 

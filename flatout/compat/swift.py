@@ -221,7 +221,7 @@ _RLHF: Mapping[str, Rule] = {
     "max_length": t.to("data.max_tokens", note="a pair with a longer answer is left out whole"),
     "truncation_strategy": t.only(("delete",), "a pair is never cut; write delete", "as here"),
     "loss_scale": t.only(("default", "last_round"), "only answers carry loss, each token alike", "as here"),
-    "use_chat_template": t.only((True,), "set data.template: plain", "as here"),
+    "use_chat_template": t.only((True,), "set data.template=plain", "as here"),
     "lora_dropout": t.any_value("its trainers of preferences switch dropout off, also in adapters"),
     "disable_dropout": t.any_value("off, as there"),
 }

@@ -132,7 +132,7 @@ def precision(given: Given) -> Became:
         return Became({"model.precision": name}, "trained weights are fp32 copies")
     if given.value not in (False, "false", "auto"):
         raise RefusedError(f"{given.value!r:.40} is not supported; write true, false or auto")
-    note = "model.precision: auto is bf16 where the GPU has it; set fp32 to compute in fp32"
+    note = "model.precision=auto is bf16 where the GPU has it; set fp32 to compute in fp32"
     return Became(note=note, check=given.name == "bf16" and given.value is False)
 
 
@@ -170,7 +170,7 @@ def fsdp(given: Given) -> Became:
     config = {name.removeprefix("fsdp_"): value for name, value in config.items()}
     words |= {str(config["sharding_strategy"]).lower()} if config.get("sharding_strategy") else set()
     if unknown := sorted(words - {*_FSDP_WORDS, "offload"}) or sorted(config.keys() - {*_FSDP_CONFIG.split()}):
-        raise RefusedError(f"{unknown[0]} is not supported; set strategy: ddp, zero2, fsdp or hsdp")
+        raise RefusedError(f"{unknown[0]} is not supported; set strategy=ddp, zero2, fsdp or hsdp")
     strategy = next((ours for word, ours in reversed(_FSDP_WORDS.items()) if word in words), "fsdp")
     settings: dict[str, Any] = {
         "strategy": "zero2" if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else strategy
@@ -224,8 +224,8 @@ def _attention(given: Given) -> Became:
     if given.value == "eager":
         return Became({"model.attention": "plain"})
     if given.value not in ("sdpa", "flex_attention", "xformers") and "flash" not in str(given.value):
-        raise RefusedError(f"{given.value!r:.40} is not supported; remove it for model.attention: auto")
-    return Became(note="model.attention: auto takes the fastest kernel that is exact")
+        raise RefusedError(f"{given.value!r:.40} is not supported; remove it for model.attention=auto")
+    return Became(note="model.attention=auto takes the fastest kernel that is exact")
 
 
 _SPEED = t.any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from flatout.config.names import OF_OTHERS
-from flatout.errors import ProblemsError
+from flatout.errors import Fix, ProblemsError
 
 
 class RefusedError(Exception):
@@ -110,10 +110,10 @@ class Translation:
     def problems(self) -> list[str]:
         return [f"{outcome.name}: {outcome.note}" for outcome in self.outcomes if outcome.kind == "refused"]
 
-    def checked(self, origin: str, steps: str = "") -> dict[str, Any]:
-        """Return `settings`. Raises ProblemsError with `origin`, every refused setting, and `steps`."""
+    def checked(self, origin: str, fixes: Sequence[Fix] = ()) -> dict[str, Any]:
+        """Return `settings`. Raises ProblemsError with `origin`, every refused setting, and `fixes`."""
         if problems := self.problems():
-            raise ProblemsError(origin, problems, steps)
+            raise ProblemsError(origin, problems, fixes)
         return self.settings
 
 

@@ -82,7 +82,7 @@ def check_torch(wanted: str) -> Iterator[Finding]:
         got = f"this machine has GPUs, but {why}"
         yield ok("CUDA", got) if wanted == "cpu" else fail("CUDA", got, "install a torch build that matches the driver")
     elif wanted == "cuda":
-        yield fail("CUDA", "no GPU", "set device: cpu, or use a machine with a GPU")
+        yield fail("CUDA", "no GPU", "set device=cpu, or use a machine with a GPU")
     else:
         yield ok("CUDA", "no GPU")
 
@@ -110,9 +110,9 @@ def _check_packages() -> Iterator[Finding]:
     # nightly builds of torch ship it under the second name
     triton = _version("triton") or _version("pytorch-triton")
     if triton is None:
-        yield warn("triton", "not installed", "install triton, or set compile: off")
+        yield warn("triton", "not installed", "install triton, or set compile=off")
     elif compiler is None:
-        do = "install gcc, which Triton needs, or set compile: off"
+        do = "install gcc, which Triton needs, or set compile=off"
         yield warn("triton", f"{triton}, but no C compiler", do)
     else:
         yield ok("triton", f"{triton}, compiler {compiler}")

@@ -34,7 +34,7 @@ def score_answers(
         try:
             ids.append(prompt_ids(model, tokenizer, prompt.messages, prompt.pictures))
         except (DataError, UsageError) as error:
-            raise type(error)(f"{prompt.origin or f'prompt {number}'}: {error}") from error
+            raise error.at(prompt.origin or f"prompt {number}") from error
     greedy = Sampling(temperature=0.0)
     texts = answer_all(model, tokenizer, ids, max_new_tokens=max_new_tokens, sampling=greedy, on_token=on_token)
     return [

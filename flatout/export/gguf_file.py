@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from flatout.errors import UsageError
-from flatout.export.gguf_vocab import add_vocabulary
+from flatout.errors import Fix, UsageError
+from flatout.export.gguf_vocab import LLAMA_CPP, add_vocabulary
 
 # class of transformers: llama.cpp's name; others have parts that need more than other names
 ARCHS = {
@@ -55,7 +55,7 @@ def write_gguf(
     import gguf
 
     if (reason := why_not(model)) is not None:
-        raise UsageError(f"GGUF: flatout does not write {reason}; install llama.cpp and name its folder by --llama-cpp")
+        raise UsageError(f"GGUF: flatout does not write {reason}", [LLAMA_CPP])
     writer = gguf.GGUFWriter(file, ARCHS[type(model).__name__])
     add_vocabulary(writer, tokenizer, model.config.vocab_size, stop_ids)
     _add_facts(writer, model, name)
@@ -123,7 +123,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
-            raise UsageError(f"GGUF: {arch} has no name for {name}; install llama.cpp and name it by --llama-cpp")
+            raise UsageError(f"GGUF: {arch} has no name for {name}", [LLAMA_CPP])
         leaf = name.split(".")[-2]
         if arch == "llama" and leaf in heads:
             pairs = tensor.reshape(heads[leaf], 2, -1, *tensor.shape[1:])
@@ -153,5 +153,5 @@ def _encode(name: str, tensor: torch.Tensor, wanted: Any) -> Any:
         return gguf.quants.quantize(tensor.float().cpu().numpy(), wanted)
     cast = tensor.to("cpu", dtypes[wanted.name]).contiguous()
     if not bool(cast.isfinite().all()) and bool(tensor.isfinite().all()):
-        raise UsageError(f"GGUF: {name} has values beyond fp16's range; use --quantize bf16 or f32")
+        raise UsageError(f"GGUF: {name} has values beyond fp16's range", [Fix({"--quantize": "bf16"})])
     return cast.view(torch.uint8).numpy()

@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 
+LLAMA_CPP = Fix({"--llama-cpp": "FOLDER"}, "llama.cpp, which you install")
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -103,7 +104,7 @@ def _name_of_split(content: dict[str, Any]) -> str:
     if name is None:
         raise UsageError(
             "GGUF: flatout writes the byte-level BPE tokenizers of GPT-2, Llama 3, Qwen2, Qwen3, SmolLM and Mistral "
-            f"NeMo, but this one is another ({model['type']}, split by {', '.join(words)[:60] or 'nothing'}); install "
-            "llama.cpp and name its folder by --llama-cpp"
+            f"NeMo, but this one is another ({model['type']}, split by {', '.join(words)[:60] or 'nothing'})",
+            [LLAMA_CPP],
         )
     return name

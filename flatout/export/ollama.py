@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.data.templates.template import RENDER_ERRORS
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.io.template_limits import bounded
 
 # control characters, and Unicode's ends of lines and paragraphs
@@ -22,7 +22,7 @@ def modelfile(file_name: str, model: Any, tokenizer: Any, stop_ids: Sequence[int
 
     Raises UsageError for names and tokens that a Modelfile, which has no escapes, would read as something else.
     """
-    _require_plain(file_name, "the name of the run's folder", "rename it")
+    _require_plain(file_name, "the name of the run's folder", "; rename it")
     lines = [f"FROM ./{file_name}"]
     note = "Ollama chooses one of its own chat templates by the one in the GGUF file; compare `ollama show --template`"
     if (template := go_template(tokenizer)) is not None:
@@ -30,7 +30,7 @@ def modelfile(file_name: str, model: Any, tokenizer: Any, stop_ids: Sequence[int
         note = "the Modelfile has the chat template: it equals the tokenizer's for system, user and assistant turns"
     for token_id in stop_ids:
         text = str(tokenizer.decode([token_id]))
-        _require_plain(text, f"token {token_id}, at which answers end,", "export it with --to gguf")
+        _require_plain(text, f"token {token_id}, at which answers end,", "", Fix({"--to": "gguf"}))
         lines.append(f'PARAMETER stop "{text}"')
     config = model.generation_config
     if config is not None and config.do_sample:
@@ -41,9 +41,9 @@ def modelfile(file_name: str, model: Any, tokenizer: Any, stop_ids: Sequence[int
     return "\n".join(lines) + "\n", note
 
 
-def _require_plain(text: str, what: str, remedy: str) -> None:
+def _require_plain(text: str, what: str, remedy: str, *fixes: Fix) -> None:
     if '"' in text or not text.strip() or any(unicodedata.category(letter) in _LINE_ENDS for letter in text):
-        raise UsageError(f"--to ollama: {what} is {text!r:.100}, which a Modelfile cannot hold; {remedy}")
+        raise UsageError(f"{what} is {text!r:.100}, which a Modelfile of Ollama cannot hold{remedy}", fixes)
 
 
 def go_template(tokenizer: Any) -> str | None:

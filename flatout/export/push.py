@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.checkpoint.final import verify_final
-from flatout.errors import ResourceError, UsageError, reason_of
+from flatout.errors import Fix, ResourceError, UsageError, reason_of
 from flatout.export.card import loss_svg, model_card
 from flatout.io.durable_io import DurableIO
 from flatout.io.hub import is_path
@@ -50,11 +50,11 @@ def push(
     name = base or trained.base
     if is_adapter and (Path(name).exists() or is_path(name)):
         raise UsageError(
-            f"the adapter's base model is the folder {name}, which others do not have; name it as it is on the hub by "
-            "--base ORG/NAME, or push the whole model with --merged"
+            f"the adapter's base model is the folder {name}, which others do not have",
+            [Fix({"--base": "ORG/NAME"}, "its name on the hub"), Fix({"--merged": True}, "the whole model")],
         )
     if merged and trained.adapter is None:
-        raise UsageError(f"--merged: {run_dir} has no adapter to merge; leave it out")
+        raise UsageError(f"merged: {run_dir} has no adapter to merge; leave it out")
     if (token := get_token()) is None:
         raise UsageError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
     api, durable_io, scratch = HfApi(), DurableIO(), run_dir / ".push.tmp"
@@ -118,9 +118,9 @@ def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str,
         return repo, None, []
     files = [file.rfilename for file in info.siblings or [] if file.rfilename != ".gitattributes"]
     if files and not replace:
-        raise UsageError(f"{repo} exists and has {len(files)} files; choose another name, or replace them by --replace")
+        raise UsageError(f"{repo} exists and has {len(files)} files; choose another name", [Fix({"--replace": True})])
     if private and not info.private:
-        raise UsageError(f"--private: {repo} exists and is public; make it private on the hub, or choose another name")
+        raise UsageError(f"private: {repo} exists and is public; make it private on the hub, or choose another name")
     return repo, info.sha, files
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flatout.checkpoint.final import MANIFEST_NAME, verify_final
-from flatout.errors import ResourceError, UsageError, install, next_steps, reason_of
+from flatout.errors import Fix, ResourceError, UsageError, install, reason_of
 from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
 from flatout.export.gguf_vocab import stop_fields, stops_left_out
 from flatout.export.ollama import modelfile
@@ -61,10 +61,9 @@ def export(
     _check(to, is_gguf=is_gguf, kind=kind, adapter=adapter, llama_cpp=llama_cpp)
     quantizer = None if kind is None or kind in FILE_TYPES else _find_tool("llama-quantize", llama_cpp)
     if quantizer is None and kind is not None and kind not in FILE_TYPES:
-        step = next_steps((f"--quantize q8_0 instead of --quantize {shlex.quote(kind)}", "8 bits"))
         raise UsageError(
-            f"--quantize {kind}: needs llama.cpp's llama-quantize, which is neither in PATH nor in the folder of "
-            f"--llama-cpp; install llama.cpp, or choose one of {', '.join(FILE_TYPES)}, which need nothing else{step}"
+            f"quantization {kind} needs llama.cpp's llama-quantize in PATH or llama_cpp; {', '.join(FILE_TYPES)} none",
+            [Fix({"--quantize": "q8_0"}, "8 bits")],
         )
     require_empty(out)
     trained, name = resolve_model_paths(target, base=base, results=results), Path(target).resolve().name
@@ -77,8 +76,8 @@ def export(
     scores = is_scoring(model.config)
     if scores and to != "vllm":
         raise UsageError(
-            f"--to {to}: {target} scores texts, and {to} has no place for the scores of a {type(model).__name__}; use "
-            "--to vllm or flatout merge, which write transformers' folder"
+            f"{target} scores texts, and {to} has no place for the scores of a {type(model).__name__}",
+            [Fix({"--to": "vllm"}, "transformers' folder, as flatout merge writes it")],
         )
     note, place = f"{num_merged} layers merged" if num_merged else "no adapter to merge", shlex.quote(str(out))
     if is_gguf:
@@ -95,17 +94,17 @@ def export(
 
 def _check(to: str, *, is_gguf: bool, kind: str | None, adapter: bool, llama_cpp: Path | None) -> None:
     if to not in TARGETS:
-        raise UsageError(f"--to is {to!r}; expected one of {', '.join(TARGETS)}")
+        raise UsageError(f"to is {to!r}; expected one of {', '.join(TARGETS)}")
     if adapter and to != "vllm":
-        raise UsageError(f"--adapter: {to} takes merged weights; leave it out, or use --to vllm")
+        raise UsageError(f"adapter: {to} takes merged weights; leave it out", [Fix({"--to": "vllm"})])
     if (kind or llama_cpp) and not is_gguf:
-        raise UsageError(f"--quantize and --llama-cpp have no effect on --to {to}; leave them out")
+        raise UsageError(f"a quantization and llama_cpp have no effect on {to}; leave them out")
     if kind and not kind.isidentifier():
-        raise UsageError(f"--quantize is {kind!r}; expected one of q8_0, q4_k_m, f16, or another of llama.cpp")
+        raise UsageError(f"{kind!r} is no quantization; expected one of q8_0, q4_k_m, f16, or another of llama.cpp")
     if llama_cpp and not llama_cpp.is_dir():
-        raise UsageError(f"--llama-cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
+        raise UsageError(f"llama_cpp: there is no folder {llama_cpp}; name the folder of llama.cpp")
     if is_gguf and find_spec("gguf") is None:
-        raise UsageError(f"--to {to} needs the gguf package: {install('gguf')}")
+        raise UsageError(f"to={to} needs the gguf package: {install('gguf')}")
 
 
 def _find_tool(name: str, folder: Path | None) -> Path | None:
@@ -155,14 +154,14 @@ def _write_folder(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
 def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
     """Copy an adapter. Raises UsageError for one that vLLM refuses."""
     if trained.adapter is None:
-        raise UsageError(f"--adapter: {trained.base} has no adapter; leave it out to write the whole model")
+        raise UsageError(f"adapter: {trained.base} has no adapter; leave it out to write the whole model")
     config, durable_io, empty = read_json(trained.adapter / "adapter_config.json"), DurableIO(), _aside(out)
     rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 0)
     allowed = next((rank_limit for rank_limit in _VLLM_RANKS if rank_limit >= rank), None)
     odd = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
     if odd or allowed is None:
         obstacle = {"use_dora": "DoRA"}.get(odd[0], odd[0]) if odd else f"rank {rank}"
-        raise UsageError(f"--adapter: vLLM does not take adapters with {obstacle}; leave it out to merge the adapter")
+        raise UsageError(f"adapter: vLLM does not take adapters with {obstacle}; leave it out to merge the adapter")
     with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
         shutil.copytree(trained.adapter, new, dirs_exist_ok=True)
         durable_io.sync_tree(new)

@@ -173,7 +173,7 @@ class RunLock:
         try:
             self.__enter__()
         except ResourceError as error:
-            raise ResourceError(f"{self._run_dir} was deleted during this run, and now {error}") from error
+            raise ResourceError(f"{self._run_dir} was deleted during this run, and now {error.text}") from error
 
     def __exit__(self, *error: object) -> None:
         if self._fd is not None:

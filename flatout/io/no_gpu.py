@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from flatout.environment import environment
-from flatout.errors import ResourceError, next_steps
+from flatout.errors import Fix, ResourceError
 
 DRIVER = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -47,9 +47,9 @@ def reason(env: Mapping[str, str], torch_version: str, cuda: str | None, driver:
 def no_gpu_error(who: str, why: str | None = None) -> ResourceError:
     """Return the error of `who`, such as a setting, that needs a GPU where this process has none."""
     why = why or reason(environment(), *_torch_build())
-    on_cpu = who.replace("cuda", "cpu") if who.startswith("--") else "device: cpu"
-    step = next_steps(("device=cpu instead of gpus", "")) if who == "gpus" else ""
-    return ResourceError(f"{who} needs a GPU, but {why}; to use the CPU, set {on_cpu}{step}")
+    setting = "--device" if who.startswith("--") else "device"
+    on_cpu = Fix({setting: "cpu", **({"gpus": None} if who == "gpus" else {})}, "on the CPU")
+    return ResourceError(f"{who.lstrip('-')} needs a GPU, but {why}", [on_cpu])
 
 
 def require_gpu_driver(who: str) -> None:

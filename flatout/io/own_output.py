@@ -25,7 +25,7 @@ def write_output(path: Path, content: bytes, kind: str) -> FileFacts:
     Raises UsageError for a folder, a link, and a file that is not of this kind: it would be lost.
     """
     if problem := _problem(path, BEGINNINGS[kind]):
-        raise UsageError(f"--out: {str(path)!r} {problem}")
+        raise UsageError(f"{str(path)!r} {problem}")
     return DurableIO().write_bytes(path, content)
 
 

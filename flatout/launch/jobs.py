@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from flatout.environment import SECRET
-from flatout.errors import UsageError, next_steps
+from flatout.errors import Fix, UsageError
 from flatout.launch.attempt import RESTARTABLE
 
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -125,13 +125,12 @@ def _notice_s(time: str) -> int:
     """Return how many seconds before the time limit a run is asked to save. Raises UsageError for the limit."""
     if not TIME.fullmatch(time):
         words = f"--time is {time!r}, which is not Slurm's format: 90 (minutes), 12:00:00 or 2-00:00:00 (two days)"
-        step = ""
+        fixes = []
         given = re.fullmatch(r"(\d+) ?([mhd])[a-z]*(?: ?(\d+) ?(?:m[a-z]*)?)?", time.lower())
         if given and int(given[1]) and (given[2] == "h" or not given[3]):
             end = {"m": "", "h": ":00:00", "d": "-00:00:00"}[given[2]]
-            meant = given[1] + (f":{int(given[3]):02}:00" if given[3] else end)
-            step = next_steps((shlex.join(["--time", meant, "instead", "of", "--time", time, f"--time={time}"]), ""))
-        raise UsageError(f"{words}{step}")
+            fixes = [Fix({"--time": given[1] + (f":{int(given[3]):02}:00" if given[3] else end)})]
+        raise UsageError(words, fixes)
     days, dash, rest = time.rpartition("-")
     parts = rest.split(":")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, STATUS_BOARD, STORE_SOCKET
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.child_process import start_python
 from flatout.io.no_gpu import VISIBLE
@@ -110,7 +110,8 @@ def count_gpus(limit_s: float, setting: str) -> int:
         asked.kill()
     count = int(answer) if asked.returncode == 0 else 0
     if count == 0:
-        raise ResourceError("no GPU is visible on this node; set gpus to existing GPUs, or device: cpu")
+        on_cpu = Fix({"device": "cpu", "gpus": None}, "on the CPU")
+        raise ResourceError("no GPU is visible on this node; set gpus to existing ones", [on_cpu])
     return count
 
 

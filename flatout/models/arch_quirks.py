@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 
 # a recurrent or convolution state runs on from one packed document into the next
 STATEFUL = frozenset({
@@ -75,8 +75,8 @@ def choose_layout(
         problem = "it attends in both directions inside a picture"
     if setting == "packed" and problem is not None:
         raise UsageError(
-            f"batch.layout: model type {config.model_type} cannot be trained on packed documents: {problem}; set "
-            "batch.layout: auto"
+            f"batch.layout: model type {config.model_type} cannot be trained on packed documents: {problem}",
+            [Fix({"batch.layout": "auto"})],
         )
     if setting != "auto":
         return LayoutChoice(setting, "as configured")

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatout.errors import PackingError, UsageError, first_line
+from flatout.errors import Fix, PackingError, UsageError, first_line
 from flatout.kernels.attention.cudnn import cudnn_problem, make_cudnn_attention, prepare_cudnn_attention
 from flatout.kernels.attention.flash import (
     flash_disagreement,
@@ -67,7 +67,9 @@ def choose_attention(
     if setting != "auto":
         problem = None if setting == "plain" else _problem(setting, config, device, dtype)
         if problem:
-            raise UsageError(f"model.attention: {setting} does not support this model: {problem}; use auto")
+            raise UsageError(
+                f"model.attention: {setting} is not possible: {problem}", [Fix({"model.attention": "auto"})]
+            )
         return AttentionChoice(setting, "as configured")
     passed_over = [] if context_ranks == 1 else ["the only kernel for shared micro-batches"]
     for name in KERNELS if context_ranks == 1 else ("varlen",):
@@ -238,7 +240,8 @@ def _entry(name: Implementation, form: Callable[..., Tensor], *variants: str) ->
         options = {variant: setting for variant, setting in values.items() if setting is not None}
         if missing := [variant for variant in options if variant not in variants]:
             # not visible in the config when the attention was chosen
-            raise UsageError(f"packed attention: {name} lacks {', '.join(missing)}; set model.attention: plain")
+            lacks = ", ".join(missing)
+            raise UsageError(f"packed attention: {name} lacks {lacks}", [Fix({"model.attention": "plain"})])
         dtype = autocast_dtype(value)
         tensors = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
         documents: tuple[Any, ...] = (cu_seq_lens_q, max_length_q) if name in KERNELS else (cu_seq_lens_q,)

@@ -134,11 +134,11 @@ def require_empty(out: Path) -> None:
     """Raise ResourceError for an output folder with content and for a link, UsageError for one that cannot be read."""
     try:
         if out.is_symlink():
-            raise ResourceError(f"--out: {out} is a link, which the folder would replace; name the folder itself")
+            raise ResourceError(f"out: {out} is a link, which the folder would replace; name the folder itself")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ResourceError(f"--out: {out} already exists and is not empty; choose a different folder")
+            raise ResourceError(f"out: {out} already exists and is not empty; choose a different folder")
     except OSError as error:
-        raise UsageError(f"--out: {out}: {reason_of(error)}; choose a different folder") from error
+        raise UsageError(f"out: {out}: {reason_of(error)}; choose a different folder") from error
 
 
 def load_merged(trained: ModelPaths, *, device: str = "cpu") -> tuple[PreTrainedModel, Any, int]:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from flatout.errors import SharedPrefixError
+from flatout.errors import Fix, SharedPrefixError
 from flatout.models.blocks import hidden_states
 from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.probe import checking, embedded_tokens, first_states, has_experts, relative_error, widened
 
+_UNSHARED = Fix({"batch.share_prefix": "off"})
 # tokens of a prefix (0: none), and what follows in each of its samples
 _PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
 _PREFIX_TOKENS = sum(prefix_tokens + sum(lengths) for prefix_tokens, lengths in _PREFIXES)
@@ -33,7 +34,7 @@ def check_shared_prefixes(loaded: LoadedModel) -> str:
     embedded tokens by up to one part in 256. Raises SharedPrefixError.
     """
     model = loaded.model
-    with checking(loaded, SharedPrefixError, "shared prefixes", "set batch.share_prefix: off"):
+    with checking(loaded, SharedPrefixError, "shared prefixes", _UNSHARED):
         shared, apart = _prefix_batches(model)
         true = _states_and_gradient(model, apart)
         errors = _errors(model, _states_and_gradient(model, shared), true)
@@ -44,8 +45,8 @@ def check_shared_prefixes(loaded: LoadedModel) -> str:
     if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise SharedPrefixError(
             f"model type {model.config.model_type}: shared prefixes change hidden states by {errors[0]:.1e} (limit "
-            f"{limits[0]:.1e}) and gradients by {errors[1]:.1e} (limit {limits[1]:.1e}) with attention "
-            f"{loaded.attention}; set batch.share_prefix: off"
+            f"{limits[0]:.1e}), gradients by {errors[1]:.1e} (limit {limits[1]:.1e}); attention {loaded.attention}",
+            [_UNSHARED],
         )
     return f"; shared prefixes = unshared within {errors[0]:.1e}, gradients {errors[1]:.1e}"
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from flatout.errors import PackingError, first_line
+from flatout.errors import Fix, PackingError, first_line
 from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import decoder_layers
 from flatout.models.context.shard import ContextShard
@@ -48,7 +48,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def checking(loaded: LoadedModel, failure: type[PackingError], what: str, remedy: str) -> Iterator[None]:
+def checking(loaded: LoadedModel, failure: type[PackingError], what: str, *fixes: Fix) -> Iterator[None]:
     """Check `what` of a model in its autocast, without dropout; an error of its own code becomes a `failure`."""
     model = loaded.model
     try:
@@ -57,10 +57,8 @@ def checking(loaded: LoadedModel, failure: type[PackingError], what: str, remedy
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as error:
-        raise failure(
-            f"model type {model.config.model_type} fails on {what} ({type(error).__name__}: {first_line(error)}); "
-            f"{remedy}"
-        ) from error
+        failed = f"({type(error).__name__}: {first_line(error)}){'' if fixes else '; choose a different model'}"
+        raise failure(f"model type {model.config.model_type} fails on {what} {failed}", fixes) from error
 
 
 def random_batch(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from flatout.errors import NumericError, PackingError, UsageError, first_line
+from flatout.errors import Fix, NumericError, PackingError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import (
     TRANSFORMERS_ATTENTION,
@@ -86,7 +86,7 @@ def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     exact, NumericError if its logits are not finite.
     """
     model = loaded.model
-    with checking(loaded, PackingError, f"{_kind(loaded)} documents", "choose a different model"), torch.no_grad():
+    with checking(loaded, PackingError, f"{_kind(loaded)} documents"), torch.no_grad():
         error, tolerance = _check(loaded)
         if packed_hybrid(model.config)[1]:
             _check_backward(loaded)
@@ -105,7 +105,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     model, kind, experts = loaded.model, loaded.model.config.model_type, has_experts(loaded.model)
     layout, document = _kind(loaded), torch.arange(len(PROBE_LENGTHS)).repeat_interleave(torch.tensor(PROBE_LENGTHS))
     # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
-    remedy = "" if loaded.attention in ("sdpa", "plain") else "set model.attention: plain, or "
+    fixes = [] if loaded.attention in ("sdpa", "plain") else [Fix({"model.attention": "plain"})]
     batch = random_batch(model, PROBE_LENGTHS, row_length=sum(PROBE_LENGTHS) if loaded.is_padded else None)
     # documents (T,) of the tokens; -1 for padding
     owner = torch.full_like(batch.token_ids, -1)
@@ -118,7 +118,8 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     if not error <= tolerance:
         raise PackingError(
             f"model type {kind}: {layout} logits differ from those of single documents by {error:.1e} "
-            f"(limit {tolerance:.1e}) with attention {loaded.attention}; {remedy}choose a different model"
+            f"(limit {tolerance:.1e}) with attention {loaded.attention}; choose a different model",
+            fixes,
         )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     leaks = []
@@ -132,7 +133,8 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     if not leak <= (tolerance if experts else 0.0):
         raise PackingError(
             f"model type {kind}: one {layout} document changes the logits of another by {leak:.1e} with "
-            f"attention {loaded.attention}; {remedy}choose a different model"
+            f"attention {loaded.attention}; choose a different model",
+            fixes,
         )
     _check_head(loaded, batch, ours, is_real)
     return error, tolerance
@@ -227,8 +229,8 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     if not error <= tolerance:
         raise PackingError(
             f"model type {model.config.model_type}: a {_kind(loaded)} document of {num_tokens} tokens differs from the "
-            f"same document alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}; set "
-            f"model.attention: plain, or data.max_tokens to at most {limits[0]}"
+            f"same document alone by {error:.1e} (limit {tolerance:.1e}) with attention {loaded.attention}",
+            [Fix({"model.attention": "plain"}), Fix({"data.max_tokens": limits[0]})],
         )
     return f"; beyond {limits[-1]:,} tokens within {error:.1e}"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
-from flatout.errors import ResourceError, UsageError, install
+from flatout.errors import Fix, ResourceError, UsageError, install
 from flatout.kernels.fp8_matmul import MULTIPLE, has_fp8, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
@@ -18,6 +18,7 @@ from flatout.models.frozen.frozen_experts import CAST_TO_FP8
 
 # names of the linear layers that choose experts
 _ROUTERS = ("gate", "router")
+_MODEL = Fix({"full.compute": "model"})
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -108,20 +109,16 @@ def find_float8(
     `on_cpu` and on a GPU without fp8.
     """
     if compile_mode == "off":
-        raise UsageError(
-            f"full.compute: {compute} gains nothing without compilation; got compile: off, use auto or "
-            "full.compute: model"
-        )
+        raise UsageError(f"full.compute: {compute} gains nothing with compile=off", [Fix({"compile": "auto"}), _MODEL])
     device = torch.device("cpu") if on_cpu else model.device
     if device.type != "meta" and not has_fp8(device):
-        raise ResourceError(
-            f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer; use full.compute: model"
-        )
+        raise ResourceError(f"full.compute: {compute} needs a CUDA GPU of compute capability 8.9 or newer", [_MODEL])
     (fitting, num_others), num_experts = fitting_linears(model), experts_to_float8(model)
     if not fitting and not num_experts:
         raise UsageError(
             f"full.compute: {compute} needs linear layers or experts with widths in multiples of {MULTIPLE} between "
-            "the first and the last decoder layer; this model has none, use full.compute: model"
+            "the first and the last decoder layer; this model has none",
+            [_MODEL],
         )
     return fitting, num_others, num_experts
 
@@ -131,7 +128,7 @@ def _convert_by_torchao(model: PreTrainedModel, fitting: Collection[nn.Linear], 
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UsageError(
-            f"full.compute: fp8 needs torchao: {install('gpu')}; or use full.compute: fp8_rowwise or model"
+            f"full.compute: fp8 needs torchao: {install('gpu')}", [Fix({"full.compute": "fp8_rowwise"}), _MODEL]
         ) from error
     convert_to_float8_training(
         model,

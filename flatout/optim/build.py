@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.optim.adamw_8bit import AdamW8bit
 from flatout.optim.flat import FlatAdamW, FlatOptimizer, FlatSGD, flatten
 
@@ -58,7 +58,7 @@ def make_optimizer(
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
     if is_bf16 and config.name not in ("adamw", "adamw8bit"):
         raise UsageError(
-            f"full.weights: bf16 needs optim.name adamw or adamw8bit; got {config.name}, which would lose updates"
+            f"full.weights: bf16 would lose updates of optim.name={config.name}", [Fix({"optim.name": "adamw"})]
         )
     is_low_bit = is_bf16 or config.name == "adamw8bit"
     groups: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in the stubs
 
 from flatout.environment import STORE_SOCKET, environment, master, whole_number
-from flatout.errors import PeerLostError, ResourceError, first_line
+from flatout.errors import Fix, PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.no_gpu import no_gpu_error
 from flatout.parallel.rank import Rank
@@ -40,8 +40,7 @@ def choose_device(setting: str, rank: Rank) -> torch.device:
         raise no_gpu_error("device: cuda" if rank.world == 1 else f"rank {rank.index}")
     if rank.local_index >= num_gpus:
         raise ResourceError(
-            f"rank {rank.index} needs GPU {rank.local_index}, but {num_gpus} are visible; start fewer processes, or "
-            f"set gpus: {num_gpus}"
+            f"rank {rank.index} needs GPU {rank.local_index}; {num_gpus} are visible", [Fix({"gpus": num_gpus})]
         )
     device = torch.device("cuda", rank.local_index)
     torch.cuda.set_device(device)

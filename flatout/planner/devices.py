@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from flatout.errors import UsageError, next_steps
+from flatout.errors import UsageError
 from flatout.planner.memory.correction import Correction
 
 GIB = 1 << 30
@@ -86,7 +85,7 @@ def find_device(name: str) -> Device:
         of = f"; the number of GPUs, {number}, is ranks" if number else ""
         raise UsageError(
             f"device {name!r} is unknown; choose one of {', '.join(DEVICES)}, or a size such as 12GB{of}; "
-            f"did you mean {near}?{next_steps((shlex.join([near, 'instead', 'of', name]), ''))}"
+            f"did you mean {near}?"
         )
     return device
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flatout.config.deepspeed import STAGE_3_BUFFERS_BYTES, offloads, stage_of
 from flatout.config.parallel import STRATEGIES, StrategyName
 from flatout.config.schema import Config
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def resolve_layout(
     if num_ranks == 1:
         return ParallelLayout(reason="single: one rank" + (f", so not {strategy}" if strategy != "single" else ""))
     if strategy == "single":
-        raise UsageError(f"strategy: single is for one rank; got {num_ranks}; set strategy: auto or start one process")
+        raise UsageError(f"strategy: single is for one rank; got {num_ranks}", [Fix({"strategy": "auto"})])
     reason = f"{strategy} over {num_ranks} ranks: {why}"
     if expert_ranks > 1:
         reason += f"; {expert_ranks} ranks share each layer's experts"
@@ -95,8 +95,8 @@ def resolve_layout(
         if num_replicas < 2 or num_ranks % num_replicas or num_ranks == num_replicas:
             raise UsageError(
                 f"strategy: hsdp splits {num_ranks} ranks into at least two replicas of equal size, with at least two "
-                f"ranks each; got {num_replicas}; set sharding.replicas to a divisor up to {num_ranks // 2}, or "
-                "strategy: fsdp"
+                f"ranks each; got {num_replicas}; sharding.replicas takes a divisor up to {num_ranks // 2}",
+                [Fix({"strategy": "fsdp"})],
             )
         reason += f"; {num_replicas} replicas of {num_ranks // num_replicas} shards"
     asked = config.sharding.reshard_after_forward

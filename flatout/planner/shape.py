@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 
 # bytes for each number of a picture: in fp32, of the micro-batch and of those prefetched
 _VALUE_BYTES = 3 * 4
@@ -293,8 +293,7 @@ def check_expert_ranks(shape: ModelShape, expert_ranks: int, num_ranks: int) -> 
         why = f"it must divide the number of experts; model type {shape.model_type} has {odd[0]}"
     else:
         return
-    remedy = "set it to 1 or a divisor" if shape.groups_experts and counts else "set it to 1"
-    raise UsageError(f"experts.parallel: {expert_ranks}: {why}; {remedy}")
+    raise UsageError(f"experts.parallel: {expert_ranks}: {why}", [Fix({"experts.parallel": 1})])
 
 
 def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> dict[str, Any]:
@@ -307,8 +306,8 @@ def check_positions(shape: ModelShape, longest_sample: int, *, origin: str) -> d
         return {}
     if shape.has_position_table:
         raise UsageError(
-            f"{origin}: the model has {limit:,} positions, but the longest sample has {longest_sample:,} tokens; set "
-            f"data.max_tokens: {limit} and rebuild the data"
+            f"{origin}: the model has {limit:,} positions, but the longest sample has {longest_sample:,} tokens",
+            [Fix({"data.max_tokens": limit}, "rebuild the data")],
         )
     what = "samples are longer than the model was trained for: lower data.max_tokens, unless this is intended"
     return {"longest_sample": longest_sample, "max_position_embeddings": limit, "what": what}

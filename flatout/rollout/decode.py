@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from flatout.errors import NumericError
+from flatout.errors import Fix, NumericError
 from flatout.optim.update import copy_to_host_async
 from flatout.rollout.answers import DecodeState, PendingCompletion
 from flatout.rollout.backends import DecodeBackend, Slots
@@ -113,8 +113,8 @@ class Decoding:
                     continue
                 if not math.isfinite(logprob):
                     raise NumericError(
-                        f"a token of the answer to prompt {answer.prompt + 1} has the log-probability {logprob}; the "
-                        "weights are damaged, or set model.precision: fp32"
+                        f"a token of the answer to prompt {answer.prompt + 1} has the log-probability {logprob}",
+                        [Fix({"model.precision": "fp32"}, "unless the weights are damaged")],
                     )
                 answer.add(int(token_id), logprob, self._params.stop_ids)
                 if self._on_token is not None:

@@ -40,26 +40,26 @@ BOUNDS: dict[str, Callable[[Any], bool]] = {
 
 
 def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any) -> None:
-    """Raise UsageError, in the words of the command line, for a value that nobody can mean; None: the model's own."""
+    """Raise UsageError for a value that nobody can mean; None: the model's own."""
     checked: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-        "max-new-tokens": (max_new_tokens, partial(_is_whole, 1, MAX_NEW_TOKENS), f"1 to {MAX_NEW_TOKENS:,}"),
+        "max_new_tokens": (max_new_tokens, partial(_is_whole, 1, MAX_NEW_TOKENS), f"1 to {MAX_NEW_TOKENS:,}"),
         "temperature": (
             temperature,
             lambda value: BOUNDS["temperature"](value) and not 0 < value < MIN_TEMPERATURE,
             f"0 (greedy), or at least {MIN_TEMPERATURE:g}",
         ),
-        "top-p": (top_p, BOUNDS["top_p"], "more than 0, at most 1"),
-        "top-k": (top_k, BOUNDS["top_k"], "at least 1, or 0 for all tokens"),
+        "top_p": (top_p, BOUNDS["top_p"], "more than 0, at most 1"),
+        "top_k": (top_k, BOUNDS["top_k"], "at least 1, or 0 for all tokens"),
         "seed": (seed, partial(_is_whole, 0, MAX_WHOLE), "0 to 2**63 - 1"),
     }
     for name, (value, is_right, expected) in checked.items():
         try:
-            if (value is None and name in ("temperature", "top-p", "top-k")) or is_right(value):
+            if (value is None and name in ("temperature", "top_p", "top_k")) or is_right(value):
                 continue
         except TypeError:  # no number
             pass
         shown = f"{value:g}" if isinstance(value, float) else repr(value)
-        raise UsageError(f"--{name} is {shown}; expected {expected}")
+        raise UsageError(f"{name} is {shown}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

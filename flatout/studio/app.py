@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from flatout.config.names import dotted_names
 from flatout.config.objective import OBJECTIVES
 from flatout.config.schema import Config, SourceConfig
-from flatout.config.spelling import STUDIO, spelled
+from flatout.config.spelling import in_studio
 from flatout.config.template import describe_setting
 from flatout.data import registry
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
@@ -240,7 +240,8 @@ class Studio:
             if kind != "plan":
                 raise
             # a setting that is being typed is no failed request
-            return Response(json.dumps({"error": spelled(str(error), STUDIO)}) + "\n", media_type=LINES)
+            error.spell = in_studio
+            return Response(json.dumps({"error": str(error)}) + "\n", media_type=LINES)
         if config and isinstance(body, _Plan) and body.tokens_per_s is None and not body.device:
             speed = await run_in_threadpool(self.trainings.measured_speed, config)
             facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
@@ -322,7 +323,7 @@ class Studio:
             raise UsageError(f"version: expected a whole number, got {version!r:.80}")
         return JSONResponse(self.trainings.live(self.workspace.run(folder), int(version)))
 
-    async def refuse(self, request: Request, error: Exception) -> Response:
+    async def refuse(self, request: Request, error: FlatoutError | ClientDisconnect | OSError) -> Response:
         """Answer with the error's sentence: as JSON to a script, as a page to a person."""
         if isinstance(error, ClientDisconnect):
             error = UsageError("the request was cut off; send it again")
@@ -330,7 +331,8 @@ class Studio:
             where = error.filename or "a file of the workspace"
             error = ResourceError(f"cannot use {where}: {reason_of(error)}; check that it can be read and written")
         status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
-        text = printable(redacted(spelled(str(error), STUDIO)))
+        error.spell = in_studio
+        text = printable(redacted(str(error)))
         if request.url.path.startswith("/api/"):
             return JSONResponse({"error": text}, status)
         facts = {"text": text, "current": "", "workspace": self.workspace.root}

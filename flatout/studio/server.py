@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.studio.app import make_app
 
 LOOPBACK = "127.0.0.1"
@@ -34,9 +34,7 @@ def serve(
             listener.bind((LOOPBACK, port))
         except OSError as error:
             why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-            raise ResourceError(
-                f"port {port} {why}; choose another with --port, or --port 0 for any free one"
-            ) from error
+            raise ResourceError(f"port {port} {why}; choose another", [Fix({"--port": 0}, "any free one")]) from error
         listener.listen()
         port, token = listener.getsockname()[1], secrets.token_urlsafe(TOKEN_BYTES)
         config = uvicorn.Config(

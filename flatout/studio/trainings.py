@@ -20,7 +20,7 @@ from flatout.config.names import as_yaml
 from flatout.config.read import flatten, make_config, read_text
 from flatout.config.schema import NAME_PATTERN, Config
 from flatout.config.template import render_template, with_values
-from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
+from flatout.errors import DataError, Fix, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock, holder_of
@@ -94,7 +94,7 @@ class Trainings:
         config = self._workspace.read_config(file)
         self._workspace.require_inside(config)  # the folder may be another person's
         if self._workspace.inside(str(config.folder)) != folder:
-            raise UsageError(f"{shown}/{file.name} is for another run folder; set run_dir: {shown} in it")
+            raise UsageError(f"{shown}/{file.name} is for another run folder", [Fix({"run_dir": shown}, "in it")])
         with self._lock:
             self._require_free(folder)
             self._spawn(folder, file)

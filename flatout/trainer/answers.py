@@ -22,7 +22,7 @@ from flatout.trainer.passes import autocast, inference, release_memory, sum_unle
 from flatout.trainer.picture_inputs import recorded
 from flatout.trainer.state import TrainingRun
 
-OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts: []"
+OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts=[]"
 
 
 class _StopRequested(Exception):  # noqa: N818  (a request, not an error)

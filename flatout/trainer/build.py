@@ -143,7 +143,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
         setting = batch.share_prefix if shared else batch.layout
         if setting != "auto" or setup.planned.plan.batch_layout.is_padded:
             raise
-        reason = str(error).partition("; ")[0]
+        reason = error.text.partition("; ")[0]
     # here no frame of the failed check holds the model any more
     free_memory(setup.device)
     reasons = setup.planned.inexact_reasons._replace(**{"sharing" if shared else "packing": reason})
@@ -159,7 +159,7 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
     if config.full.compute != "model":
         shards = planned.parallel_layout.shards_state
         line = convert_to_float8(loaded.model, config.full.compute, compile_mode=config.compile, shards=shards)
-        slow = "; on one H100 it was no faster than bf16: full.compute: fp8_rowwise took 1/1.19 of the time"
+        slow = "; on one H100 it was no faster than bf16: full.compute=fp8_rowwise took 1/1.19 of the time"
         reporter.stage("fp8", line + slow if config.full.compute == "fp8" else line)
     if config.method == "full":
         return FusedLayers([])

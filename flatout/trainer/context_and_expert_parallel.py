@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flatout.config.schema import Config
-from flatout.errors import PackingError, UsageError
+from flatout.errors import Fix, PackingError, UsageError
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.attention import register_over_ranks
 from flatout.models.collectives import RankGroup
@@ -32,15 +32,15 @@ def check_context(config: Config, rank: Rank, objective: Objective) -> None:
     if num_ranks == 1:
         return
     if rank.world % num_ranks:
-        raise UsageError(
-            f"context.parallel: {num_ranks}: it must divide the number of ranks, which is {rank.world} (gpus, or "
-            "--ranks of flatout plan); set it to 1 or a divisor"
+        why: str | None = (
+            f"it must divide the number of ranks, which is {rank.world} (gpus, or --ranks of flatout plan)"
         )
-    why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
-    if why is None and objective.scope != "token":
+    elif objective.scope != "token":
         why = f"objective {objective.name} reads all tokens of a {objective.scope}, of which a rank has a shard"
+    else:
+        why = whole_document_problem(read_text_config(config.model.name, config.model.revision))
     if why is not None:
-        raise UsageError(f"context.parallel: {num_ranks} does not work with {config.model.name}: {why}; set it to 1")
+        raise UsageError(f"context.parallel: {num_ranks}: {why}", [Fix({"context.parallel": 1})])
 
 
 def context_shard(layout: ParallelLayout, rank: Rank) -> ContextShard | None:
@@ -69,7 +69,8 @@ def setup_context_parallel(
     if not (worst := strategy.sum_values(errors).max().item()) <= limit:
         raise PackingError(
             f"model type {loaded.model.config.model_type}: hidden states of a rank's shard of the tokens differ from "
-            f"those of whole documents by {worst:.1e} (limit {limit:.1e}); set context.parallel: 1"
+            f"those of whole documents by {worst:.1e} (limit {limit:.1e})",
+            [Fix({"context.parallel": 1})],
         )
     reporter.stage("context", f"{shard.num_shards} ranks share each micro-batch; equal to whole within {worst:.1e}")
 

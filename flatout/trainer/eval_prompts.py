@@ -19,7 +19,7 @@ from flatout.data.rows.formats.pictures import MARK
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import control_pattern, tokenizer_of
-from flatout.errors import DataError, UsageError, reason_of
+from flatout.errors import DataError, Fix, UsageError, reason_of
 from flatout.io.template_limits import bounded
 from flatout.rollout.sampler import PicturePrompt, pictures_of
 from flatout.track.callback import Reporter
@@ -93,8 +93,8 @@ def read_eval_prompts(
         if (num_tokens := len(prompt.token_ids) + most) > max_tokens:
             where = untokenized[number - 1].origin or f"eval.prompts: prompt {number}"
             raise UsageError(
-                f"{where} has {num_tokens:,} tokens with its answer (eval.max_new_tokens: {most}), but a pass holds at "
-                f"most {max_tokens:,}; shorten it, lower eval.max_new_tokens or raise batch.micro_batch_tokens"
+                f"{where} has {num_tokens:,} tokens with {most} of its answer, but a pass holds at most {max_tokens:,}",
+                [Fix({"batch.micro_batch_tokens": num_tokens}, "or lower eval.max_new_tokens")],
             )
     if not prompts:
         return None

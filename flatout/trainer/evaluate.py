@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flatout.errors import NumericError
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
@@ -18,7 +17,7 @@ from flatout.trainer.answers import answer_prompts
 from flatout.trainer.passes import autocast, inference, run_with_oom_retry, sum_unless_stopped, until_stopped
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_eval_estimates
-from flatout.trainer.step_guards import remedy
+from flatout.trainer.step_guards import not_finite
 from flatout.trainer.worst_samples import WorstSamples
 
 
@@ -38,10 +37,8 @@ def evaluate_now(run: TrainingRun) -> bool:
     loss = total.loss
     if not math.isfinite(loss):
         which = next(name for name, figures in by_data.items() if not math.isfinite(figures.loss))
-        raise NumericError(
-            f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; "
-            f"{remedy(run)}"
-        )
+        what = f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept"
+        raise not_finite(run, what)
     judged = total.of(run.config.eval.best)
     is_best = _is_better(run, judged)
     worst_samples = worst.greatest()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from flatout.config.schema import Config
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.models.load.model import gpu_features
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
@@ -47,7 +47,7 @@ def weakest_gpu(config: Config, group: ControlGroup) -> Device | None:
     if config.model.precision == "auto" and 0 < len(without) < len(gpus):
         index = without[0]
         raise UsageError(
-            f"rank {index} on {gathered[index][0]} has a {gpus[index].name}, which has no bf16 hardware, but other "
-            "ranks' GPUs have it: set model.precision: fp16 or fp32, or exclude that GPU"
+            f"rank {index} on {gathered[index][0]}: its {gpus[index].name} has no bf16, the others have; or exclude it",
+            [Fix({"model.precision": one}) for one in ("fp16", "fp32")],
         )
     return weakest(gpus)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from flatout.errors import UsageError, reason_of
+from flatout.errors import Fix, UsageError, reason_of
 from flatout.models.arch_quirks import num_logits
 from flatout.models.blocks import expert_tensors, layer_configs, layer_list, text_decoder, towers
 from flatout.models.experts.block import experts_modules
@@ -85,8 +85,8 @@ def build_empty(
         use_scoring(config, None if labels == ONE_SCORE else labels, origin)
     elif is_scoring(config):
         raise UsageError(
-            f"{origin}: a {config.architectures[0]} scores texts and does not write; train it with objective: reward "
-            "or classify, or choose the model that it was made from"
+            f"{origin}: a {config.architectures[0]} scores texts and does not write; or choose the model it came from",
+            [Fix({"objective": one}) for one in ("reward", "classify")],
         )
     if num_rows:
         text = config.get_text_config()

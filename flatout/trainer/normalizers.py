@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flatout.config.objective import OBJECTIVES, class_of_kind
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 from flatout.objectives.protocol import Objective
 from flatout.planner.steps.step_plan import StepPlan
 
@@ -76,7 +76,7 @@ def make_normalizers(objective: Objective, store: TokenStore) -> Normalizers:
 
 
 _A_PAIR = '{"prompt": ..., "chosen": ..., "rejected": ...}'
-_PAIRS = "from rows of chosen and rejected answers, or, for rows of one answer, set objective: cross_entropy"
+_ONE_ANSWER = Fix({"objective": "cross_entropy"}, "for rows of one answer")
 
 
 def _require_units(objective: Objective, store: TokenStore) -> None:
@@ -87,13 +87,14 @@ def _require_units(objective: Objective, store: TokenStore) -> None:
         if objective.unit_size == 2 and (sizes[wrong] == 1).all():
             raise DataError(
                 f"{store.origin(first)}: objective {objective.name} needs a chosen and a rejected answer in each row; "
-                f"{wrong.size:,} of {sizes.size:,} have one answer; write rows such as {_A_PAIR}, or set objective: "
-                "cross_entropy"
+                f"{wrong.size:,} of {sizes.size:,} have one answer; write rows such as {_A_PAIR}",
+                [_ONE_ANSWER],
             )
         raise DataError(
             f"{store.origin(first)}: a unit of {sizes[wrong[0]]}, but objective {objective.name} takes units of "
             f"{objective.unit_size}; {wrong.size:,} of {sizes.size:,} units of the data set have another size: "
-            f"build it {_PAIRS if objective.unit_size == 2 else 'with such units'}"
+            f"build it {'from rows of chosen and rejected answers' if objective.unit_size == 2 else 'with such units'}",
+            [_ONE_ANSWER] if objective.unit_size == 2 else [],
         )
     if (empty := np.flatnonzero(np.asarray(store.num_label_tokens) == 0)).size:
         raise DataError(
@@ -109,20 +110,21 @@ def _require_good_answers(objective: Objective, store: TokenStore) -> None:
         kinds = [kind for kind in OBJECTIVES if class_of_kind(kind).unit_size == 2]
         raise DataError(
             f"data set {name!r} has {num_pairs:,} pairs, of which objective {objective.name} would learn the rejected "
-            f"answers too; set objective: {kinds[0]} (or {', '.join(kinds[1:])}), or build the set with columns: "
-            "{completion: chosen} (of whole conversations {messages: chosen})"
+            "answers too; or build it with columns={completion: chosen}, or of conversations {messages: chosen}",
+            [Fix({"objective": kinds[0]}, f"or {', '.join(kinds[1:])}")],
         )
     if store.meta.labels:
         raise DataError(
-            f"data set {name!r} has texts with labels, of which objective {objective.name} would learn the last token "
-            "alone; set objective: classify, or build it in another format"
+            f"data set {name!r} has texts with labels, of which objective {objective.name} would learn the last token",
+            [Fix({"objective": "classify"})],
         )
     num_bad = int((store.extra["label"] == 0).sum()) if counts.get("labelled") else 0
     if num_bad:
         kinds = [kind for kind in OBJECTIVES if "label" in class_of_kind(kind).columns]
         raise DataError(
             f"data set {name!r} has {num_bad:,} answers whose label is 0, and objective {objective.name} would learn "
-            f"them; set objective to {', '.join(kinds) or 'a loss of labelled answers'}, or build it from other rows"
+            f"them; {'' if kinds else 'take a loss of labelled answers, '}or build it from other rows",
+            [Fix({"objective": kind}) for kind in kinds],
         )
 
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.models.packed import PackedBatch
 from flatout.optim.update import copy_to_host_async
 from flatout.parallel.strategies.protocol import oom_as_resource_error
@@ -186,13 +186,13 @@ def lower_cap(
     in_step = during in ("training", "estimates")
     number = step.index + 1 if in_step else run.progress.step
     if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
-        why = "full.update: backward takes each step in one pass" if updates else "samples stay whole"
-        less = "set recompute: offload, lower" if in_step else "lower"
-        less += " batch.samples_per_step or" if updates else ""
+        why = "full.update=backward takes each step in one pass" if updates else "samples stay whole"
+        less = "batch.samples_per_step or " if updates else ""
+        smaller = {"base.storage": "nf4"} if run.config.method == "lora" else {"optim.name": "adamw8bit"}
         raise ResourceError(
             f"step {number}{'' if during == 'training' else f', {during}'}: out of GPU memory with a micro-batch of "
-            f"{failed.num_padded_tokens:,} tokens, which cannot be split further because {why}; {less} "
-            "data.max_tokens, set base.storage: nf4 (lora) or optim.name: adamw8bit (full), or free GPU memory"
+            f"{failed.num_padded_tokens:,} tokens, which cannot be split as {why}; lower {less}data.max_tokens",
+            [*([Fix({"recompute": "offload"})] if in_step else []), Fix(smaller)],
         )
     run.state.micro_batch_cap = cap_tokens
     facts = {

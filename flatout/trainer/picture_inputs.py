@@ -20,7 +20,7 @@ from flatout.data.pictures.read import decoded
 from flatout.data.pictures.show import picture_statistics, thumbnails
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, Fix, UsageError
 from flatout.models.packed import PackedBatch
 from flatout.models.picture_check import PictureDocument
 from flatout.models.pictures import PicturePacker
@@ -193,14 +193,14 @@ def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout)
     for what, is_wanted in unproved.items():
         if parts and is_wanted:
             raise UsageError(f"model.freeze_{min(parts)}: false is not proved with {what}; leave one of them out")
-    refused = {
-        f"context.parallel: {config.context.parallel}": config.context.parallel > 1,
-        f"experts.parallel: {config.experts.parallel}": config.experts.parallel > 1,
-        f"strategy {layout.strategy}": STRATEGIES[layout.strategy].package is not None,
-    }
-    for what, is_wanted in refused.items():
+    refused = [
+        ("context.parallel", config.context.parallel, config.context.parallel > 1, 1),
+        ("experts.parallel", config.experts.parallel, config.experts.parallel > 1, 1),
+        ("strategy", layout.strategy, STRATEGIES[layout.strategy].package is not None, "ddp"),
+    ]
+    for setting, value, is_wanted, instead in refused:
         if is_wanted:
             raise UsageError(
-                f"data set {store.meta.name!r} has pictures, which cannot be trained with {what} yet; use one GPU, or "
-                "strategy: ddp or fsdp"
+                f"data set {store.meta.name!r} has pictures, which cannot be trained with {setting}={value} yet",
+                [Fix({setting: instead})],
             )

@@ -21,7 +21,7 @@ from flatout.data.classes import in_order_of
 from flatout.data.judged import with_undesirable
 from flatout.data.reference_column import with_reference
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, Fix, UsageError
 from flatout.io.kept_facts import hashes_of
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.models.scoring import Scoring
@@ -173,7 +173,7 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     if note := lr_note(config, objective):
         reporter.event("learning_rate", {"why": note})
     if config.method == "lora" and config.model.init == "random":
-        why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method: full"
+        why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method=full"
         reporter.event("random_base", {"why": why})
     return objective
 
@@ -272,11 +272,11 @@ def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> Non
     """
     if rank.world > 1:
         raise UsageError(
-            f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, "
-            "use one rank or full.update: step"
+            f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, use one",
+            [Fix({"full.update": "step"})],
         )
     if config.model.precision == "fp16":
-        raise UsageError("full.update: backward cannot unscale gradients; got model.precision fp16, use bf16 or fp32")
+        raise UsageError("full.update: backward cannot unscale gradients of fp16", [Fix({"model.precision": "bf16"})])
     count = min(plan.batch.samples_per_step, plan.num_units)
     largest = np.partition(plan.unit_tokens, -count)[-count:]
     longest = row_length(int(plan.samples.lengths.max()))
@@ -287,8 +287,8 @@ def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> Non
         if (num_batches := len(step.by_rank[0])) > 1:
             raise UsageError(
                 f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
-                f"{step.num_padded_tokens:,} tokens in total; raise batch.micro_batch_tokens to that, lower "
-                "batch.samples_per_step, or use full.update: step"
+                f"{step.num_padded_tokens:,} tokens in total; or lower batch.samples_per_step",
+                [Fix({"batch.micro_batch_tokens": step.num_padded_tokens}), Fix({"full.update": "step"})],
             )
 
 

@@ -84,7 +84,7 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
         try:
             plan, layout, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
         except ResourceError as error:
-            fits[device.name] = f"cannot train: {str(error).partition(';')[0]}"
+            fits[device.name] = f"cannot train: {error.text.partition(';')[0]}"
             continue
         largest = plan.largest_pass
         estimate = None if largest is None else decision.estimate(largest[2].size)
@@ -108,7 +108,7 @@ def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[Planne
     except ResourceError as error:
         if gpu is None or config.full.update == "backward":  # no plan without a GPU is known to fit in one pass
             raise
-        return plan_run(config, Reporter(), rank), str(error)
+        return plan_run(config, Reporter(), rank), "; or ".join([error.text, *map(str, error.fixes)])
 
 
 def summarize_plan(

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.data.token_store import TokenStore
 from flatout.environment import CHECK_AGAIN, checks_again
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
 from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
@@ -113,8 +113,8 @@ class Proofs:
             return loaded
         if (named := self._config.model.attention) != "auto":
             raise UsageError(
-                f"model.attention: {named} is causal, but model type {loaded.model.config.model_type} attends in both "
-                "directions inside a picture; set model.attention: auto"
+                f"model.attention: {named} is causal, but {loaded.model.config.model_type} reads pictures both ways",
+                [Fix({"model.attention": "auto"})],
             )
         return replace(loaded, attention="transformers")
 

@@ -26,7 +26,7 @@ from xxhash import xxh3_128_hexdigest
 from flatout.config.objective import REFERENCE
 from flatout.data.reference_column import MOST_KEPT, UNKNOWN, add_kept, keep_on_disk
 from flatout.data.token_store import TokenStore
-from flatout.errors import NumericError, ResourceError, UsageError
+from flatout.errors import Fix, NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
 from flatout.models.packed import PackedBatch
@@ -85,8 +85,8 @@ def _weights_of(run: TrainingRun, adapter: Path) -> Iterator[None]:
     """Train with the weights of another adapter for a while. Raises UsageError where weights are not whole."""
     if run.planned.parallel_layout.shards_state or run.strategy.engine_state:
         raise UsageError(
-            "objective.reference.adapter needs whole weights on each rank, but "
-            f"{run.planned.parallel_layout.strategy} shards them; set strategy: ddp"
+            f"objective.reference.adapter needs whole weights; {run.planned.parallel_layout.strategy} shards them",
+            [Fix({"strategy": "ddp"})],
         )
     trained_weights = {name: parameter.detach().clone() for name, parameter in run.named_parameters.items()}
     load_adapter(run.model, adapter)
@@ -194,8 +194,8 @@ def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:
     values = store.extra[REFERENCE][ids]
     if (wrong := np.flatnonzero(~np.isfinite(values))).size:
         raise NumericError(
-            f"{store.origin(ids[wrong[0]])}: the reference's log-probability is {values[wrong[0]]}; check the row and "
-            "the model, or set model.precision: fp32"
+            f"{store.origin(ids[wrong[0]])}: the reference's log-probability is {values[wrong[0]]}; check the row",
+            [Fix({"model.precision": "fp32"})],
         )
 
 

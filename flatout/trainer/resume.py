@@ -28,8 +28,7 @@ from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.config.folders import free_folder
 from flatout.config.read import make_config, paths_in_place
 from flatout.config.schema import Config
-from flatout.config.spelling import RESTART
-from flatout.errors import CheckpointError, NumericError, UsageError, next_steps
+from flatout.errors import CheckpointError, Fix, NumericError, UsageError
 from flatout.io.json_file import validated
 from flatout.io.redact import redacted
 from flatout.parallel.shards import as_global, global_tensors, local_state
@@ -95,7 +94,7 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
     try:
         make_config(saved.config, origin="facts: config")
     except UsageError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(error.text) from error
 
 
 def take_snapshot(run: TrainingRun) -> Snapshot:
@@ -156,16 +155,14 @@ def _require_finite(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
 def find_checkpoint(
     config: Config, planned: PlannedRun, checkpoints: Checkpoints, reporter: Reporter
 ) -> tuple[SavedCheckpoint | None, Progress | None]:
-    """Do as `_find_checkpoint` does; a folder with another run is refused with the steps that go on."""
+    """Do as `_find_checkpoint` does; a folder with another run is refused with the ways to go on."""
     try:
         return _find_checkpoint(config, planned, checkpoints, reporter)
     except OtherRunError as error:
         free = free_folder(config.folder)
-        new = f"name={free.name}" if config.run_dir is None else f"run_dir={free}"
-        steps = [(new, "a run of its own beside this one"), (RESTART, "start over; the old folder is moved aside")]
-        if error.allow:
-            steps.append((f"checkpoint.allow_change=[{error.allow}]", "resume from the checkpoint with new settings"))
-        raise CheckpointError(f"{error}{next_steps(*steps)}") from error
+        own = {"name": free.name} if config.run_dir is None else {"run_dir": str(free)}
+        fixes = [Fix(own, "a run of its own"), Fix({"--restart": True}, "start over; the old folder is moved aside")]
+        raise CheckpointError(error.text, [*fixes, *error.fixes]) from error
 
 
 def _find_checkpoint(
@@ -189,8 +186,8 @@ def _find_checkpoint(
         return None, None
     if config.checkpoint.resume == "never":
         raise OtherRunError(
-            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never; to go "
-            "on from it, set checkpoint.resume=auto"
+            f"{checkpoints.folder} holds a checkpoint of step {checkpoint.step}, but checkpoint.resume is never",
+            [Fix({"checkpoint.resume": "auto"}, "go on from it")],
         )
     changes = _accepted_changes(config, planned, checkpoint, reporter)
     reporter.stage("resume", f"from step {checkpoint.step}")

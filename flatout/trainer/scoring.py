@@ -9,7 +9,7 @@ from flatout.data.classes import alike_labels, in_order_of
 from flatout.data.rows.formats.classify import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, Fix, UsageError
 from flatout.models.load.inference import saved_scoring
 from flatout.models.scoring import ONE_SCORE, SCORE, Scoring, check_labels
 from flatout.objectives.protocol import Objective
@@ -27,19 +27,16 @@ def check_scoring(config: Config, objective: Objective) -> None:
         )
     if config.method == "lora" and not config.lora.saves(SCORE):
         raise UsageError(
-            f"objective {objective.name} trains a new `score`: set lora.modules_to_save: [{SCORE}], as PEFT does for "
-            "sequence classification"
+            f"objective {objective.name} trains a new `score`, which lora.modules_to_save lacks",
+            [Fix({"lora.modules_to_save": [*config.lora.modules_to_save, SCORE]}, "as PEFT does")],
         )
-    if config.context.parallel > 1:
-        raise UsageError(
-            f"context.parallel: {config.context.parallel} does not work with objective {objective.name}, which scores "
-            "the last token of a text, of which a rank has a shard; set it to 1"
-        )
-    if config.experts.parallel > 1:
-        raise UsageError(
-            f"experts.parallel: {config.experts.parallel} does not work with objective {objective.name}, whose scores "
-            "are not proved with shared experts; set it to 1"
-        )
+    shared = {
+        "context.parallel": (config.context.parallel, "scores the last token of a text, of which a rank has a shard"),
+        "experts.parallel": (config.experts.parallel, "is not proved with shared experts"),
+    }
+    for setting, (num_ranks, why) in shared.items():
+        if num_ranks > 1:
+            raise UsageError(f"{setting}: {num_ranks}: objective {objective.name} {why}", [Fix({setting: 1})])
 
 
 def scoring_of(config: Config, objective: Objective, store: TokenStore) -> Scoring | None:

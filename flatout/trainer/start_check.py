@@ -97,4 +97,4 @@ def require_disk(config: Config, model: PreTrainedModel, *, on_cpu: bool) -> Non
         try:
             DurableIO().require_free(config.folder, num_bytes)
         except ResourceError as error:
-            raise ResourceError(f"{what} of this run could be saved: {error}") from error
+            raise ResourceError(f"{what} of this run could be saved: {error.text}") from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from flatout.errors import NumericError
+from flatout.errors import Fix, NumericError
 from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.packed import PackedBatch
 from flatout.optim.flat import foreach_accumulate
@@ -315,7 +315,8 @@ def _update_in_backward(
     if not math.isfinite(grad_norm):
         raise NumericError(
             f"step {step.index + 1}: gradient norm {grad_norm}, found after the update (full.update: backward); resume "
-            "from the newest checkpoint with a lower optim.lr, or full.update: step, which checks before it updates"
+            "with a lower optim.lr",
+            [Fix({"full.update": "step"}, "checks before it updates")],
         )
     aux_loss_sums = run.aux_loss.sums
     run.aux_loss.after_update(aux_loss_sums)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from flatout.config.objective import OBJECTIVES
-from flatout.errors import NumericError, ResourceError
+from flatout.errors import Fix, NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import StepPlan
@@ -52,18 +52,19 @@ def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: flo
         written = f"written to {dump}"
     except ResourceError as error:
         written = f"they could not be written: {error}"
-    raise NumericError(
+    raise not_finite(
+        run,
         f"step {step.index + 1}: loss {loss}{'' if grad_norm is None else f', gradient norm {grad_norm}'}"
         f"{f'; first non-finite gradient: {bad}' if bad else ''}; the weights were not updated; samples {shown}"
-        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}; {remedy(run)}"
+        f"{f' and {num_more} more' if num_more > 0 else ''}; {written}",
     )
 
 
-def remedy(run: TrainingRun) -> str:
-    """Say what to do about a loss that is not finite."""
+def not_finite(run: TrainingRun, what: str) -> NumericError:
+    """Return the error of a loss that is not finite, with what to do about it."""
     if note := lr_note(run.config, run.planned.objective):
-        return f"training diverged: {note}; lower it"
-    return "check these rows, lower optim.lr or set model.precision: fp32"
+        return NumericError(f"{what}; training diverged: {note}; lower it")
+    return NumericError(f"{what}; check these rows, or lower optim.lr", [Fix({"model.precision": "fp32"})])
 
 
 def tell_divergence(run: TrainingRun, step: StepPlan, loss: float) -> None:
@@ -137,7 +138,7 @@ def guard_spike(run: TrainingRun, step: StepPlan, loss: float) -> str | None:
         raise NumericError(
             f"step {number}: loss {loss:.4f} is above {limit:.4f}, {faults.spike_sigmas:g} deviations over the usual "
             f"{usual.mean:.4f} (faults.spike: stop); the weights were not updated; {written}; check these rows or "
-            "lower optim.lr; to leave such steps out, set faults.spike: skip and "
-            "checkpoint.allow_change: [faults.spike]"
+            "lower optim.lr",
+            [Fix({"faults.spike": "skip", "checkpoint.allow_change": ["faults.spike"]}, "leaves such steps out")],
         )
     return SKIPPED_SPIKE if faults.spike == "skip" else None

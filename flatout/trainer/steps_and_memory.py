@@ -12,7 +12,7 @@ from flatout.config.schema import Config
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.row_keys import prompt_keys
 from flatout.data.token_store import TokenStore
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
@@ -61,7 +61,7 @@ def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> S
         reporter.stage("held out", line)
     elif num_seen := int(np.isin(prompts[eval_ids], prompts[train_ids]).sum()):
         line = f"{num_seen:,} of {len(eval_ids):,} samples begin with a question that is trained on, too"
-        reporter.stage("held out", f"{line}; eval.split_by: prompt keeps such rows together")
+        reporter.stage("held out", f"{line}; eval.split_by=prompt keeps such rows together")
     if num_copies := store.num_samples - len(np.unique(store.hashes)):
         line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
         reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
@@ -156,7 +156,7 @@ def index_prefixes(
     problem = problem or sharing_problem(text_config, int(lengths.max()))
     if problem:
         if setting == "on":
-            raise UsageError(f"batch.share_prefix: on does not work here: {problem}; set batch.share_prefix: auto")
+            raise UsageError(f"batch.share_prefix: on fails here: {problem}", [Fix({"batch.share_prefix": "auto"})])
         return None, f"not shared: {problem}"
     units, declared = store.unit_offsets, store.extra.get(PREFIX_TOKENS)
     prefixes: Prefixes

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from flatout.config.folders import how_to_finish, is_run_folder
-from flatout.errors import DataError, UsageError, next_steps
+from flatout.errors import DataError, UsageError
 from flatout.io.near_path import other_model
 from flatout.io.redact import redacted
 from flatout.track.run_log import RunLog, read_run
@@ -25,18 +24,11 @@ _FILE_ENDINGS = (
 )  # fmt: skip
 
 
-def find_run(
-    target: str | Path,
-    runs: Path = RUNS,
-    *,
-    proposes: Literal["any", "near", "none"] = "any",
-    needs_results: bool = False,
-) -> Path:
+def find_run(target: str | Path, runs: Path = RUNS, *, needs_results: bool = False) -> Path:
     """Return the folder of a run that is named by its folder, or by its name in `runs`.
 
-    Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file. The command that it
-    ends with is for `any` run, for one whose name is `near`, or left out (`none`): a verb that publishes or changes a
-    run must not do so to one that nobody named. `needs_results` says how to get them.
+    Raises UsageError, with the run whose name is nearest, if there is none; DataError for a file. `needs_results` says
+    how to get them.
     """
     path = Path(target)
     try:
@@ -47,33 +39,27 @@ def find_run(
     if named is not None and not named.is_file() and not (named == runs and known):
         return named
     if named is not None:
-        end = f"name a run{_one_of(known, target, runs)}"
+        end = f"name a run{_one_of(known, runs)}"
         if named.is_file():
             raise DataError(f"{target} is not a run folder but a file; {end}")
         raise UsageError(f"{target} is the folder of all runs; {end}")
     near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
     if near:
-        step = next_steps((f"{near[0]} instead of {target}", "")) if proposes != "none" else ""
-        raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?{step}")
-    end = _one_of(known, target, runs)
-    if proposes != "any":
-        end = end.partition("\n")[0]
+        raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?")
+    end = _one_of(known, runs)
     if needs_results and known:
         alone = "none of them is finished" if known[1:] else how_to_finish(runs / known[0])
         end += f"; {'name a finished one' if finished_runs(runs) else alone}"
     raise UsageError(f"{target}: no such folder, and no run of that name{end}")
 
 
-def _one_of(known: Sequence[str], target: str | Path, runs: Path = RUNS) -> str:
-    """Return the end of an error on a name that is no run's: those that are there, and the step that names one."""
+def _one_of(known: Sequence[str], runs: Path = RUNS) -> str:
+    """Return the end of an error on a name that is no run's: those that are there."""
     if not known:
         return f"; there are no runs in {runs}/ yet: `flatout train` makes one"
-    meant = Path(target).stem if Path(target).stem in known else known[0]
     shown = "the runs here are" if known[1:] else "the run here is"
-    why = "" if meant == Path(target).stem else "for example"
-    step = next_steps((shlex.join([meant, "instead", "of", str(target)]), why))
     states = [f"{name}{'' if (runs / name / 'final').is_dir() else ' (not finished)'}" for name in known[:8]]
-    return f"; {shown} {', '.join(states)}{step}"
+    return f"; {shown} {', '.join(states)}"
 
 
 def find_model(target: str) -> str:
@@ -86,9 +72,7 @@ def find_model(target: str) -> str:
         if path.is_file():
             if path.suffix == ".gguf":
                 raise UsageError(_gguf(path))
-            end = _a_model(target)
-            if len(path.parts) > 1:
-                end = next_steps((shlex.join([str(path.parent), "instead", "of", target]), ""))
+            end = f"; did you mean {path.parent}?" if len(path.parts) > 1 else _a_model(target)
             raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{end}")
         if path.is_dir() and path == RUNS:
             raise UsageError(f"{path} is the folder of all runs; name a finished one, or a model{_a_model(target)}")
@@ -101,15 +85,14 @@ def find_model(target: str) -> str:
         end = f"name the folder of a run, an adapter or a model, or a hub id{_a_model(target)}"
         raise UsageError(f"there is no file {target}; {end}")
     if "/" not in target and (near := difflib.get_close_matches(target, known, n=1, cutoff=0.7)):
-        step = next_steps((f"{near[0]} instead of {target}", ""))
-        raise UsageError(f"there is no run {target}; did you mean {near[0]}? (on the hub: OWNER/{target}){step}")
+        raise UsageError(f"there is no run {target}; did you mean {near[0]}? (on the hub: OWNER/{target})")
     return target
 
 
 def _a_model(target: str | Path) -> str:
-    """Return the end of an error on what is no model: the finished runs, else the models here, and a step."""
+    """Return the end of an error on what is no model: the finished runs, else the models here."""
     finished = finished_runs()
-    return _one_of(finished, target) if finished else other_model(str(target))
+    return _one_of(finished) if finished else other_model(str(target))
 
 
 def finished_runs(runs: Path = RUNS) -> list[str]:

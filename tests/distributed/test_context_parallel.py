@@ -208,8 +208,9 @@ def test_models_whose_tokens_need_more_than_keys_are_refused(
     tiny: Any, long_chats: Path, length_scaled: Path, tmp_path: Path
 ) -> None:
     given, _ = shared(tiny, long_chats, "lora")
-    with pytest.raises(FlatoutError, match=r"rope \w+ depends on a document's length; set it to 1"):
+    with pytest.raises(FlatoutError, match=r"rope \w+ depends on a document's length") as refused:
         plan_run(make_config({**given, "model": str(length_scaled)}), Reporter(), Rank(0, 2))
+    assert refused.value.fixes[0].settings == {"context.parallel": 1}
     shape = json.loads((tiny.model_dir / "config.json").read_text())
     sizes = {name: shape[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
     CONFIG_MAPPING["lfm2"](**sizes, intermediate_size=64, num_hidden_layers=2).save_pretrained(tmp_path)

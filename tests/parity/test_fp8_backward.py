@@ -179,15 +179,17 @@ def test_widths_without_float8_products_are_refused(tmp_path):
     save_tiny_model(tmp_path, "qwen3", hidden_size=64, intermediate_size=88)
     model = load_model(ModelConfig(name=str(tmp_path), precision="fp32"), method="lora", device=CPU, seed=0).model
     add_lora(model, LoraConfig(rank=4), seed=0)
-    with pytest.raises(ResourceError, match=r"88 x 64; use base\.backward: same"):
+    with pytest.raises(ResourceError, match=r"88 x 64") as refused:
         convert_backward_to_float8(model)
+    assert refused.value.fixes[0].settings == {"base.backward": "same"}
 
 
 def test_a_model_without_such_layers_is_refused(tmp_path):
     model = adapted_model(tmp_path)
     convert_backward_to_float8(model)
-    with pytest.raises(UsageError, match=r"has none, use base\.backward: same"):
+    with pytest.raises(UsageError, match=r"base\.backward: fp8 needs frozen") as refused:
         convert_backward_to_float8(model)
+    assert refused.value.fixes[0].settings == {"base.backward": "same"}
 
 
 def test_layers_of_two_kinds_are_not_fused():

@@ -183,8 +183,9 @@ def test_sizes_that_no_kernel_takes_are_named():
     assert fp8_problem(CPU, 32, 48) is None
     assert "multiples of 16" in str(fp8_problem(CPU, 30, 48))
     odd = [Fp8Linear(draw(30, 48), None)]
-    with pytest.raises(ResourceError, match=r"30 x 48; use base\.storage: nf4"):
+    with pytest.raises(ResourceError, match=r"30 x 48") as refused:
         fuse_frozen(odd, fp8=True)
+    assert refused.value.fixes[0].settings == {"base.storage": "nf4", "base.compute": "model"}
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (1, 64, 16), (333, 128, 4096)])

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from flatout.api.run import Run, options_as_keywords
+from flatout.api.run import Run
 from flatout.compat.call_arguments import ARGUMENTS, PEFT_DEFAULTS, settings_of
 from flatout.compat.unsloth.distributed_utils import this_rank
+from flatout.config.spelling import in_python, spelled_for
 from flatout.data.pictures.processor import PictureProcessor
 from flatout.data.tokenizer import load_tokenizer
 from flatout.environment import set_environment
@@ -115,7 +116,7 @@ class Model:
         """Write the merged model as GGUF, for each method into a folder of its name in `save_directory`; on rank 0."""
         methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
         for name in methods if this_rank().is_first else ():
-            with options_as_keywords(quantize="quantization_method"):
+            with spelled_for(in_python):
                 export(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.models.collectives import RankGroup
 from flatout.models.experts.block import compute_as_group, experts_modules, is_grouped
 from flatout.models.experts.lora import ExpertLora, plain_name
@@ -28,13 +28,13 @@ def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
     kind, modules = model.config.model_type, experts_modules(model)
     if not modules or not all(map(is_grouped, modules.values())):
         raise UsageError(
-            f"experts.parallel: {group.size} does not work for model type {kind}, whose experts are not computed as "
-            "grouped products; set experts.parallel: 1"
+            f"experts.parallel: {group.size} needs experts in grouped products, which model type {kind} has not",
+            [Fix({"experts.parallel": 1})],
         )
     if trained := next((path for path in modules if "trained" in path.split(".")), None):
         raise UsageError(
-            f"lora.modules_to_save has the experts {plain_name(trained)}, which experts.parallel: {group.size} cannot "
-            "split; set experts.parallel: 1, or target them by lora.targets"
+            f"lora.modules_to_save: {plain_name(trained)} has experts to share among ranks; name them in lora.targets",
+            [Fix({"experts.parallel": 1})],
         )
     slices: Slices = {}
     for path, module in model.named_modules():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import ExpertsConfig
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.models.auxiliary_loss import AuxiliaryLoss, StepFacts
 from flatout.models.blocks import sample_counts
 from flatout.models.experts.block import experts_modules
@@ -57,12 +57,13 @@ class Routers(AuxiliaryLoss):
         self.num_experts = int(max(sizes, default=0))
         if not self.layers and (self.balance_loss or self.z_loss):
             setting = "experts.balance_loss" if self.balance_loss else "experts.z_loss"
-            raise UsageError(f"{setting}: the routers of model type {text.model_type} are not known; set it to 0")
+            what = f"the routers of model type {text.model_type} are not known"
+            raise UsageError(f"{setting}: {what}", [Fix({setting: 0})])
         self.bias_update = config.bias_update
         places = _bias_places(model) if self.layers and self.bias_update else {}
         if self.bias_update and not places:
-            what = "has no router with a correction bias, or one that is not known"
-            raise UsageError(f"experts.bias_update: model type {text.model_type} {what}; set it to 0")
+            what = f"model type {text.model_type} has no router with a correction bias, or one that is not known"
+            raise UsageError(f"experts.bias_update: {what}", [Fix({"experts.bias_update": 0})])
         self._model, self._biased = model, list(places.values())
         self.buffers = {path: model.get_buffer(path) for path in places}
         for router in self.layers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import Fix, ResourceError, UsageError
 from flatout.kernels.fp8_matmul import MULTIPLE, fp8_problem
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.experts.block import experts_modules
@@ -33,13 +33,13 @@ def convert_backward_to_float8(model: PreTrainedModel) -> str:
                 num_narrow += 1
                 continue
             if problem := fp8_problem(linear.weight.device, *linear.weight.shape):
-                raise ResourceError(f"base.backward: {problem}; use base.backward: same")
+                raise ResourceError(f"base.backward: {problem}", [Fix({"base.backward": "same"})])
             converted.append(Fp8BackwardLinear(linear))
             replace_module(layer, path, converted[-1])
     if not converted:
         raise UsageError(
-            f"base.backward: fp8 needs frozen linear layers in the decoder, at least {MULTIPLE} wide; this model has "
-            "none, use base.backward: same"
+            f"base.backward: fp8 needs frozen linear layers of a width of {MULTIPLE} or more, which this decoder lacks",
+            [Fix({"base.backward": "same"})],
         )
     num_bytes = sum(linear.transposed.nbytes + linear.column_scale.nbytes for linear in converted)
     line = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.kernels.fp8_matmul import quantize_rows
 from flatout.kernels.moe import Routing, grouped_linear, grouped_linear_dx, grouped_linear_fp8
 from flatout.kernels.nf4 import dequantize, register_ops
@@ -221,8 +221,8 @@ class Nf4Experts(HoldsNf4, FrozenExperts):
         num_values = self.shape.numel() // num_parts
         if num_values % (BLOCK * NESTED_BLOCK):
             raise UsageError(
-                f"base.storage: nf4 has a scale for each {BLOCK * NESTED_BLOCK:,} values, which {num_values:,} "
-                f"values a rank (experts.parallel: {num_parts}) do not fill; set base.storage: fp8 or model"
+                f"base.storage: nf4 scales {BLOCK * NESTED_BLOCK:,} values at once; {num_values:,} a rank do not fit",
+                [Fix({"base.storage": "fp8"}), Fix({"base.storage": "model"})],
             )
         return "packed", "absmax", "nested_absmax"
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import Fix, ResourceError, UsageError
 from flatout.kernels import low_rank, segmented
 from flatout.kernels.fp8_matmul import bounded_scales, fp8_problem, quantize_rows, quantize_weight
 from flatout.kernels.nf4 import dequantize
@@ -285,7 +285,7 @@ def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> t
         device = next(layers[0].buffers()).device
         for size in sizes:
             if problem := fp8_problem(device, size, in_features):
-                raise ResourceError(f"base.compute: {problem}; use base.storage: nf4 with base.compute: model")
+                raise ResourceError(f"base.compute: {problem}", [Fix({"base.storage": "nf4", "base.compute": "model"})])
     fp8_layers = [base for base in layers if isinstance(base, Fp8Linear)]
     nf4_layers = [base for base in layers if isinstance(base, Nf4Linear)]
     backward_layers = [base for base in layers if isinstance(base, Fp8BackwardLinear)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from flatout.config.folders import how_to_finish, is_run_folder
 from flatout.config.read import load_values
 from flatout.config.schema import ModelConfig
-from flatout.errors import CheckpointError, FlatoutError, ResourceError, UsageError, next_steps, reason_of
+from flatout.errors import CheckpointError, Fix, FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source, is_folder, is_path
 from flatout.io.json_file import read_json
 from flatout.models.blocks import decoder_layers
@@ -34,6 +33,7 @@ FINAL_DIR = "final"
 NOT_WRITING = "{} is a model that scores texts and does not write; flatout eval --rows FILE says how often it is right"
 NAMED_MAPS = ("auto", "balanced", "sequential")
 MAX_FILE_BYTES = 1 << 20
+_BASE = Fix({"--base": "FOLDER"}, "where its base model is")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
         content = read_json(file)
         base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
         if not base or not isinstance(base, str):
-            raise UsageError(f"{file} does not name a base model; give --base, or copy the adapter again")
+            raise UsageError(f"{file} does not name a base model; copy the adapter again", [_BASE])
     tokenizer = str(folder) if (folder / "tokenizer_config.json").is_file() else base
     return ModelPaths(base=base, revision=revision, adapter=folder, tokenizer=tokenizer)
 
@@ -89,11 +89,11 @@ def _base_of_run(file: Path) -> tuple[str, str | None]:
         if not isinstance(base, str) or not isinstance(revision, str | None):
             raise TypeError("not text")
     except (FlatoutError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} does not name the run's model (model.name); give --base") from error
+        raise CheckpointError(f"{file} does not name the run's model (model.name)", [_BASE]) from error
     if init == "random":
         raise UsageError(
-            f"{file.parent}: its adapter was trained over random weights (model.init: random), which no file keeps; "
-            "train with method: full to use what is trained"
+            f"{file.parent}: its adapter was trained over random weights (model.init: random), which no file keeps",
+            [Fix({"method": "full"}, "keeps what is trained")],
         )
     return base, revision
 
@@ -101,8 +101,7 @@ def _base_of_run(file: Path) -> tuple[str, str | None]:
 def _refuse_base(base: str | None, target: str) -> None:
     """Raise UsageError for the base of a folder that has no adapter: it would not be used."""
     if base is not None and Path(target).is_dir():
-        step = next_steps((shlex.join(["instead", "of", "--base", base]), "")) if base != target else ""
-        raise UsageError(f"--base {base}: {target} has no adapter, it is a whole model; leave --base out{step}")
+        raise UsageError(f"base={base}: {target} has no adapter, it is a whole model; leave base out")
 
 
 def _refuse_absent(base: str, adapter: Path) -> None:
@@ -112,10 +111,8 @@ def _refuse_absent(base: str, adapter: Path) -> None:
     parents = (*adapter.parents, *adapter.absolute().parents)
     near = next((at / base for at in parents if (at / base / "config.json").is_file()), None)
     if near is not None or is_path(base):
-        step = next_steps((shlex.join(["--base", str(near or "FOLDER")]), "" if near else "where that model is now"))
-        raise UsageError(
-            f"{adapter}: its base model is the folder {base}, which is not here; name it with --base{step}"
-        )
+        fix = Fix({"--base": str(near)}) if near else _BASE
+        raise UsageError(f"{adapter}: its base model is the folder {base}, which is not here", [fix])
 
 
 def saved_scoring(adapter: Path) -> Scoring | None:

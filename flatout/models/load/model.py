@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.environment import named_capability
-from flatout.errors import CheckpointError, FlatoutError, PackingError, ResourceError, UsageError, reason_of
+from flatout.errors import CheckpointError, Fix, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
 from flatout.kernels.capability import HOPPER, capability, choose_kernels_of
 from flatout.kernels.fp8_matmul import has_fp8
@@ -27,7 +27,7 @@ from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load import quantized
 from flatout.models.load.auto_class import auto_class, is_scoring
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
-from flatout.models.load.source import check_source
+from flatout.models.load.source import ALL_RANDOM, check_source
 from flatout.models.lora.saved import grow_vocabulary, without_reports
 from flatout.models.rope import scale_by_document
 from flatout.models.scoring import NEW_WEIGHT, Scoring, set_padding, start_score, use_scoring
@@ -95,7 +95,7 @@ def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], dev
     if name == "auto":
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "bf16" and device.type == "cuda" and not has_bf16:
-        raise ResourceError("model.precision: this GPU has no bf16 hardware; use auto, fp16 or fp32")
+        raise ResourceError("model.precision: this GPU has no bf16 hardware", [Fix({"model.precision": "auto"})])
     return _DTYPES[name]
 
 
@@ -170,8 +170,8 @@ def weight_dtype_of(method: Literal["lora", "full"], full: FullConfig, compute_d
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype != torch.bfloat16:
         raise UsageError(
-            f"full.weights: bf16 computes in bf16; got model.precision {_NAMES[compute_dtype]} on this device, "
-            "set model.precision: bf16 or full.weights: fp32"
+            f"full.weights: bf16 computes in bf16; got model.precision {_NAMES[compute_dtype]} on this device",
+            [Fix({"model.precision": "bf16"}), Fix({"full.weights": "fp32"})],
         )
     return compute_dtype
 
@@ -213,8 +213,8 @@ def read_config(name: str, revision: str | None, storage: str, scoring: Scoring 
         )
     if storage != "nf4":
         raise UsageError(
-            f"model.name: {name} has bitsandbytes NF4 weights, which need method: lora with "
-            "base.storage: nf4; set that, or use the 16-bit model"
+            f"model.name: {name} has bitsandbytes NF4 weights, which only adapters train on; or use the 16-bit model",
+            [Fix({"method": "lora", "base.storage": "nf4"})],
         )
     return config
 
@@ -248,8 +248,8 @@ def _make_attending(
             raise
         reason = "its attention does not go through transformers' attention interface"
         if not making.how.is_padded or config.attention != "auto":
-            remedy = "set batch.layout: auto and model.attention: auto"
-            raise PackingError(f"model type {model_config.model_type}: {reason}; {remedy}") from error
+            fix = Fix({"batch.layout": "auto", "model.attention": "auto"})
+            raise PackingError(f"model type {model_config.model_type}: {reason}", [fix]) from error
         return (*_make_model(config, model_config, {**options, "attn_implementation": None}, making), reason)
 
 
@@ -322,8 +322,8 @@ def load_pretrained(
     missing = sorted(missing_keys) + sorted(map(str, loading["mismatched_keys"]))
     if missing:
         raise CheckpointError(
-            f"{name}: {len(missing)} weights are missing or have a different shape ({', '.join(missing[:3])}); "
-            "they would be random: use the complete model, or set model.init: random"
+            f"{name}: {len(missing)} weights are missing or misshaped ({', '.join(missing[:3])}); use a complete one",
+            [ALL_RANDOM],
         )
     if dequantized_method(config):
         # saving would reverse what was done to the files' names, and call dense weights quantized

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.models.blocks import layer_list, replace_module
 from flatout.models.masters import Dither
 
@@ -110,8 +110,8 @@ def compute_buffers(model: PreTrainedModel, empty: PreTrainedModel) -> None:
                 old, new = holder.get_buffer(buffer), module.get_buffer(buffer)
                 if not torch.equal(new.to(old.dtype), old):
                     raise UsageError(
-                        f"model type {model.config.model_type}: {name}.{buffer} cannot be computed without its "
-                        "weights, as loading in shards requires; set strategy: ddp or zero2"
+                        f"model type {model.config.model_type} cannot load in shards: {name}.{buffer} reads weights",
+                        [Fix({"strategy": "ddp"}), Fix({"strategy": "zero2"})],
                     )
                 setattr(holder, buffer, new)
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from flatout.config.folders import is_run_folder
 from flatout.config.schema import ModelConfig
 from flatout.environment import cache_folder
-from flatout.errors import CheckpointError, ResourceError, SecurityError, UsageError, next_steps
+from flatout.errors import CheckpointError, Fix, ResourceError, SecurityError, UsageError
 from flatout.io.durable_io import FileFacts, digest
 from flatout.io.hub import hub_file, is_folder, is_path
 from flatout.io.json_file import read_json, validated
@@ -26,6 +26,7 @@ from flatout.io.near_path import other_model
 
 # smaller files hash quickly enough
 REMEMBERED_BYTES = 64 * 2**20
+ALL_RANDOM = Fix({"model.init": "random"}, "train from random weights")
 # config fields that make a loader fetch and run code (CVE-2026-4372, CVE-2026-5241)
 _CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config")
 # also written with a leading underscore, and then with the suffix _internal
@@ -58,7 +59,7 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     folder = Path(name)
     if not is_folder(name) and is_path(name):
         url = re.fullmatch(r"https?://[^/]+/([\w.-]+/[\w.-]+)(?:/.*)?", name)
-        near = f"{next_steps((f'{url[1]} instead of {name}', ''))}" if url else other_model(name)
+        near = f"; did you mean {url[1]}?" if url else other_model(name)
         raise UsageError(
             f"model.name: there is no folder {name}; give a folder or a hub id such as Qwen/Qwen3-0.6B{near}"
         )
@@ -71,8 +72,8 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
     if file is None and (folder / "adapter_config.json").is_file():
         content = read_json(folder / "adapter_config.json", UsageError)
         base = str(content.get("base_model_name_or_path") or "BASE") if isinstance(content, dict) else "BASE"
-        step = next_steps((shlex.join([f"model.name={base}", f"lora.continue_from={folder}"]), "train it further"))
-        raise UsageError(f"{folder} is an adapter, not a model; give its base model, and name it separately{step}")
+        further = Fix({"model.name": base, "lora.continue_from": str(folder)}, "train it further")
+        raise UsageError(f"{folder} is an adapter, not a model; name its base model", [further])
     if file is None:
         raise UsageError(
             f"{name} has no config.json; give a folder or a hub id of a transformers model{other_model(name)}"
@@ -109,7 +110,7 @@ def check_weights(folder: Path) -> None:
                 f"{folder} has only pickled weights ({', '.join(pickles[:3])}), which can run code when loaded; "
                 "convert them safely: torch.load(file, weights_only=True), then safetensors.torch.save_file"
             )
-        raise UsageError(f"{folder} has no *.safetensors weights; give a model folder or set model.init: random")
+        raise UsageError(f"{folder} has no *.safetensors weights; give a model folder", [ALL_RANDOM])
     index = folder / "model.safetensors.index.json"
     if index.exists():
         _check_index(index)
@@ -218,7 +219,7 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
             raise CheckpointError(f"{index}: weight file {absent[0]} is missing; download or copy it again")
         return [file for file in files.values() if file]
     if not is_folder(name):
-        raise UsageError(f"{name} has no *.safetensors weights; choose a model with them, or set model.init: random")
+        raise UsageError(f"{name} has no *.safetensors weights; choose a model with them", [ALL_RANDOM])
     return sorted(Path(name).glob("*.safetensors"))
 
 

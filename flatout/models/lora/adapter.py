@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, Fix, UsageError
 from flatout.models.blocks import PARTS
 from flatout.models.experts.lora import ExpertLora, expert_parameters, plain_name
 from flatout.models.load.auto_class import is_scoring
@@ -120,11 +120,10 @@ def adapter_config(
     if misread.reason:
         # one kind of layers can make PEFT refuse all
         leaves = next(([leaf] for leaf in leaves if _reads_without(leaf, model, content, state, saved)), leaves)
-    remedy = "lora.dora: false, or " if config.dora else ""
     raise UsageError(
         f"lora.targets: PEFT {peft.__version__} cannot read adapters of {min(misread.layers)} ({len(misread.layers)} "
-        f"layers) in model type {model.config.model_type}{misread.reason}; set {remedy}lora.targets so that it "
-        f"excludes {', '.join(leaves)} there"
+        f"layers) in model type {model.config.model_type}{misread.reason}; exclude {', '.join(leaves)} there",
+        [Fix({"lora.dora": False})] if config.dora else [],
     )
 
 

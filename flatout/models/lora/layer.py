@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import UsageError, next_steps
+from flatout.errors import Fix, UsageError
 from flatout.kernels.segmented import register_ops
 from flatout.models.blocks import layer_list, part_of, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
@@ -260,8 +259,8 @@ def freeze_unreached(model: PreTrainedModel, parts: Collection[str] = ()) -> str
     trained = {part_of(name) for name in towers(model).keys() & trainable_parameters(model).keys()}
     for part in sorted(set(parts) - trained):
         raise UsageError(
-            f"model.freeze_{part}: false, but nothing of the {part.replace('_', ' ')} is trained: name its layers in "
-            "lora.targets or lora.modules_to_save, free it from freeze, or set it to true"
+            f"model.freeze_{part}: false, but nothing of it is trained: add it to lora.targets or modules_to_save",
+            [Fix({f"model.freeze_{part}": True})],
         )
     if not unreached:
         return None
@@ -286,10 +285,9 @@ def choose_targets(
     saved = tuple(f"{name}." for name in saved_names(model, config))
     if saved and (unread := next((name for name in towers(model, parts) if name.startswith(saved)), None)):
         part, owner = part_of(unread), next(name for name in saved if unread.startswith(name)).removesuffix(".")
-        remedy = f"set model.freeze_{part}: false, or name other modules" if part else "name other modules"
         raise UsageError(
-            f"lora.modules_to_save: {owner} is in the {part.replace('_', ' ') or 'audio tower'}, which stays frozen; "
-            f"{remedy}"
+            f"lora.modules_to_save: {owner} is in the {part.replace('_', ' ') or 'audio tower'}, which stays frozen",
+            [Fix({f"model.freeze_{part}": False})] if part else [],
         )
     chosen = {name: linear for name, linear in chosen.items() if not f"{name}.".startswith(saved)} if saved else chosen
     if (indices := config.layer_indices) is not None:
@@ -309,8 +307,8 @@ def choose_targets(
     if experts := [name for name, target in chosen.items() if isinstance(target, tuple)]:
         for setting in (name for name, used in unsupported.items() if used):
             raise UsageError(
-                f"{setting}: adapters of fused experts ({experts[0]}) do not have it, as in PEFT; turn it off, or "
-                "leave experts out of lora.targets"
+                f"{setting}: adapters of fused experts ({experts[0]}) lack it, as in PEFT; or leave experts out",
+                [Fix({setting: 0 if setting == "lora.dropout" else False})],
             )
     ranks = {name: config.of_layer(name).rank for name in chosen}
     largest = max(
@@ -346,15 +344,15 @@ def _named_targets(
             frozen = {name.removesuffix(".weight") for name in unread}
             if part := next((part_of(name) for name in sorted(frozen) if config.selects(target, name)), ""):
                 raise UsageError(
-                    f"lora.targets: {target!r} is only in the {part.replace('_', ' ')}, which stays frozen; set "
-                    f"model.freeze_{part}: false"
+                    f"lora.targets: {target!r} is only in the {part.replace('_', ' ')}, which stays frozen",
+                    [Fix({f"model.freeze_{part}": False})],
                 )
             leaves = sorted({name.rpartition(".")[2] for name in everything})
             near = difflib.get_close_matches(target, [*leaves, "all-linear"], n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(leaves)}"
             meant = [(near or ["all-linear"])[0] if listed == target else listed for listed in config.listed_targets]
-            step = next_steps((shlex.quote(f"lora.targets=[{','.join(meant)}]"), ""))
-            raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}{step}")
+            fix = Fix({"lora.targets": meant})
+            raise UsageError(f"lora.targets: {target!r} matches no linear layer of this model; {hint}", [fix])
         matched |= targets
     chosen = {name: target for name, target in everything.items() if name in matched}
     embedding = model.get_input_embeddings()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from flatout.config.schema import LoraConfig
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.models.blocks import replace_module
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 
@@ -135,14 +135,15 @@ def add_saved_modules(model: PreTrainedModel, config: LoraConfig, rows: Mapping[
         replace_module(model, name, wrapped.train(base.training))
     lines = [f"trained in full: {', '.join(names)}"] if names else []
     if shared is not None:
-        lines.append("the head and the embeddings are tied and train as one; lora.keep_tied: false separates them")
+        lines.append("the head and the embeddings are tied and train as one; lora.keep_tied=false separates them")
     first: TrainedRows | None = None
     of_head = next((name for name, module in model.named_modules() if module is head), "")
     for name, token_ids in (dict(rows) | ({of_head: next(iter(rows.values()))} if is_tied and rows else {})).items():
         base = model.get_submodule(name)
         if isinstance(base, nn.Linear) and base.bias is not None:
             raise UsageError(
-                f"data.new_tokens: {name} has a bias, which PEFT drops; train all of it: lora.modules_to_save: [{name}]"
+                f"data.new_tokens: {name} has a bias, which PEFT drops",
+                [Fix({"lora.modules_to_save": [*config.modules_to_save, name]}, "all of it is trained")],
             )
         first = TrainedRows(base, token_ids, first if is_tied else None)
         replace_module(model, name, first.train(base.training))
@@ -182,7 +183,8 @@ def rows_of_tokens(model: PreTrainedModel, config: LoraConfig, token_ids: Sequen
     names = {module: name for name, module in model.named_modules() if module in ends}
     rest = [end for end in ends if end not in saved]
     if token_ids and ties_ends(model) and len(rest) == 1:
-        raise UsageError("lora.keep_tied: with new tokens, tied embeddings and head train alike; set it to true")
+        why = "with new tokens, tied embeddings and head train alike"
+        raise UsageError(f"lora.keep_tied: {why}", [Fix({"lora.keep_tied": True})])
     return {names[end]: list(token_ids) for end in (rest[:1] if ties_ends(model) else rest)} if token_ids else {}
 
 

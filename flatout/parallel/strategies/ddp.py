@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatout.errors import ResourceError
 from flatout.parallel.process_group import share_weights
 from flatout.parallel.shards import is_slice, replicas_of
 from flatout.parallel.strategies.buckets import BucketedSum
-from flatout.parallel.strategies.protocol import Strategy
+from flatout.parallel.strategies.protocol import Strategy, out_of_memory
 
 
 class DDP(Strategy):
@@ -47,11 +46,7 @@ class DDP(Strategy):
             if passes_alone and not any(buckets.sums for buckets in self._sums):
                 raise
             shared = "the gradient all-reduce" if passes_alone else "a pass with other ranks"
-            raise ResourceError(
-                f"rank {self.rank.index}: out of GPU memory during {shared}, so the step "
-                "cannot be repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory, or set "
-                "recompute: full"
-            ) from error
+            raise out_of_memory(self.rank, shared) from error
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         self._sums = self._sums or self._make_sums(parameters, overlap=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatout.config.deepspeed import fill, stage_of
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.parallel.strategies.protocol import Strategy, oom_as_resource_error
 
 STEP = "step"
@@ -43,7 +43,7 @@ class DeepSpeed(Strategy):
             import deepspeed
         except ImportError as error:
             raise UsageError(
-                f"strategy: deepspeed needs that package ({error}); install flatout[deepspeed], or set strategy: zero3"
+                f"strategy: deepspeed: {error}; install flatout[deepspeed]", [Fix({"strategy": "zero3"})]
             ) from error
         # DeepSpeed leaves buffers as they are: its stage 3 would gather frozen one-byte parameters (codes of quantized
         # weights), and gloo does not support float8

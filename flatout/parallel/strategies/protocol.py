@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from flatout.config.parallel import STRATEGIES, StrategyName
 from flatout.config.schema import Config
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import is_slice, local_part, local_shard_of
@@ -165,10 +165,13 @@ def oom_as_resource_error(rank: Rank) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            f"rank {rank.index}: out of GPU memory in a pass that all ranks run together, so it cannot be "
-            "repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory, or set recompute: full"
-        ) from error
+        raise out_of_memory(rank, "a pass that all ranks run together") from error
+
+
+def out_of_memory(rank: Rank, during: str) -> ResourceError:
+    """Return the error of a rank whose memory ran out where it cannot repeat the step alone."""
+    why = "so the step cannot be repeated with smaller micro-batches; lower batch.micro_batch_tokens or memory"
+    return ResourceError(f"rank {rank.index}: out of GPU memory during {during}, {why}", [Fix({"recompute": "full"})])
 
 
 def fill_missing_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flatout.config.schema import Config, Recompute
-from flatout.errors import ResourceError
+from flatout.errors import Fix, ResourceError
 from flatout.io.host_memory import available_host_bytes
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.constants import Precision
@@ -25,7 +25,7 @@ CPU_MICRO_BATCH_TOKENS, CPU_SMALLER = 8192, (4096, 2048, 1024)
 # what a process on the CPU holds beside its tensors, and how much more memory than tensors its allocator takes: with
 # both, 0.6 GiB were planned where 0.5 were resident, and 4.2 where 4.2 were (12 layers of 576, 4,033 tokens)
 PROCESS_BYTES, CPU_SHARE = int(0.45 * GIB), 1.3
-SMALLER = "set batch.micro_batch_tokens: 2048, recompute: full or data.max_tokens: 1024"
+SMALLER = "set batch.micro_batch_tokens=2048, recompute=full or data.max_tokens=1024"
 # computes in fp32, and without the compiler
 CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
 # micro-batches of this size keep a GPU busy, so a heavier recompute level is never chosen to make them larger
@@ -176,19 +176,20 @@ def choose_micro_batch(
     num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
     if fit_tokens < num_tokens and not configured:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
-        smaller = "base.storage: nf4" if config.method == "lora" else "method: lora, optim.name: adamw8bit"
+        full = [Fix({"method": "lora"}), Fix({"optim.name": "adamw8bit"})]
+        fixes = [Fix({"base.storage": "nf4"})] if config.method == "lora" else full
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
-        what = "a whole step (full.update: backward)" if whole_step else single
+        what = "a whole step (full.update=backward)" if whole_step else single
         if config.model.precision == "auto" and model.precision == "fp32":
             half = config.model_copy(update={"model": config.model.model_copy(update={"precision": "fp16"})})
             size = memory_model(half, shape, device, parallel_layout).estimate(tokens.micro_batch(num_tokens), level)
-            smaller = f"model.precision: fp16 (about {size.total_bytes / (1 - MARGIN) / GIB:.1f} GiB), {smaller}"
-        smaller += "" if parallel_layout.shards_state else ", shard its state over several GPUs (strategy: fsdp)"
-        smaller += "" if whole_step else ", share samples among ranks (context.parallel)"
+            fixes.insert(0, Fix({"model.precision": "fp16"}, f"{size.total_bytes / (1 - MARGIN) / GIB:.1f} GiB"))
+        fixes += [Fix({"strategy": "fsdp"}, "shards its state over several GPUs")] * (not parallel_layout.shards_state)
+        share = "" if whole_step else " or share samples among ranks (context.parallel)"
         raise ResourceError(
-            f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute: {level}, and "
-            f"{device.name} may use {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens, "
-            f"set {smaller}, or use a GPU with more memory"
+            f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute={level}; "
+            f"{device.name} has {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens{share}",
+            fixes,
         )
     return decision
 
@@ -236,8 +237,8 @@ def _choose_on_cpu(
     if config.memory != "auto" and needed(level, count) > config.memory * GIB:
         gib = math.ceil(10 * needed(level, count) / GIB) / 10
         raise ResourceError(
-            f"memory is {config.memory:g}, but this run takes about {gib:g} GiB on the CPU with {count:,} tokens per "
-            f"micro-batch and recompute: {level}; set memory: {gib:g}, or lower data.max_tokens"
+            f"memory is {config.memory:g}, but this run takes about {gib:g} GiB on the CPU at {count:,} tokens a pass",
+            [Fix({"memory": gib}, "or lower data.max_tokens")],
         )
     return MemoryDecision(count, level, reason)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, Fix, UsageError
 from flatout.planner.cost import CostModel
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.padded import cut_padded, row_length
@@ -320,12 +320,12 @@ def check_fits(samples: Samples, layout: BatchLayout) -> None:
         return f"sample {index if samples.ids is None else samples.ids[index]}"
 
     longest, shortest = int(np.argmax(samples.lengths)), int(np.argmin(samples.lengths))
-    if samples.lengths[longest] > micro_batch_tokens:
+    if (num_tokens := int(samples.lengths[longest])) > micro_batch_tokens:
         num_over = int(np.count_nonzero(samples.lengths > micro_batch_tokens))
         raise UsageError(
-            f"{named(longest)} has {int(samples.lengths[longest])} tokens, more than "
-            f"batch.micro_batch_tokens={micro_batch_tokens} (too long: {num_over} of {len(samples)}); "
-            "raise batch.micro_batch_tokens, or lower data.max_tokens and rebuild the data"
+            f"{named(longest)} has {num_tokens} tokens, more than "
+            f"batch.micro_batch_tokens={micro_batch_tokens} (too long: {num_over} of {len(samples)})",
+            [Fix({"batch.micro_batch_tokens": num_tokens}), Fix({"data.max_tokens": micro_batch_tokens})],
         )
     _check_units(samples, layout, named)
     if samples.lengths[shortest] < 1:
@@ -350,8 +350,8 @@ def _check_units(samples: Samples, layout: BatchLayout, named: Callable[[int], s
     if sizes[largest] > budget:
         raise UsageError(
             f"the unit of {named(int(starts[largest]))} has {int(sizes[largest])} tokens, more than "
-            f"batch.micro_batch_tokens={budget} (too large: {int(np.count_nonzero(sizes > budget))} of {len(sizes)}); "
-            "raise batch.micro_batch_tokens, or lower data.max_tokens and rebuild the data"
+            f"batch.micro_batch_tokens={budget} (too large: {np.count_nonzero(sizes > budget)} of {len(sizes)})",
+            [Fix({"batch.micro_batch_tokens": int(sizes[largest])}, "or lower data.max_tokens")],
         )
 
 

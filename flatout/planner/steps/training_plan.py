@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flatout.config.schema import BatchConfig
-from flatout.errors import DataError, UsageError, counted
+from flatout.errors import DataError, Fix, UsageError, counted
 from flatout.planner.cost import CostModel
 from flatout.planner.steps.order import Families, permute
 from flatout.planner.steps.planned_samples import PlannedSamples
@@ -279,8 +279,8 @@ def split_held_out(
     num_groups = len(groups)
     if num_groups < 2:
         what = f"rows have one {'content' if prompts is None else 'prompt'} and" if len(np.unique(rows)) > 1 else "row"
-        step = "set eval.fraction=0" if prompts is None else "set eval.split_by: row, or use eval.fraction: 0"
-        raise DataError(f"{len(np.unique(rows))} {what} cannot be split into training and evaluation; {step}")
+        fixes = [Fix({"eval.split_by": "row"})] * (prompts is not None) + [Fix({"eval.fraction": 0}, "no evaluation")]
+        raise DataError(f"{len(np.unique(rows))} {what} cannot be split into training and evaluation", fixes)
     num_eval = min(max(1, round(num_groups * fraction)), num_groups - 1)
     order = permute(np.arange(num_groups), num_groups, seed=seed, epoch=0, purpose="held-out")
     num_rows = np.bincount(group_of[np.unique(rows, return_index=True)[1]], minlength=num_groups)

@@ -66,7 +66,7 @@ def test_maths_changes_are_refused_by_key_both_values_and_remedy() -> None:
     ):
         assert part in message
     assert "log_every_steps" not in message
-    assert raised.value.allow == "lora.targets,optim.lr"
+    assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["lora.targets", "optim.lr"]}
     assert raised.value.exit_code == 4
 
 
@@ -129,7 +129,7 @@ def test_other_data_is_refused_with_name_and_rows() -> None:
     message = str(raised.value)
     assert "data: name alpaca, num_samples 52002, fingerprint aa11 in the checkpoint" in message
     assert "name alpaca, num_samples 51000, fingerprint bb22 now" in message
-    assert raised.value.allow == "data,plan"
+    assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["data", "plan"]}
 
 
 def test_a_plan_alone_is_refused_unless_a_named_change_explains_it() -> None:

@@ -183,9 +183,10 @@ def test_other_encodings_need_llama_quantize(
     monkeypatch.setenv("PATH", "/nowhere")
     command = ["export", str(run_dir), "--to", "gguf", "--quantize", "q4_k_m", "--out", str(tmp_path / "out")]
     assert main(command) == 2
-    assert "--quantize q4_k_m: needs llama.cpp's llama-quantize" in capsys.readouterr().err
-    with pytest.raises(UsageError, match=r'^kind="q4_k_m": needs llama.* the folder of llama_cpp; install'):
+    assert "quantization q4_k_m needs llama.cpp's llama-quantize" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="q4_k_m needs llama") as refused:
         Run(run_dir).export("gguf", tmp_path / "out", kind="q4_k_m")
+    assert refused.value.fixes[0].settings == {"--quantize": "q8_0"}
     assert not (tmp_path / "out").exists()
     code = "pathlib.Path(sys.argv[2]).write_bytes(pathlib.Path(sys.argv[1]).read_bytes() + sys.argv[3].encode())"
     program(tmp_path / "llama.cpp" / "build" / "bin" / "llama-quantize", code)

@@ -166,7 +166,7 @@ def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(
     run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["push", str(run_dir), "mine"]) == 2
-    assert "--base ORG/NAME" in capsys.readouterr().err
+    assert "others do not have" in capsys.readouterr().err
     run = tmp_path / "run"
     shutil.copytree(run_dir, run)
     # a base model that is only on another machine
@@ -174,7 +174,7 @@ def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(
     settings["model"]["name"] = "/nowhere/base"
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     assert main(["push", str(run), "mine"]) == 2
-    assert "--base ORG/NAME" in capsys.readouterr().err
+    assert "others do not have" in capsys.readouterr().err
     (run / "final" / "tokenizer.json").write_text("{}")
     assert main(["push", str(run), "mine", "--base", "someone/base"]) == 4
     assert "it was damaged or edited" in capsys.readouterr().err

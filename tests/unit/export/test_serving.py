@@ -113,7 +113,7 @@ def test_no_name_becomes_a_line_of_the_modelfile(
     assert export(adapter, tmp_path / "out", "ollama") == code
     said = capsys.readouterr().err
     if code:
-        assert "which a Modelfile cannot hold" in said
+        assert "cannot hold" in said
         assert not (tmp_path / "out" / "Modelfile").exists()
         return
     lines = (tmp_path / "out" / "Modelfile").read_text().splitlines()
@@ -166,11 +166,11 @@ def test_the_adapter_alone_for_vllm(run_dir: Path, tmp_path: Path, capsys: pytes
     ("options", "code", "said"),
     [
         (("tensorrt",), 2, "expected one of gguf, ollama, vllm, mlx"),
-        (("gguf", "--adapter"), 2, "--adapter: gguf takes merged weights"),
-        (("vllm", "--quantize", "q8_0"), 2, "no effect on --to vllm"),
+        (("gguf", "--adapter"), 2, "adapter: gguf takes merged weights"),
+        (("vllm", "--quantize", "q8_0"), 2, "no effect on vllm"),
         (("gguf", "--llama-cpp", "nowhere"), 2, "there is no folder nowhere"),
         (("gguf", "--best"), 2, "has no best/"),
-        (("gguf", "--quantize", "../q8"), 2, "--quantize is '../q8'"),
+        (("gguf", "--quantize", "../q8"), 2, "'../q8' is no quantization"),
         (("mlx",), 4, "it was damaged or edited"),
     ],
 )
@@ -190,21 +190,21 @@ def test_what_cannot_be_written_is_said(
 
 
 @pytest.mark.parametrize(
-    ("to", "options", "said"),
+    ("to", "options"),
     [
-        ("tensorrt", {}, "to is 'tensorrt'; expected one of gguf"),
-        ("gguf", {"adapter": True}, 'adapter=True: gguf takes merged weights; leave it out, or use to="vllm"'),
-        ("vllm", {"kind": "q8_0"}, 'kind and llama_cpp have no effect on to="vllm"; leave them out'),
-        ("gguf", {"kind": "../q8"}, "kind is '../q8'"),
-        ("gguf", {"llama_cpp": Path("nowhere")}, "llama_cpp: there is no folder nowhere"),
+        ("tensorrt", {}),
+        ("gguf", {"adapter": True}),
+        ("vllm", {"kind": "q8_0"}),
+        ("gguf", {"kind": "../q8"}),
+        ("gguf", {"llama_cpp": Path("nowhere")}),
     ],
 )
-def test_python_is_told_its_own_keywords(
-    run_dir: Path, tmp_path: Path, to: str, options: dict[str, Any], said: str
-) -> None:
+def test_python_is_told_of_no_option(run_dir: Path, tmp_path: Path, to: str, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as refused:
         Run(run_dir).export(to, tmp_path / "out", **options)
-    assert str(refused.value).startswith(said)
+    assert "--" not in refused.value.text
+    if options.get("adapter"):
+        assert refused.value.fixes[0].settings == {"--to": "vllm"}
 
 
 def test_a_folder_with_content_is_left_alone(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,5 +28,7 @@ def test_a_driver_that_is_there_is_asked_by_those_who_start_it() -> None:
 def test_the_way_to_the_cpu_is_spelled_as_what_asked() -> None:
     error = no_gpu_error("--device cuda", "the driver finds no GPU")
     assert isinstance(error, ResourceError)
-    assert str(error) == "--device cuda needs a GPU, but the driver finds no GPU; to use the CPU, set --device cpu"
-    assert str(no_gpu_error("gpus", "none")).partition("\n")[0].endswith("set device: cpu")
+    assert "the driver finds no GPU" in error.text
+    assert error.fixes[0].settings == {"--device": "cpu"}
+    assert no_gpu_error("device: cuda", "none").fixes[0].settings == {"device": "cpu"}
+    assert no_gpu_error("gpus", "none").fixes[0].settings == {"device": "cpu", "gpus": None}

@@ -55,7 +55,9 @@ def test_rowwise_layers_keep_their_parameters_and_names(monkeypatch: pytest.Monk
 
 def test_refusals_name_the_way_out() -> None:
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, intermediate_size=48))
-    with pytest.raises(UsageError, match="got compile: off"):
+    with pytest.raises(UsageError, match="with compile=off") as refused:
         convert_to_float8(model, "fp8", compile_mode="off", shards=False)
-    with pytest.raises(ResourceError, match=r"capability 8\.9 or newer; use full\.compute: model"):
+    assert [fix.settings for fix in refused.value.fixes] == [{"compile": "auto"}, {"full.compute": "model"}]
+    with pytest.raises(ResourceError, match=r"capability 8\.9 or newer") as without:
         convert_to_float8(model, "fp8", compile_mode="auto", shards=False)
+    assert without.value.fixes[0].settings == {"full.compute": "model"}

@@ -98,7 +98,7 @@ def test_a_name_that_is_in_the_schema_alone_never_trains_with_another_optimizer(
     config = OptimConfig.model_construct(**{**OptimConfig().model_dump(), "name": "adafactor"})
     with pytest.raises(AssertionError, match="adafactor"):
         make_optimizer(parameters(torch.float32), config, seed=0, flat=flat)
-    with pytest.raises(UsageError, match="got adafactor, which would lose updates"):
+    with pytest.raises(UsageError, match="would lose updates"):
         make_optimizer(parameters(torch.bfloat16), config, seed=0)
     with pytest.raises(KeyError):
         state_sizes(parameters(torch.float32), config)

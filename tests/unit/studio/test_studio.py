@@ -606,7 +606,7 @@ def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["studio", "--port", str(port), "--no-browser"]) == 6
-    assert f"port {port} is in use; choose another with --port" in capsys.readouterr().err
+    assert f"port {port} is in use; choose another\n  try --port" in capsys.readouterr().err
     assert main(["studio", "--port", "70000"]) == 2
     for name in ("uvicorn", "flatout.studio.server"):
         monkeypatch.delitem(sys.modules, name, raising=False)

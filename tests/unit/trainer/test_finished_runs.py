@@ -83,8 +83,8 @@ def test_other_settings_are_refused_by_name(
     assert main(command(run, tmp_path, *change.split())) == 4
     error = capsys.readouterr().err
     assert said in error
-    assert f"run.yaml {change} run_dir={run.folder}-2  # a run of its own beside this one\n" in error.replace("'", "")
-    assert f"run.yaml {change} --restart  # start over" in error.replace("'", "")
+    assert f"try run_dir={run.folder}-2" in error
+    assert "try --restart" in error
     assert contents(run.folder / "final") == before
     assert main(command(run, tmp_path)) == 0
     assert "already complete after 4 steps" in capsys.readouterr().out

@@ -168,9 +168,9 @@ def test_ranks_take_the_steps_of_one_process(world: Path, tmp_path: Path, metric
 REFUSED = {
     "deepspeed": (
         ["train", "gpus=[0,1]", "strategy=deepspeed", "model.precision=fp32"],
-        "cannot be trained with strategy deepspeed yet",
+        "cannot be trained with strategy=deepspeed yet",
     ),
-    "context": (["train", "gpus=[0,1]", "context.parallel=2"], "cannot be trained with context.parallel: 2 yet"),
+    "context": (["train", "gpus=[0,1]", "context.parallel=2"], "cannot be trained with context.parallel=2 yet"),
     "prefixes": (["train", "batch.share_prefix=on"], "samples hold pictures"),
 }
 
@@ -219,7 +219,7 @@ def test_pictures_that_are_read_in_both_directions_are_padded(
     config = [str(path), "data.name=gemma3"]
     for setting, says in {
         "batch.layout=packed": "it attends in both directions inside a picture",
-        "model.attention=sdpa": "attends in both directions inside a picture; set model.attention=auto",
+        "model.attention=sdpa": "reads pictures both ways try model.attention=auto",
     }.items():
         assert main(["train", *config, setting]) == 2
         assert says in " ".join(capfd.readouterr().err.split())

@@ -48,8 +48,9 @@ def plan(tiny: Any, tmp_path: Path) -> Plan:
 
 
 def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'d' has 24 pairs, of which objective cross_entropy .*objective: dpo .*simpo"):
+    with pytest.raises(DataError, match=r"'d' has 24 pairs, of which objective cross_entropy") as refused:
         plan(PAIRS)
+    assert plan(PAIRS, **refused.value.fixes[0].settings).plan.num_units == 24
     assert plan(PAIRS, objective="simpo").plan.num_units == 24
     chosen = plan(PAIRS, {"columns": {"completion": "chosen"}})
     assert (chosen.plan.num_units, chosen.store.unit_offsets) == (24, None)
@@ -181,7 +182,8 @@ def test_rows_with_one_prompt_are_held_out_together(tiny: Any, tmp_path: Path, f
     assert any("rows with one prompt stay on one side" in line for line in lines)
     by_row = held_out(split_by="row")
     assert by_row[0] & by_row[1]
-    assert any("begin with a question that is trained on, too; eval.split_by: prompt" in line for line in by_row[2])
+    assert any("begin with a question that is trained on, too; eval.split_by=prompt" in line for line in by_row[2])
     file.write_text("".join(json.dumps(make("one question", k)) + "\n" for k in range(4)))
-    with pytest.raises(DataError, match=r"4 rows have one prompt and cannot be split .*eval\.split_by: row"):
+    with pytest.raises(DataError, match="4 rows have one prompt and cannot be split") as refused:
         held_out()
+    assert refused.value.fixes[0].settings == {"eval.split_by": "row"}

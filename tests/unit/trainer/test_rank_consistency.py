@@ -35,8 +35,9 @@ def test_one_precision_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         group: Any = SimpleNamespace(rank=Rank(0, 2), all_gather=lambda mine: gathered)
         return gpu.weakest_gpu(config, group)
 
-    with pytest.raises(UsageError, match=r"rank 1 on b has a T4, .* set model\.precision"):
+    with pytest.raises(UsageError, match="rank 1 on b: its T4 has no bf16") as refused:
         plan_for("auto", new, old)
+    assert [fix.settings for fix in refused.value.fixes] == [{"model.precision": "fp16"}, {"model.precision": "fp32"}]
     assert plan_for("auto", new, new) == new
     assert plan_for("auto", old, old) == old
     mixed = plan_for("fp16", new, old)

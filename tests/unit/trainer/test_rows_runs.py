@@ -60,7 +60,7 @@ def test_a_hybrid_trains_as_typed_and_says_why_it_takes_rows(
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     assert "of the tokens computed, as each sample is a padded row" in " ".join(capsys.readouterr().out.split())
     assert main(["train", str(tmp_path / "run.yaml"), "batch.layout=packed", "name=other"]) == 2
-    assert "set batch.layout=auto" in " ".join(capsys.readouterr().err.split())
+    assert "try batch.layout=auto" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_that_fails_the_self_test_packed_is_planned_again_with_rows(tiny: Any, tmp_path: Path) -> None:
