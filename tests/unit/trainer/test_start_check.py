@@ -1,4 +1,4 @@
-"""What a start would refuse after it has loaded the weights, plan and verify say as well, in the same words."""
+"""What a start would refuse after it has loaded the weights, plan, verify and a restart refuse before, alike."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def said_by(verb: str, path: Path, settings: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_plan_verify_and_train_refuse_alike(
+def test_plan_verify_train_and_a_restart_refuse_alike(
     case: str, tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, said, good = (text.format(**places) for text in REFUSED[case])
@@ -101,8 +101,12 @@ def test_plan_verify_and_train_refuse_alike(
     # nothing was loaded before that
     assert "loading" not in (run / "train.log").read_text()
     assert "  model  " not in (run / "train.log").read_text()
+    # an earlier run stays where it is
+    assert said_by("train", path, [*shlex.split(bad), "--restart"], capsys) == (code, message)
+    assert {one.name for one in tmp_path.glob("run*")} == {"run.yaml", "run"}
     assert said_by("plan", path, shlex.split(good), capsys) == (0, "")
-    assert said_by("train", path, [*shlex.split(good), f"run_dir={tmp_path / 'other'}"], capsys) == (0, "")
+    assert said_by("train", path, [*shlex.split(good), "--restart"], capsys) == (0, "")
+    assert (tmp_path / "run.old-1").is_dir()
 
 
 def test_new_tokens_and_tied_weights(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
