@@ -174,14 +174,19 @@ def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(
     path, run = tmp_path / "run.yaml", tmp_path / "run"
     path.write_text(dump_config(tiny.config(run, batch={"max_steps": 1}, model={"init": "random"})))
     assert main(["train", str(path)]) == 0
-    assert "which no file keeps, measures speed only" in " ".join(capsys.readouterr().out.split())
+    said = capsys.readouterr().out
+    assert "which no file keeps, measures speed only" in " ".join(said.split())
+    # what would load the adapter is no next command
+    assert [line.split()[-2:] for line in said.splitlines() if "flatout " in line] == [["report", str(run)]]
     assert main(["merge", str(run), "--out", str(tmp_path / "merged")]) == 2
     assert "trained over random weights (model.init: random), which no file keeps" in capsys.readouterr().err
     # what it says instead works
     full = tiny.config(tmp_path / "full", batch={"max_steps": 1}, model={"init": "random"}, method="full")
     path.write_text(dump_config(full))
     assert main(["train", str(path)]) == 0
-    assert "measures speed only" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "measures speed only" not in said
+    assert f"flatout chat {tmp_path / 'full'}" in said
     assert main(["chat", str(tmp_path / "full"), "--prompt", "Hi", "--max-new-tokens", "2"]) == 0
 
 
