@@ -12,7 +12,7 @@ from typing import Any
 from flatout.data.conversation import Origin
 from flatout.data.rows.formats.advice import source_step, written
 from flatout.data.rows.formats.classify import CLASSIFY
-from flatout.data.rows.formats.fields import FieldError, Reading
+from flatout.data.rows.formats.fields import FieldError, Reading, only
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column
 from flatout.data.rows.formats.preference import CHOSEN, JUDGED, LABELS, parse_kto
@@ -42,7 +42,7 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
     if not is_judged and format_name != "segments" and (verdict := bad_verdict(row, reading)):
         name, means_good = verdict
         # the label of a text may be its class
-        is_clear = isinstance(row[name], bool) or row[name] in ("false", "False")
+        is_clear = isinstance(only(row[name]), bool) or only(row[name]) in ("false", "False")
         if name.lower() != "label" or is_clear or format_name not in (None, *_PLAIN):
             return _bad_answer(row, reading, name, means_good)
     is_media = False
@@ -80,12 +80,12 @@ def _is_in(value: object, values: tuple[object, ...]) -> bool:
 
 def _bad_answer(row: Mapping[str, Any], reading: Reading, name: str, means_good: bool) -> str:
     """Say that a row's answer is called bad, and which settings learn from such rows, leave them out or ignore it."""
-    value, steps, how = row[name], list[tuple[str, str]](), ""
+    value, steps, how = only(row[name]), list[tuple[str, str]](), ""
     shown, other = str(value).lower() if isinstance(value, bool | str) else value, "true" if means_good else "false"
     columns = {} if name in LABELS else {"label": name}
     tried = replace(reading, columns={**reading.columns, **columns})
     with suppress(FieldError):
-        parse_kto(row if means_good else {}, Origin("", 1), tried)
+        parse_kto(row, Origin("", 1), tried)
         mapped = f" and columns: {written(columns)}" if columns else ""
         how = f"set format: kto{mapped} to learn from bad ones too, "
         asked = {"format": "kto", **({"columns": dict(tried.columns)} if columns else {})}
