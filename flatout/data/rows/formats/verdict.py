@@ -71,6 +71,8 @@ def bad_verdict(row: Mapping[str, Any], reading: Reading) -> tuple[str, bool] | 
         meaning = _meaning(name)
         if meaning is None or value is None or name in reading.keys or name in reading.columns.values():
             continue
+        if isinstance(value, str) and name.lower() in ("chosen", "rejected"):
+            continue  # an answer of a pair, however it reads
         is_good, takes_numbers = meaning
         value = only(value)
         is_word = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() not in _NUMBERS)
