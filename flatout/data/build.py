@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from flatout.config.folders import free_folder
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport, Done, timed
@@ -34,7 +35,7 @@ from flatout.data.token_store import MANIFEST, StoreMeta, TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, tokenize_chunks, usable_procs
-from flatout.errors import DataError, UsageError
+from flatout.errors import DataError, UsageError, next_steps
 from flatout.io.file_lock import locked
 from flatout.io.kept_facts import code_identity
 from flatout.io.redact import printable, redacted
@@ -109,6 +110,8 @@ def open_or_build(
             store, change = _kept_store(meta, content, folder, trained_on, log)
             if store and reads_again and store.num_pictures:
                 store, change = None, "its pictures are read again"
+            if store is None and not reads_again:
+                _require_built(folder)
             if store is None and not replaces:
                 _choose_parsers(sources, config.sources)  # columns that no format reads are told first
                 raise UsageError(
@@ -171,6 +174,16 @@ def _kept_store(
         return None, f"it was built {_EARLIER}"
     log(f"{folder} was built {_EARLIER}; the run continues with it")
     return store, ""
+
+
+def _require_built(folder: Path) -> None:
+    """Raise UsageError for a store that was not built from sources, so that no build brings it back."""
+    with suppress(DataError):
+        if not TokenStore.open(folder, verify=False).meta.sources:
+            raise UsageError(
+                f"{folder} was not made by `flatout data build`, and data.sources would replace it; leave data.sources "
+                f"out to train on it, or set another name{next_steps((f'data.name={free_folder(folder).name}', ''))}"
+            )
 
 
 def _describe(
