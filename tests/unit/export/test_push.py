@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flatout.cli.main import main
+from flatout.export import push
 
 
 @pytest.fixture
@@ -149,11 +150,18 @@ def test_a_hub_that_answers_something_else_is_one_sentence(
     assert main(["push", str(run_dir), "mine", "--base", "someone/base", "--replace"]) == 0
 
 
-@pytest.mark.parametrize("path", ["/api/whoami", "/commit/"])
+@pytest.mark.parametrize(
+    ("path", "asked_s", "committed_s"),
+    [("/api/whoami", 1.0, 600.0), ("/repos/create", 1.0, 600.0), ("/commit/", 15, 1.0)],
+)
 def test_a_hub_that_goes_silent_is_told_and_bounded(
-    run_dir: Path, hub: Hub, path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flatout.export.push.ANSWER_S", 1.0)
+    run_dir: Path, hub: Hub, path: str, asked_s: float, committed_s: float, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A question is waited for shortly, and a commit as long as a hub needs for one."""
+    assert push.ASKED_S < push.COMMITTED_S
+    monkeypatch.setattr(push, "ASKED_S", asked_s)
+    monkeypatch.setattr(push, "COMMITTED_S", committed_s)
     monkeypatch.setattr("flatout.track.console.SILENT_S", 0.2)
     hub.silent = path
     assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
