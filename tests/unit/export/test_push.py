@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,9 @@ def test_a_hub_that_goes_silent_is_told_and_bounded(
     monkeypatch.setattr(push, "COMMITTED_S", committed_s)
     monkeypatch.setattr("flatout.track.console.SILENT_S", 0.2)
     hub.silent = path
+    started_s = time.monotonic()
     assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
+    assert time.monotonic() - started_s < 30
     said = capsys.readouterr().err
     assert f"... {'asking the hub' if 'whoami' in path else 'uploading to the hub'}" in " ".join(said.split())
     assert f"{hub.address} cannot be reached" in said.splitlines()[-1]
