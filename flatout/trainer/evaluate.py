@@ -15,6 +15,7 @@ from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
+from flatout.trainer.metrics import finite_metrics
 from flatout.trainer.passes import autocast, inference, run_with_oom_retry, sum_unless_stopped, until_stopped
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_eval_estimates
@@ -42,7 +43,12 @@ def evaluate_now(run: TrainingRun) -> bool:
             f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept; "
             f"{remedy(run)}"
         )
-    judged = total.of(run.config.eval.best)
+    judged = total.of(best := run.config.eval.best)
+    if judged is None:
+        raise NumericError(
+            f"step {progress.step}: eval.best: {best} is not a finite number on the evaluation data, so it judges no "
+            "checkpoint; earlier checkpoints are kept; correct the objective's metric, or set eval.best=loss"
+        )
     is_best = _is_better(run, judged)
     worst_samples = worst.greatest()
     eval_s = time.perf_counter() - started
@@ -127,4 +133,4 @@ def _sum_passes(
 def _figures(run: TrainingRun, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
     metrics = run.planned.objective.means(sums, counts)
     loss = metrics.pop("loss", 0.0)
-    return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)
+    return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, finite_metrics(run, metrics))
