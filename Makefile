@@ -46,4 +46,4 @@ $(VENV)/.ready-gpu: $(VENV)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO) demo-images

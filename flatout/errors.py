@@ -150,9 +150,13 @@ class SecurityError(FlatoutError):
 
 
 class PreemptedError(FlatoutError):
-    """The run was asked to stop, saved a checkpoint and can be resumed."""
+    """The run was asked to stop, by this `signal` if it is known, saved a checkpoint and can be resumed."""
 
     exit_code = 75
+
+    def __init__(self, message: str, signal: int | None = None) -> None:
+        self.signal = signal
+        super().__init__(message)
 
 
 class ProblemsError(UsageError):

@@ -16,6 +16,7 @@ from typing import Any, Self, TextIO, cast
 from pydantic import BaseModel
 
 from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, refuse_rows, tokenizer_folder
+from flatout.api.interrupt import ctrl_c_told
 from flatout.api.restart import move_aside
 from flatout.api.run import Run
 from flatout.config.folders import run_identity
@@ -24,12 +25,13 @@ from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
 from flatout.config.spelling import in_python, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
-from flatout.errors import OF_OWN_CODE, FlatoutError, ResourceError, UsageError, exit_refused
+from flatout.errors import OF_OWN_CODE, FlatoutError, PreemptedError, ResourceError, UsageError, exit_refused
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
 from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.redact import redacted
+from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import LaunchMode, Nodes, SpawnRanks, choose_launch_mode, visible_devices
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
 from flatout.launch.supervise import Supervisor
@@ -105,6 +107,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 @spelled_for(in_python)
+@ctrl_c_told()
 def train(
     config: ConfigLike = None,
     *unnamed: Any,
@@ -125,7 +128,7 @@ def train(
     With several `gpus`, one process per GPU is started. `callbacks` stay in this process: they get records as the run
     writes them, but no `on_stage` and `on_phase`.
 
-    Raises a FlatoutError; PreemptedError means stopped, saved and resumable.
+    Raises a FlatoutError; PreemptedError means stopped, saved and resumable. After Ctrl-C, a KeyboardInterrupt.
     """
     refuse_unnamed("train", config, unnamed)
     callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
@@ -151,13 +154,14 @@ def train(
         raise UsageError("config: an address contains a password, which would be written to disk; remove it")
     DurableIO().write_bytes(file, text.encode())
     with _Following(resolved.folder, callbacks) as following:
-        exit_code = start_ranks(resolved, mode, ["train", str(file)])
+        exit_code, stopped_by = start_ranks(resolved, mode, ["train", str(file)])
     if following.error is not None:
         raise following.error
     if exit_code != 0:
         end = read_side_files(resolved.folder).end
-        error = _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}")
-        error.fixes = end.fixes if end else ()
+        error = _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}", stopped_by)
+        if isinstance(error, FlatoutError):
+            error.fixes = end.fixes if end else ()
         raise error
     return Run(resolved.folder)
 
@@ -187,20 +191,25 @@ def _launch_mode(config: Config) -> LaunchMode:
     return SpawnRanks(1, Nodes(), visible_devices(env, gpus=config.gpus, on_cpu=on_cpu))
 
 
-def _error_of(exit_code: int, why: str) -> FlatoutError:
+def _error_of(exit_code: int, why: str, stopped_by: int | None) -> BaseException:
     """Return the error of the class that has this exit code."""
-    if exit_code > 128:
-        return ResourceError(f"a rank was ended by signal {exit_code - 128}: {why}")
+    if exit_code == PreemptedError.exit_code:
+        return PreemptedError(why, stopped_by)
+    if exit_code == SIGNAL_EXIT_CODE + signal.SIGINT:
+        return KeyboardInterrupt()
+    if exit_code > SIGNAL_EXIT_CODE:
+        return ResourceError(f"a rank was ended by signal {exit_code - SIGNAL_EXIT_CODE}: {why}")
     kinds = {kind.exit_code: kind for kind in FlatoutError.__subclasses__()}
     return kinds.get(exit_code, FlatoutError)(why)
 
 
 def start_ranks(
     config: Config, mode: SpawnRanks, argv: list[str], *, launched_at: float | None = None, shows_all: bool = True
-) -> int:
+) -> tuple[int, int | None]:
     """Start the ranks of this node and supervise them until the run ends; `argv` follows `flatout`.
 
     The run's start counts from the Unix time `launched_at`; by default, from this call. `shows_all` is the console's.
+    Return the exit code, and the signal that asked for a stop.
     """
     nodes, faults = mode.nodes, config.faults
     # one error, instead of one for each rank
@@ -229,7 +238,8 @@ def start_ranks(
         console.on_phase("starting ranks")
         out = cast(TextIO, RankOutput(console, sys.stdout, config.folder))
         try:
-            return Supervisor(logs, argv, faults, rendezvous, env | {SECRET: secret}, to_stderr, out).run(mode)
+            supervisor = Supervisor(logs, argv, faults, rendezvous, env | {SECRET: secret}, to_stderr, out)
+            return supervisor.run(mode), supervisor.signal
         finally:
             if nodes.index == 0:
                 remove_unfinished(config.folder)

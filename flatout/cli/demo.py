@@ -15,7 +15,7 @@ STEP_LINE_S = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    folders = "output folder (demo; with --images demo-images)"
+    folders = "output folder (demo-run; with --images demo-images)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=folders)
     pictures = "colored shapes and a tiny vision-language model (needs the extra `images`)"
     parser.add_argument("--images", action="store_true", help=pictures)
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Returns 0 if the held-out loss halved and every answer is right, else 1."""
-    args.out = args.out or Path("demo-images" if args.images else "demo")
+    args.out = args.out or Path("demo-images" if args.images else "demo-run")
     return _run_shapes(args) if args.images else _run_conversations(args)
 
 

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     started_at = time.time()
     try:
         if isinstance(mode, SpawnRanks):
-            return start_ranks(config, mode, argv, launched_at=own_launch, shows_all=args.verbose)
+            return start_ranks(config, mode, argv, launched_at=own_launch, shows_all=args.verbose)[0]
         prepare_torch(mode.environment)
         # a .py configuration may change anything in this process
         with_columns(

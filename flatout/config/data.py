@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -180,8 +181,8 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _new_tokens_are_named_once(self) -> Self:
         tokens = [*self.new_tokens, *self.new_special_tokens]
-        if twice := next((text for text in tokens if tokens.count(text) > 1 or not text.strip()), None):
-            raise ValueError(f"new_tokens and new_special_tokens: {twice!r} is blank or named twice")
+        if wrong := [text for text, count in Counter(tokens).items() if count > 1 or not text.strip()]:
+            raise ValueError(f"new_tokens and new_special_tokens: {wrong[0]!r} is blank or named twice")
         return self
 
     def with_format(self, name: Format | None) -> Self:

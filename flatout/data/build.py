@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from flatout.config.folders import free_folder
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport, Done, timed
@@ -22,6 +23,7 @@ from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
+from flatout.data.pictures.changes import changed_pictures, files_of
 from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
 from flatout.data.rows.formats.advice import with_sources
@@ -78,9 +80,8 @@ def open_or_build(
 ) -> TokenStore:
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
 
-    One that only has earlier rules of the loss mask stays if its fingerprint is in `trained_on`: of a run that goes on.
-    With `reads_again`, one with pictures is built again in any case: a fingerprint knows the rows, not the files that
-    they name.
+    One that only has earlier rules of the loss mask, or whose picture files changed, stays if its fingerprint is in
+    `trained_on`: of a run that goes on. With `reads_again`, one with pictures is built again in any case.
 
     Several processes may call this at once: one builds, the others wait and open. Without sources, the data set of that
     name must be in the registry and fit the settings. Raises DataError, ResourceError, and UsageError if there is
@@ -112,13 +113,13 @@ def open_or_build(
             store, change = _kept_store(meta, content, folder, trained_on, log)
             if store and reads_again and store.num_pictures:
                 store, change = None, "its pictures are read again"
+            if store is None and not reads_again:
+                _require_built(folder)
             if store is None and not replaces:
                 _choose_parsers(sources, config.sources)  # columns that no format reads are told first
                 fixes = [Fix({"--replace": True}, "replaces it"), Fix({"--name": f"{config.name}-2"}, "keeps both")]
                 raise UsageError(f"data set {config.name!r} already exists and differs: {change}", fixes)
-            reused = f"Reusing {folder}: same content, tokenizer, template and settings"
-            if store and store.num_pictures:
-                reused += "; its pictures are those that were read then: `data build --replace` reads them again"
+            reused = f"Reusing {folder}: same content, tokenizer, template and settings{change and f'; {change}'}"
             log(reused if store else f"Rebuilding {config.name!r}: {change}")
         if store is None:
             _build(config, sources, tokenizer_name, (meta, content), folder, progress, log)
@@ -154,7 +155,7 @@ def _is_chat(parser: RowParser, row: RawRow) -> bool:
 def _kept_store(
     meta: StoreMeta, content: Content, folder: Path, trained_on: Container[str], log: Log
 ) -> tuple[TokenStore | None, str]:
-    """Return the store in `folder` if it is as `meta` says; else None, and how it differs.
+    """Return the store in `folder` if it is as `meta` says, and what is known of its pictures; else None, and why not.
 
     A setting that it does not record is younger than the store, which has what the setting's default gives.
     """
@@ -168,12 +169,25 @@ def _kept_store(
         return None, _change(store.meta, meta) or "its rows or the way they are read changed"
     if store.meta.processor not in ("", meta.processor):
         return None, f"{meta.tokenizer!r} has another image processor now"
-    if not store.meta.has_earlier_rules:
-        return store, ""
+    differs, pictures = changed_pictures(folder) if store.num_pictures else ("", "")
+    differs = f"it was built {_EARLIER}" if store.meta.has_earlier_rules else differs
+    if not differs:
+        return store, pictures
     if store.meta.fingerprint not in trained_on:
-        return None, f"it was built {_EARLIER}"
-    log(f"{folder} was built {_EARLIER}; the run continues with it")
+        return None, differs
+    log(f"{folder}: {differs}; the run continues with it as it was built")
     return store, ""
+
+
+def _require_built(folder: Path) -> None:
+    """Raise UsageError for a store that was not built from sources, so that no build brings it back."""
+    with suppress(DataError):
+        if not TokenStore.open(folder, verify=False).meta.sources:
+            raise UsageError(
+                f"{folder} was not made by `flatout data build`, and data.sources would replace it; leave data.sources "
+                "out to train on it",
+                [Fix({"data.name": free_folder(folder).name}, "another name")],
+            )
 
 
 def _describe(
@@ -302,6 +316,7 @@ def _build(
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             tokens = done.seen.without_repeated(read)
             append_chunk(writer, chunk, tokens, done.files)
+            done.picture_files |= files_of(chain.from_iterable(tokens.pictures))
             done.num_chunks += 1
             report.add(chunk, tokens)
             if writer.is_full:
@@ -315,7 +330,7 @@ def _build(
         left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
         for text in left_out + downloads.notes() + report.notes():
             log_note(text)
-        writer.finish(meta, redacted(report.report(notes)))
+        writer.finish(meta, redacted(report.report(notes)), done.picture_files)
     downloads.remove()
 
 

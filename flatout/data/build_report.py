@@ -17,6 +17,7 @@ from flatout.data.conversation import Origin
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
+from flatout.data.pictures.changes import Files
 from flatout.data.tokenize import LOSING
 from flatout.data.workers import Chunk, Problem, TokenizedChunk
 from flatout.errors import DataError, Fix
@@ -340,13 +341,18 @@ class Done:
     seen: SeenRows
     num_chunks: int = 0
     files: dict[str, int] = field(default_factory=dict)
+    picture_files: Files = field(default_factory=dict)
     _num_reported: int = 0
+    _num_pictures_reported: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return what is new since the last call, for `restore`."""
         new = list(islice(self.files, self._num_reported, None))
         self._num_reported = len(self.files)
-        return {"chunks": self.num_chunks, "files": new, "report": self.report.state(), "seen": self.seen.state()}
+        pictures = dict(islice(self.picture_files.items(), self._num_pictures_reported, None))
+        self._num_pictures_reported = len(self.picture_files)
+        own = {"chunks": self.num_chunks, "files": new, "picture_files": pictures}
+        return {**own, "report": self.report.state(), "seen": self.seen.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what an earlier build did; call it for each of its states, in order."""
@@ -356,6 +362,8 @@ class Done:
         for name in state["files"]:
             self.files.setdefault(name, len(self.files))
         self._num_reported = len(self.files)
+        self.picture_files.update(state["picture_files"])
+        self._num_pictures_reported = len(self.picture_files)
 
 
 def timed(

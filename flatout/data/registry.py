@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from flatout.config.schema import NAME_PATTERN, DataConfig
-from flatout.data.token_store import TokenStore
+from flatout.data.token_store import MANIFEST, TokenStore
 from flatout.errors import DataError, Fix, SecurityError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
@@ -103,12 +103,17 @@ def load(root: Path) -> dict[str, Entry]:
 
 
 def find(root: Path, name: str) -> Entry:
-    """Return the entry of that name. Raises DataError with the nearest and all known names if there is none."""
+    """Return the entry of that name, or of a store that is there without one, as somebody else may have written it.
+
+    Raises DataError with the nearest and all known names if there is none.
+    """
     if not Path(name).suffix:  # a file is named below
         built_dir(root, name)
     entries = load(root)
     if name in entries:
         return entries[name]
+    if re.fullmatch(NAME_PATTERN, name) and (built_dir(root, name) / MANIFEST).is_file():
+        return entry_of(DataConfig(root=root, name=name), TokenStore.open(built_dir(root, name), verify=False))
     if Path(name).suffix and (suggestion := did_you_mean(name)):
         raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
     if Path(name, "config.json").is_file():

@@ -26,6 +26,7 @@ from flatout.data.columns import (
     fingerprint,
     npy_header,
 )
+from flatout.data.pictures.changes import PICTURE_FILES, Files
 from flatout.data.pictures.files import PictureFiles, picture_hashes
 from flatout.data.token_store import MANIFEST, VERSION, StoreManifest, StoreMeta, replaced_dir
 from flatout.data.workers import Chunk, TokenizedChunk
@@ -268,7 +269,7 @@ class StoreWriter:
         if len(pending):
             yield _combined(pending, np.zeros(1, np.int64))
 
-    def finish(self, meta: StoreMeta, report: Mapping[str, Any]) -> None:
+    def finish(self, meta: StoreMeta, report: Mapping[str, Any], picture_files: Files | None = None) -> None:
         """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
         if self._shard_samples or not self.shards:
             self.close_shard({})
@@ -280,6 +281,8 @@ class StoreWriter:
                 file.write(npy_header(self._columns[name], self._lengths[name]))
         self.close()
         self._durable_io.write_json(self._folder / "report.json", report)
+        if picture_files:
+            self._durable_io.write_json(self._folder / PICTURE_FILES, picture_files)
         columns = {
             name: replace(column, fingerprint=fingerprint(name, column, self.shards), file=f"{name}.npy")
             for name, column in self._columns.items()

@@ -20,8 +20,8 @@ from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.models.stops import saved_stops
 from flatout.track.run_log import RunLog, read_run
 
-# the hub makes a commit of thousands of files before it answers
-ANSWER_S = 60.0
+# a question about a name or a repository is answered at once; a commit of thousands of files is made first
+ASKED_S, COMMITTED_S = 15.0, 60.0
 
 
 def push(
@@ -59,16 +59,17 @@ def push(
         raise UsageError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
     api, durable_io, scratch = HfApi(), DurableIO(), run_dir / ".push.tmp"
     on_phase("asking the hub")
-    with _hub_errors(repo, token):
+    with _hub_errors(repo, token, ASKED_S):
         repo, parent, old_files = _look_at(api, repo, private=private, replace=replace)
     try:
         files = _files_of(log, repo, trained, name, list(results_files), scratch if merged else None, on_phase)
         changes: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
         changes += [CommitOperationDelete(path) for path in old_files if path not in files]
         on_phase("uploading to the hub")
-        with _hub_errors(repo, token):
-            if parent is None:
+        if parent is None:
+            with _hub_errors(repo, token, ASKED_S):
                 api.create_repo(repo, private=private)
+        with _hub_errors(repo, token, COMMITTED_S):
             done = api.create_commit(repo, changes, commit_message=f"Upload {run_dir.name}", parent_commit=parent)
     finally:
         durable_io.remove_tree(scratch)
@@ -125,17 +126,17 @@ def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str,
 
 
 @contextmanager
-def _hub_errors(repo: str, token: str) -> Iterator[None]:
+def _hub_errors(repo: str, token: str, answer_s: float) -> Iterator[None]:
     """Turn failures of the hub's client into one sentence, in which the token does not stand, and bound its waits.
 
-    By itself, the client waits for an answer without end.
+    It waits `answer_s` for each answer. By itself, the client waits without end.
     """
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that this client uses
 
     client, unbounded = get_session(), get_session().timeout
-    client.timeout = httpx.Timeout(ANSWER_S, connect=constants.HF_HUB_ETAG_TIMEOUT)
+    client.timeout = httpx.Timeout(answer_s, connect=constants.HF_HUB_ETAG_TIMEOUT)
     try:
         yield
     except HFValidationError as error:

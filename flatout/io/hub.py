@@ -73,7 +73,7 @@ def hub_file(name: str, file: str, revision: str | None) -> Path | None:
     source, revision = hub_source(name, revision)
     if (folder := Path(source)).is_dir():
         return folder / file if (folder / file).is_file() else None
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     with hub_errors(name):
@@ -82,6 +82,10 @@ def hub_file(name: str, file: str, revision: str | None) -> Path | None:
         except RemoteEntryNotFoundError:
             # not its LocalEntryNotFoundError, which stands for any answer but this one, a 503 too
             return None
+        except (TypeError, LookupError, AttributeError) as error:
+            # what the client makes of JSON of another form
+            problem = f"{constants.ENDPOINT} does not answer as a hub does"
+            raise ResourceError(f"there is no folder {name}, and {problem}; check HF_ENDPOINT") from error
 
 
 @contextmanager
@@ -111,7 +115,8 @@ def hub_errors(name: str) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
         response, reason = getattr(cause, "response", None), first_line(cause)
         if response is not None and response.status_code < 500 and response.status_code != 429:
-            reason = str(cause).strip().splitlines()[-1]
+            # without the client's link to a page about the status
+            reason = [line for line in str(cause).splitlines() if line and not line.startswith("For more info")][-1]
             raise UsageError(f"there is no folder {name}, and the hub rejects it: {reason}{hint}") from error
         if constants.HF_HUB_OFFLINE:
             problem = "HF_HUB_OFFLINE is set and it is not in the hub cache"

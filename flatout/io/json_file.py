@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
@@ -58,8 +59,8 @@ def _refuse(text: str) -> NoReturn:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique := dict(pairs)) != len(pairs):
-        keys = [key for key, _ in pairs]
-        _refuse(json.dumps(next(key for key in keys if keys.count(key) > 1), ensure_ascii=False))
+        counts = Counter(key for key, _ in pairs)
+        _refuse(json.dumps(next(key for key, count in counts.items() if count > 1), ensure_ascii=False))
     return unique
 
 

@@ -58,6 +58,11 @@ class Supervisor:
         self._signals = StopSignals(self._kill, on_first=self._stop_unless_started)
         self._is_killed = False
 
+    @property
+    def signal(self) -> int | None:
+        """The signal that asked for a stop."""
+        return self._signals.number
+
     def run(self, mode: SpawnRanks) -> int:
         """Run and return the exit code: 0, the failing rank's, or 128 + N if signal N ended it before it saved."""
         with self._signals:

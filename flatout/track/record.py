@@ -104,9 +104,8 @@ class EvalFigures:
     num_label_tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, name: str) -> float:
-        named = {**self.metrics, "loss": self.loss, "token_accuracy": self.token_accuracy}
-        return float(named[name] or 0.0)
+    def of(self, name: str) -> float | None:
+        return {**self.metrics, "loss": self.loss, "token_accuracy": self.token_accuracy}.get(name)
 
 
 @dataclass(frozen=True, slots=True)

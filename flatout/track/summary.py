@@ -176,6 +176,8 @@ def next_commands(log: RunLog) -> list[str]:
         return [watch, report, *again]
     if log.state != "complete":
         return [*again, report, watch]
+    if any(event.get("kind") == "random_base" for event in log.events):
+        return [report]  # nothing loads this adapter: no file keeps its base model
     last = f"flatout eval {folder} --tasks arc_easy"
     scores = log.start is not None and log.start.scores
     if log.start is None or log.start.method == "lora":

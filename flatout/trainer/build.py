@@ -61,7 +61,7 @@ def build_run(
     check = memory_check if saved is None else None
     run, why_no_graphs = assemble_run(setup) if check is None else assemble_measured(setup, check)
     # of the model as it stands at step 0, also in a run that resumes
-    compute_reference(run)
+    compute_reference(run, compares=saved is None)
     if saved is not None:
         restore(run, saved)
     run.reporter.phase("recording graphs")

@@ -10,10 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatout.errors import Fix, NumericError
 from flatout.models.packed import PackedBatch
 from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.record import EvalFigures, EvalRecord
 from flatout.trainer.answers import answer_prompts
+from flatout.trainer.metrics import finite_metrics
 from flatout.trainer.passes import autocast, inference, run_with_oom_retry, sum_unless_stopped, until_stopped
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_eval_estimates
@@ -39,7 +41,13 @@ def evaluate_now(run: TrainingRun) -> bool:
         which = next(name for name, figures in by_data.items() if not math.isfinite(figures.loss))
         what = f"step {progress.step}: the evaluation loss on {which} is {loss}; earlier checkpoints are kept"
         raise not_finite(run, what)
-    judged = total.of(run.config.eval.best)
+    judged = total.of(best := run.config.eval.best)
+    if judged is None:
+        raise NumericError(
+            f"step {progress.step}: eval.best: {best} is not a finite number on the evaluation data, so it judges no "
+            "checkpoint; earlier checkpoints are kept; correct the objective's metric",
+            [Fix({"eval.best": "loss"})],
+        )
     is_best = _is_better(run, judged)
     worst_samples = worst.greatest()
     eval_s = time.perf_counter() - started
@@ -124,4 +132,4 @@ def _sum_passes(
 def _figures(run: TrainingRun, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
     metrics = run.planned.objective.means(sums, counts)
     loss = metrics.pop("loss", 0.0)
-    return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, metrics)
+    return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, finite_metrics(run, metrics))

@@ -74,7 +74,9 @@ class Meter:
             epoch=run.plan.epoch_after(step),
             loss=outcome.loss,
             token_accuracy=outcome.metrics.get("token_accuracy"),
-            metrics={name: value for name, value in outcome.metrics.items() if name != "token_accuracy"},
+            metrics=finite_metrics(
+                run, {name: value for name, value in outcome.metrics.items() if name != "token_accuracy"}
+            ),
             lr=outcome.lr,
             grad_norm=outcome.grad_norm,
             num_samples=len(step.sample_ids),
@@ -113,6 +115,16 @@ class Meter:
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
             **_reported(run, step.index + 1, outcome.aux_loss_sums),
         )
+
+
+def finite_metrics(run: TrainingRun, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return an objective's metrics without those that are no finite numbers, and say once which these are."""
+    bad = {name for name, value in metrics.items() if not math.isfinite(value)}
+    if new := sorted(bad - run.state.not_finite):
+        run.state.not_finite.update(new)
+        why = f"{', '.join(new)} of objective {run.planned.objective.name} is not a finite number"
+        run.reporter.event("metric", {"why": f"{why}; such values are left out of the records"})
+    return {name: value for name, value in metrics.items() if name not in bad}
 
 
 def _gpu_figures(ranks: Sequence[RankFigures]) -> dict[str, Any]:

@@ -45,10 +45,11 @@ EVAL_CHUNK = 8
 KEEPING_SHARE = 0.05
 
 
-def compute_reference(run: TrainingRun) -> None:
+def compute_reference(run: TrainingRun, *, compares: bool) -> None:
     """Fill the column REFERENCE of the run's data sets, if its objective has one; collective.
 
-    The model is the run's at step 0. What an earlier run or attempt has kept under an equal key is not computed again.
+    The model is the run's at step 0. What an earlier run or attempt has kept under an equal key is not computed again,
+    but for its first step if it `compares`: the start then says how far that run's rounding is from this one's.
     Raises UsageError for a reference that this run cannot compute, NumericError for one that is not finite.
     """
     if REFERENCE not in run.planned.objective.columns:
@@ -59,10 +60,12 @@ def compute_reference(run: TrainingRun) -> None:
         for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 with inference(run):
-                    _fill_column(run, loader, data_set.plan, partial(_eval_chunks, data_set.step))
+                    _fill_column(run, loader, data_set.plan, partial(_eval_chunks, data_set.step), compares)
             else:
                 with as_in_training(run):
-                    _fill_column(run, loader, data_set.plan, partial(_first_steps, data_set.plan, first_epoch))
+                    _fill_column(
+                        run, loader, data_set.plan, partial(_first_steps, data_set.plan, first_epoch), compares
+                    )
     if run.device.type == "cuda":
         # the reference took an epoch's passes, and the first steps are compared with their own plan
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -110,7 +113,11 @@ def _eval_chunks(evaluation: StepPlan) -> Iterator[StepPlan]:
 
 
 def _fill_column(
-    run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunks: Callable[[], Iterable[StepPlan]]
+    run: TrainingRun,
+    loader: BatchLoader,
+    plan: PlannedSamples,
+    chunks: Callable[[], Iterable[StepPlan]],
+    compares: bool,
 ) -> None:
     """Fill one data set's column and keep it; a chunk of which all is known is left out, by all ranks.
 
@@ -129,12 +136,10 @@ def _fill_column(
         values[:] = known  # nodes with copies of the data set, of which one has more; all ranks know the same before
     num_needed = sum(len(_ids(chunk)) for chunk in chunks())
     total = sum(len(_unknown(values, chunk)) for chunk in chunks())
+    rounding = _rounding_of_known(run, loader, plan, next(iter(chunks()))) if compares and total < num_needed else ""
     if not total:
-        known_line = f"{name}: {num_needed:,} log-probabilities are known from an earlier run"
-        if run.dtype.itemsize < 4:
-            # packing changes the last bits of 16, and a reward's sign with them
-            known_line += "; if it packed samples otherwise, rewards and accuracies of step 1 show rounding"
-        run.reporter.stage("reference", known_line)
+        line = f"{name}: {num_needed:,} log-probabilities are known from an earlier run{rounding}"
+        run.reporter.stage("reference", line)
         return
     started, done, keeping_s, kept_at = time.perf_counter(), 0, 0.0, -math.inf
     meaning = f"log-probability by {run.config.model.name}, {str(run.dtype).removeprefix('torch.')}"
@@ -154,7 +159,21 @@ def _fill_column(
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
     line = f"{name}: {total:,} log-probabilities in {time.perf_counter() - started:.1f} s, cached for other runs"
-    run.reporter.stage("reference", line + (f"; {num_needed - total:,} were known" if num_needed > total else ""))
+    were_known = f"; {num_needed - total:,} were known from an earlier run{rounding}"
+    run.reporter.stage("reference", line + (were_known if num_needed > total else ""))
+
+
+def _rounding_of_known(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan) -> str:
+    """Say how far known values of a chunk are from what this run computes: other batches or devices round otherwise."""
+    values, ids = loader.store.extra[REFERENCE], _ids(chunk)
+    kept = values[ids]
+    own = np.array(_take(run, loader, plan, chunk, ids))
+    if not (most := np.abs(own - kept, where=kept != UNKNOWN, out=np.zeros(len(ids))).max(initial=0.0)):
+        return ""
+    return (
+        f", which packed or computed them otherwise: they differ by up to {most:.1g} from this run's, so rewards and "
+        "accuracies of step 1 are rounding"
+    )
 
 
 def _ids(chunk: StepPlan) -> list[int]:

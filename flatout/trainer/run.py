@@ -255,8 +255,8 @@ def run_to_end(run: TrainingRun, final_dir: Path) -> None:
                 finish(run, final_dir)
             except PassesStopped:
                 save(run, required=True)
-                step = run.progress.step
-                raise PreemptedError(f"stop requested: saved at step {step}; run the same command to resume") from None
+                why = f"stop requested: saved at step {run.progress.step}; run the same command to resume"
+                raise PreemptedError(why, run.stop.number) from None
     finally:
         run.close()
 

@@ -81,6 +81,7 @@ class LoopState:
     `micro_batch_cap` is the maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as
     planned. `num_in_flight` counts launched updates whose totals the host has not read yet. `loss_history` is kept for
     `faults.spike`. `first_loss` is that of this process's first step, `has_diverged` whether a later one told so.
+    `not_finite` has the objective's metrics that were told to be no finite numbers.
     """
 
     micro_batch_cap: int | None = None
@@ -88,6 +89,7 @@ class LoopState:
     loss_history: LossHistory = LossHistory()
     first_loss: float | None = None
     has_diverged: bool = False
+    not_finite: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ _NUM_COMPARED = 4
 
 
 class Picture(NamedTuple):
-    """A picture of a sample, as the store keeps it."""
+    """A picture of a sample, as the store keeps it; `path` and `mtime_ns` as of `PictureFile`."""
 
     content: bytes
     height: int
@@ -50,6 +50,8 @@ class Picture(NamedTuple):
     digest: bytes
     num_tokens: int
     num_values: int
+    path: str
+    mtime_ns: int
 
 
 class Standing(NamedTuple):
@@ -123,7 +125,7 @@ class PictureProcessor:
             if self._num_compared < _NUM_COMPARED:
                 self._num_compared += 1
                 self._require_same(file, standing, where)
-            picture = Picture(*file[:4], standing.num_tokens, standing.num_values)
+            picture = Picture(*file[:4], standing.num_tokens, standing.num_values, file.path, file.mtime_ns)
             pictures.append((picture, standing.text, file.has_alpha))
         return pictures
 

@@ -49,7 +49,8 @@ _DAMAGES = (OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, E
 class PictureFile(NamedTuple):
     """A picture's file; height and width are those of the picture as it is shown.
 
-    `digest` is xxh3-128 of the file, and `has_alpha` is set if a pixel is not opaque.
+    `digest` is xxh3-128 of the file, and `has_alpha` is set if a pixel is not opaque. `path` is where the file was read
+    (a URL, or empty for content in the row), and `mtime_ns` when it was changed before.
     """
 
     content: bytes
@@ -57,6 +58,8 @@ class PictureFile(NamedTuple):
     width: int
     digest: bytes
     has_alpha: bool
+    path: str
+    mtime_ns: int
 
 
 def require_pillow() -> Any:
@@ -89,7 +92,7 @@ def read_picture(
     folder = Path(origin.source).parent
     # rows from memory name files from where their script runs
     root = media_root or (Path() if folder.parent.name == "in_memory" else folder)
-    content = _content(source, where, root, download)
+    content, path, mtime_ns = _content(source, where, root, download)
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{where}: its file has {len(content) >> 20:,} MiB (limit {MAX_FILE_BYTES >> 20}); resize it")
     pil = require_pillow()
@@ -111,7 +114,7 @@ def read_picture(
         raise DataError(f"{where}: it has far more than {MAX_PIXELS:,} pixels, the limit; resize it") from None
     except _DAMAGES as error:
         raise DataError(f"{where}: its file is damaged or cut off: {reason_of(error)}; replace it") from None
-    return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha)
+    return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha, path, mtime_ns)
 
 
 def shown_size(image: Any) -> tuple[int, int]:
@@ -170,15 +173,16 @@ def _embedded(uri: str, where: str) -> bytes:
         raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
 
 
-def _content(source: PictureSource, where: str, root: Path, download: Callable[[str], bytes]) -> bytes:
+def _content(source: PictureSource, where: str, root: Path, download: Callable[[str], bytes]) -> tuple[bytes, str, int]:
+    """Return a picture's file, its path or URL (empty for content in the row), and when it was changed (else 0)."""
     value = source.value
     if isinstance(value, bytes):
-        return value
+        return value, "", 0
     if value[:5].lower() == "data:":
-        return _embedded(value, where)
+        return _embedded(value, where), "", 0
     if URL.match(value):
         try:
-            return download(value)
+            return download(value), value, 0
         except DataError as error:
             raise error.at(where) from None
     if _BARE_BASE64.fullmatch(value):
@@ -194,7 +198,7 @@ def _content(source: PictureSource, where: str, root: Path, download: Callable[[
             raise DataError(f"{where}: {path} has over {MAX_FILE_BYTES >> 20} MiB; resize it")
         if not stat.S_ISREG(status.st_mode):  # a pipe or a device may have no end
             raise OSError("it is no file")
-        return path.read_bytes()
+        return path.read_bytes(), str(path.absolute()), status.st_mtime_ns
     except (OSError, ValueError) as error:
         folder = "the folder that you start in" if root == Path() else f"the folder of the file of rows: {root}"
         raise DataError(

@@ -9,6 +9,7 @@ import io
 import lzma
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -305,7 +306,7 @@ def _read_csv(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRo
             raise DataError(
                 f"{path}:1: the header separates columns with {match[0]!r}; save it with {delimiter!r} between columns"
             )
-        twice = next((name for name in header if header.count(name) > 1), None)
+        twice = next((name for name, count in Counter(header).items() if count > 1), None)
         if twice is not None:
             raise DataError(f"{path}:1: column {twice!r} appears twice in the header")
         for number, fields in enumerate((fields for fields in reader if fields), start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import runpy
 import struct
 import zlib
@@ -22,7 +23,7 @@ from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import DataError
+from flatout.errors import DataError, UsageError
 
 PATH = "a.png"
 CONTENT = draw(20, 30, 1)
@@ -115,18 +116,55 @@ def test_every_form_of_a_picture_is_the_same_sample(build: Build, readers: Any, 
     assert store.extra["picture_tokens"].tolist() == [8]
 
 
-def test_a_set_that_is_opened_again_says_when_its_pictures_were_read(
+def test_a_set_whose_pictures_have_changed_is_built_again(readers: Callable[[str], Path], tmp_path: Path) -> None:
+    picture, name = tmp_path / PATH, str(readers("qwen2_5_vl"))
+    picture.write_bytes(CONTENT)
+    (tmp_path / "b.png").write_bytes(OTHER)
+    rows = [FORMS["image"], row({"type": "image", "path": "b.png"}, ASKED)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    config, told = DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], root=tmp_path / "data"), list[str]()
+
+    def pictures(**options: Any) -> list[bytes]:
+        return open_or_build(config, name, log=told.append, **options).pictures(0)
+
+    assert pictures() == [CONTENT]
+    # the same files are reused, also where their times are others, and are read once then
+    for seconds in (None, 1_000_000_000):
+        if seconds:
+            os.utime(picture, (seconds, seconds))
+        assert pictures() == [CONTENT]
+        assert told[-1].endswith("settings; its picture files are unchanged")
+    # another content of the same size, at the same second
+    other = draw(20, 30, 3) + bytes(100)
+    other, before = other[: len(CONTENT)] if len(other) > len(CONTENT) else other, picture.stat()
+    assert len(other) == len(CONTENT)
+    picture.write_bytes(other)
+    os.utime(picture, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(UsageError, match=r"differs: 1 picture file of 2 changed, such as .*a\.png"):
+        pictures(replaces=False)
+    # a run that goes on keeps what it began with
+    mark = TokenStore.open(tmp_path / "data" / "built_dataset" / config.name).meta.fingerprint
+    assert pictures(trained_on={mark}) == [CONTENT]
+    assert pictures() == [other]
+    assert any("Rebuilding" in text and "1 picture file of 2 changed" in text for text in told)
+    # what is gone cannot be compared, and the set has it
+    picture.unlink()
+    assert pictures() == [other]
+    assert "its pictures are those that were read then: `data build --replace` reads them again" in told[-1]
+    picture.write_bytes(OTHER)
+    assert pictures(reads_again=True) == [OTHER]
+
+
+def test_a_list_of_picture_files_that_somebody_wrote_reads_no_device(
     readers: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / PATH).write_bytes(CONTENT)
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS["image"]))
     config, told = DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], root=tmp_path / "data"), list[str]()
-    open_or_build(config, str(readers("qwen2_5_vl")))
-    (tmp_path / PATH).write_bytes(OTHER)
-    store = open_or_build(config, str(readers("qwen2_5_vl")), log=told.append)
-    assert store.pictures(0) == [CONTENT]
-    assert "its pictures are those that were read then: `data build --replace` reads them again" in told[-1]
-    assert open_or_build(config, str(readers("qwen2_5_vl")), reads_again=True).pictures(0) == [OTHER]
+    folder = open_or_build(config, str(readers("qwen2_5_vl"))).folder
+    for files in ({"/dev/zero": [0, 1, "0" * 32]}, {"\0": [0, 1, ""]}, {"x": 1}, [], None):
+        (folder / "picture_files.json").write_text(json.dumps(files))
+        assert open_or_build(config, str(readers("qwen2_5_vl")), log=told.append).pictures(0) == [CONTENT]
 
 
 def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build: Build, tmp_path: Path) -> None:

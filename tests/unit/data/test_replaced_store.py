@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit_store import write_units
 
 from flatout.cli.main import main
 from flatout.data import token_store
@@ -224,3 +226,28 @@ def test_what_is_no_file_in_a_file_s_place_is_named(
     shutil.rmtree(tmp_path / "data")
     shutil.copytree(whole, tmp_path / "data")
     assert main(["train", str(run), f"run_dir={tmp_path / 'last'}"]) == 0
+
+
+def test_a_store_that_a_person_wrote_is_found_by_its_name_and_never_replaced(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = write_units(tmp_path, tiny.model_dir, [1] * 12, name="own")
+    (tmp_path / "data_config.json").unlink()  # a person writes the store alone
+    model, rows = f"model={tiny.model_dir}", f"data.sources=[{{path: {tiny.chats}}}]"
+    here = ["train", model, "data.name=own", f"data.root={tmp_path}", "device=cpu", "batch.max_steps=1"]
+    assert main([*here, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert main(["data", "show", "own", "--root", str(tmp_path)]) == 0
+    assert "samples 12" in capsys.readouterr().out
+    build = ["data", "build", str(tiny.chats), "--tokenizer", str(tiny.model_dir), "--root", str(tmp_path)]
+    for words in ([*here, rows, f"run_dir={tmp_path / 'other'}"], [*build, "--name", "own"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "was not made by `flatout data build`" in said
+        assert TokenStore.open(store.folder).num_samples == 12
+        # what is proposed leaves it alone
+        step = next(shlex.split(line) for line in said.splitlines() if line.startswith("  flatout "))
+        assert main(step[1:]) == 0
+        assert TokenStore.open(store.folder).num_samples == 12
+        assert TokenStore.open(tmp_path / "built_dataset" / "own-2").num_samples == 120
+    assert main([*build, "--name", "own", "--replace"]) == 0
+    assert TokenStore.open(store.folder).num_samples == 120

@@ -376,6 +376,14 @@ def test_the_chosen_answers_alone_can_be_learnt(build: Build, row: Row, advice: 
     assert (built.code, "good" in built.learnt[0], "bad" in built.samples[0][0]) == (0, True, False), built.printed
 
 
+@pytest.mark.parametrize("bad", ["no", "yes", "bad"])
+def test_a_rejected_answer_is_no_verdict_of_its_row(build: Build, bad: str) -> None:
+    rows = [{"prompt": "q ", "chosen": "good", "rejected": bad}]
+    built = build(rows, "--column", "completion=chosen")
+    assert (built.code, "good" in built.learnt[0]) == (0, True), built.printed
+    assert build([{"prompt": "q ", "completion": "good", "rejected": True}]).code == 3
+
+
 def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
     refused = build([{"question": "what", "answer": ["it"]}])
     assert (refused.code, refused.tries) == (3, [])

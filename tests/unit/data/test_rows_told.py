@@ -193,27 +193,30 @@ BAD = [
     {"accepted": False}, {"is_accepted": 0}, {"thumbs_up": False}, {"thumbs_up": "no"}, {"thumbs_down": True},
     {"label": False}, {"label": 0}, {"label": "0"}, {"label": "thumbs_down"}, {"label": "bad"}, {"label": "Rejected"},
     {"label": "undesirable"}, {"feedback": "thumbs down"}, {"verdict": "rejected"}, {"is_correct": False},
-    {"rejected": True}, {"quality": "bad"},
+    {"rejected": True}, {"quality": "bad"}, {"thumbs_down": 1}, {"is_wrong": "yes"}, {"disliked": "disliked"},
+    {"label": [False]}, {"thumbs_down": [True]},
 ]  # fmt: skip
 GOOD = [
     {"accepted": True}, {"thumbs_up": 1}, {"thumbs_down": False}, {"label": "good"}, {"label": 1}, {"label": "World"},
     {"correct": 0}, {"verdict": "it depends"}, {"feedback": "too long"}, {"label": 3}, {"rejected": False},
+    {"label": ["World", "Sport"]}, {"thumbs_up": [True]}, {"thumbs_down": "no"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("verdict", BAD, ids=str)
 def test_a_bad_answer_is_never_learnt_in_silence(build: Build, run: Callable[[list[str]], Built], verdict: Row) -> None:
     ((name, value),) = verdict.items()
-    other = {0: 1, "0": "1", "no": "yes"}
-    good = {name: not value if isinstance(value, bool) else other.get(value, "good")}
+    value = value[0] if isinstance(value, list) else value
+    other = {0: 1, 1: 0, "0": "1", "no": "yes", "yes": "no", "disliked": "good"}
+    good: Row = {name: not value if isinstance(value, bool) else other.get(value, "good")}
+    good = {name: [good[name]]} if isinstance(verdict[name], list) else good
     rows = [{**ASKED, "output": "good one", **good}, {**ASKED, **MADE, **verdict}]
     refused = build(rows)
     assert (refused.code, f"rows.jsonl:2: {name} is " in refused.printed) == (3, True)
     done = {" ".join(step[-4:]): run(step) for step in refused.steps}
     learns = [built for words, built in done.items() if "--format kto" in words]
-    if value is not True:  # a KTO label of thumbs_down would be the wrong way round
-        assert [(built.code, built.labels) for built in learns] == [(0, [1, 0])]
-        assert [learnt for _, learnt in learns[0].samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
+    assert [(built.code, built.labels) for built in learns] == [(0, [1, 0])]
+    assert [learnt for _, learnt in learns[0].samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
     left_out = next(built for words, built in done.items() if words.endswith("--on-bad-row skip"))
     assert [learnt for _, learnt in left_out.samples] == ["good one<|im_end|>"]
     ignored = next(built for words, built in done.items() if words.endswith("=ignored"))

@@ -1,3 +1,4 @@
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,20 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path: Path, capsys: p
         assert row in out
     assert (tmp_path / "demo/run/final/model.safetensors").is_file()
     assert (tmp_path / "demo/run/metrics.jsonl").is_file()
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_make_clean_removes_what_the_demo_writes_where_it_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 1
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "run" / "final").is_dir()
+    words = ["make", "-n", "-f", str(Path(__file__).parents[3] / "Makefile"), "clean"]
+    removed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert folder.name in removed
+    assert not {"runs", "data"} & {*removed}
 
 
 @pytest.mark.usefixtures("few_steps")

@@ -38,12 +38,25 @@ class Refusing(BaseHTTPRequestHandler):
         """Nothing in the test's output."""
 
 
+class Listing(Refusing):
+    """Answers everything with a list, as no hub does."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(b"[1, 2]")
+
+    do_GET = do_HEAD  # noqa: N815  (http.server finds it by this name)
+
+
 @contextmanager
 def hub(kind: str) -> Iterator[tuple[str, list[socket.socket]]]:
-    """Address of a hub that is `silent` (it accepts and says nothing), `gone` or `refusing`; and its connections."""
+    """Address of a hub that is `silent` (it accepts and says nothing), `gone`, `refusing` or `listing`; connections."""
     connections: list[socket.socket] = []
-    if kind == "refusing":
-        with local_server(Refusing) as address:
+    if kind in ("refusing", "listing"):
+        with local_server(Refusing if kind == "refusing" else Listing) as address:
             yield address, connections
         return
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -76,7 +89,8 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
     [
         ("silent", 6, "does not answer within 1 s"),
         pytest.param("gone", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
-        ("refusing", 2, "the hub rejects it"),
+        ("refusing", 2, "the hub rejects it: "),
+        ("listing", 6, "does not answer as a hub does"),
     ],
 )
 def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind: str, code: int, said: str) -> None:
@@ -86,6 +100,7 @@ def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind:
     assert "there is no folder modles/qwen" in done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert "For more information" not in done.stderr
     # one request, which the client sends twice; by itself it would send ten and wait for minutes
     assert len(connections) <= 2
 

@@ -17,7 +17,7 @@ from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.parallel.rank import Rank
 from flatout.rollout import sampler_model
 from flatout.rollout.chat import Sampling, answer
-from flatout.track.callback import MemoryCallback, Reporter
+from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.planned_run import PlannedRun, plan_run
 from flatout.trainer.run import train
@@ -58,6 +58,31 @@ def test_answers_are_those_of_chat_with_the_same_weights(answered: Path) -> None
     assert [one.prompt for one in last] == PROMPTS
     assert [one.answer for one in last] == expected
     assert all(expected)
+
+
+@pytest.mark.parametrize(("prompts", "steps"), [(None, [6, 12]), (PROMPTS, [0, 6, 12])])
+def test_on_a_cpu_no_time_passes_for_answers_before_step_1_unless_they_are_asked_for(
+    prompts: list[str] | None, steps: list[int], tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_tokens, first = 0, list[int]()
+    forward = Qwen3Attention.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal new_tokens
+        new_tokens += kwargs.get("past_key_values") is not None
+        return forward(self, *args, **kwargs)
+
+    class First(Callback):
+        def on_step(self, record: Any) -> None:
+            if record.step == 1:
+                first.append(new_tokens)
+
+    monkeypatch.setattr(Qwen3Attention, "forward", counted)
+    train(tiny.config(tmp_path, **settings(prompts=prompts)), callbacks=[First()])
+    log = read_run(tmp_path)
+    assert [one.step for one in log.evals] == [0, 6, 12]
+    assert [one.step for one in log.answers] == steps
+    assert [first[0] > 0, new_tokens > first[0]] == [prompts is not None, True]
 
 
 def test_a_run_with_answers_equals_one_without_to_the_bit(tiny: Any, answered: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config, make_config
 from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
-from flatout.errors import CheckpointError, DataError, ProblemsError, UsageError
+from flatout.errors import CheckpointError, DataError, NumericError, ProblemsError, UsageError
 from flatout.objectives.loss_inputs import LossInputs
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
@@ -201,6 +201,31 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
         return
     with pytest.raises(UsageError, match=said):
         train(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "best"), [("p.sum()", "certainty"), ("p.sum() / 0", "loss"), ("p.sum() / 0", "certainty")]
+)
+def test_a_metric_that_is_not_a_number_is_told_and_only_ends_what_is_judged_by_it(
+    tiny: Any, tmp_path: Path, focal: str, metrics_of: Any, value: str, best: str
+) -> None:
+    (tmp_path / "own.py").write_text(FOCAL.replace('"certainty": p.sum()', f'"certainty": {value}'))
+    sections = {"batch": {"max_steps": 3}, "eval": {"fraction": 0.1, "best": best}}
+    config = tiny.config(tmp_path / "run", objective={"path": focal}, **sections)
+    events = config.folder / "events.jsonl"
+    is_number = "/ 0" not in value
+    if not is_number and best != "loss":
+        with pytest.raises(NumericError, match=r"step 0: eval.best: certainty is not a finite number .*eval.best=loss"):
+            train(config)
+        return
+    train(config)
+    for kind in ("step", "eval"):
+        assert {frozenset(one["metrics"]) for one in metrics_of(config.folder, kind)} == {
+            frozenset({"certainty", "surprise"} if is_number else {"surprise"})
+        }
+    told = [one for line in events.read_text().splitlines() if (one := json.loads(line))["kind"] == "metric"]
+    assert len(told) == (not is_number)
+    assert read_run(config.folder).steps[-1].metrics["surprise"] > 0
 
 
 def test_an_objective_says_what_it_lacks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -231,6 +232,24 @@ def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytes
     (store.folder / f"{TokenStore.open(store.folder).columns[column_of_key('1' * 32)].file}").unlink()
     with pytest.raises(DataError, match=r"damaged|missing"):
         TokenStore.open(store.folder)
+
+
+def test_a_start_says_how_far_a_kept_reference_is_from_its_own_rounding(tiny: Any, root: Path, metrics_of: Any) -> None:
+    bf16 = {"model": {"precision": "bf16"}}
+    trained(config_of(tiny, root, "one", **bf16))
+    (equal,) = trained(config_of(tiny, root, "equal", **bf16))
+    assert equal.endswith("are known from an earlier run")
+    assert metrics_of(root / "equal")[0]["metrics"]["rewards/margins"] == 0
+    (other,) = trained(config_of(tiny, root, "other", **bf16, batch={"layout": "rows"}))
+    first = metrics_of(root / "other")[0]["metrics"]
+    assert first["rewards/margins"] != 0
+    said = re.search(r"they differ by up to (\S+) from this run's, so rewards and accuracies of step 1 are", other)
+    assert said is not None, other
+    # a reward is 0.1 of a difference
+    assert abs(first["rewards/margins"]) <= 2 * 0.1 * 1.1 * float(said[1]) < 0.1
+    # the same batches in another precision are computed again
+    (again,) = trained(config_of(tiny, root, "again"))
+    assert "log-probabilities in" in again
 
 
 def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, root: Path, metrics_of: Any) -> None:

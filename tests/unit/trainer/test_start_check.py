@@ -1,4 +1,4 @@
-"""What a start would refuse after it has loaded the weights, plan and verify say as well, in the same words."""
+"""What a start would refuse after it has loaded the weights, plan, verify and a restart refuse before, alike."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def said_by(verb: str, path: Path, settings: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_plan_verify_and_train_refuse_alike(
+def test_plan_verify_train_and_a_restart_refuse_alike(
     case: str, tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, said, good = (text.format(**places) for text in REFUSED[case])
@@ -101,8 +101,12 @@ def test_plan_verify_and_train_refuse_alike(
     # nothing was loaded before that
     assert "loading" not in (run / "train.log").read_text()
     assert "  model  " not in (run / "train.log").read_text()
+    # an earlier run stays where it is
+    assert said_by("train", path, [*shlex.split(bad), "--restart"], capsys) == (code, message)
+    assert {one.name for one in tmp_path.glob("run*")} == {"run.yaml", "run"}
     assert said_by("plan", path, shlex.split(good), capsys) == (0, "")
-    assert said_by("train", path, [*shlex.split(good), f"run_dir={tmp_path / 'other'}"], capsys) == (0, "")
+    assert said_by("train", path, [*shlex.split(good), "--restart"], capsys) == (0, "")
+    assert (tmp_path / "run.old-1").is_dir()
 
 
 def test_new_tokens_and_tied_weights(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,14 +174,19 @@ def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(
     path, run = tmp_path / "run.yaml", tmp_path / "run"
     path.write_text(dump_config(tiny.config(run, batch={"max_steps": 1}, model={"init": "random"})))
     assert main(["train", str(path)]) == 0
-    assert "which no file keeps, measures speed only" in " ".join(capsys.readouterr().out.split())
+    said = capsys.readouterr().out
+    assert "which no file keeps, measures speed only" in " ".join(said.split())
+    # what would load the adapter is no next command
+    assert [line.split()[-2:] for line in said.splitlines() if "flatout " in line] == [["report", str(run)]]
     assert main(["merge", str(run), "--out", str(tmp_path / "merged")]) == 2
     assert "trained over random weights (model.init: random), which no file keeps" in capsys.readouterr().err
     # what it says instead works
     full = tiny.config(tmp_path / "full", batch={"max_steps": 1}, model={"init": "random"}, method="full")
     path.write_text(dump_config(full))
     assert main(["train", str(path)]) == 0
-    assert "measures speed only" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "measures speed only" not in said
+    assert f"flatout chat {tmp_path / 'full'}" in said
     assert main(["chat", str(tmp_path / "full"), "--prompt", "Hi", "--max-new-tokens", "2"]) == 0
 
 

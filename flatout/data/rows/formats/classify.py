@@ -9,9 +9,10 @@ from typing import Any
 from flatout.data.conversation import Conversation, Origin, PlainText, PreferenceRow
 from flatout.data.rows.formats.calls import tools_of
 from flatout.data.rows.formats.conversations import finished
-from flatout.data.rows.formats.fields import FieldError, Reading, kind
+from flatout.data.rows.formats.fields import FieldError, Reading, kind, only
 from flatout.data.rows.formats.plain import parse_text
 from flatout.data.rows.formats.preference import prompt_of
+from flatout.errors import Fix
 
 CLASSIFY, CLASS = "classify", "class"
 """The format, and the column of the store that it fills."""
@@ -35,12 +36,15 @@ def parse_classified(row: Mapping[str, Any], origin: Origin, reading: Reading) -
 def label_of(row: Mapping[str, Any], reading: Reading) -> str:
     """Return a row's label as text. Raises FieldError for a value that is no label."""
     name = reading.name("label")
-    value = row.get(name)
+    value = only(row.get(name))
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)  # tables have integers with gaps as floats
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, int | str) or not str(value).strip():
-        got = "empty" if value == "" else kind(value)
-        raise FieldError(f"{name} is {got}; a label is a text or an integer (no number to predict, no list)")
+        got = "empty" if value == "" else f"a list of {len(value)}" if isinstance(value, list) else kind(value)
+        how = "keep one of them for each text" if isinstance(value, list) and value else "label the text"
+        # the labels are known once all rows were read: some then have one
+        skip = [Fix({"data.on_bad_row": "skip"}, "leaves out rows without one label")] if reading.classes else []
+        raise FieldError(f"{name} is {got}; a label is a text or an integer (no number to predict): {how}", skip)
     return str(value).strip()

@@ -55,6 +55,11 @@ def kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def only(value: object) -> object:
+    """Return the item of a list of one, as files write a label where others have several; other values unchanged."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 def text_at(value: object, place: str) -> str:
     """Return a text that UTF-8 can encode, unchanged. Raises FieldError for another type, and _REFUSED characters."""
     if not isinstance(value, str):

@@ -24,8 +24,8 @@ from flatout.data.rows.formats.conversations import (
     spoken_turns,
     turns_at,
 )
-from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, text_at
-from flatout.data.rows.formats.verdict import better_column, better_of, two_answers, verdict_of
+from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, only, text_at
+from flatout.data.rows.formats.verdict import better_column, better_of, says_good, two_answers
 
 PREFERENCES = ("preference", "reward", "ranked", "choice")
 """Formats whose rows become pairs of answers."""
@@ -129,7 +129,7 @@ def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
     if any(reading.name(name) in reading.keys for name in LABELS):
         return False
     pair = (row.get(reading.name(name)) for name in ("prompt", "completion"))
-    has_label = isinstance(row.get(reading.name("label")), bool) and all(value is not None for value in pair)
+    has_label = isinstance(only(row.get(reading.name("label"))), bool) and all(value is not None for value in pair)
     return has_label or row.get(reading.name("kto_tag")) is not None
 
 
@@ -385,7 +385,7 @@ def _number(value: object, place: str) -> float:
 
 def _label(value: object, place: str) -> int:
     """Return 1 for an answer to be learnt, 0 for one to avoid."""
-    if (verdict := verdict_of(value)) is not None:
-        return int(verdict)
+    if (is_good := says_good(value, place)) is not None:
+        return int(is_good)
     shown = f"{value!r:.40}" if isinstance(value, str) else kind(value)
     raise FieldError(f"{place} is {shown}; the label of an answer is true or false, 1 or 0, good or bad")

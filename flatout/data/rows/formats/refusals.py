@@ -13,7 +13,7 @@ from flatout.data.conversation import Origin
 from flatout.data.rows.formats.advice import advised
 from flatout.data.rows.formats.classify import CLASSIFY
 from flatout.data.rows.formats.conversations import spoken_turns
-from flatout.data.rows.formats.fields import FieldError, Reading
+from flatout.data.rows.formats.fields import FieldError, Reading, only
 from flatout.data.rows.formats.keys import TRAIN_KEYS, holds_something, media_error, media_kind
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column
 from flatout.data.rows.formats.preference import CHOSEN, JUDGED, LABELS, parse_kto
@@ -39,7 +39,7 @@ def refusal(row: Mapping[str, Any], reading: Reading, format_name: str | None = 
     if not is_judged and format_name != "segments" and (verdict := bad_verdict(row, reading)):
         name, means_good = verdict
         # the label of a text may be its class
-        is_clear = isinstance(row[name], bool) or row[name] in ("false", "False")
+        is_clear = isinstance(only(row[name]), bool) or only(row[name]) in ("false", "False")
         if name.lower() != "label" or is_clear or format_name not in (None, *_PLAIN):
             return _bad_answer(row, reading, name, means_good)
     is_media = False
@@ -102,13 +102,15 @@ def _bad_answer(row: Mapping[str, Any], reading: Reading, name: str, means_good:
     columns, other, learns = {} if name in LABELS else {"label": name}, "true" if means_good else "false", list[Fix]()
     with suppress(FieldError):
         tried = replace(reading, columns={**reading.columns, **columns})
-        parse_kto(row if means_good else {}, Origin("", 1), tried)
+        parse_kto(row, Origin("", 1), tried)
         settings = {"format": "kto", **({"columns": columns} if columns else {}), "objective": "kto"}
         learns = [Fix(settings, "learns from bad answers too")]
     ignores = Fix({"keys": {name: "ignored"}}, "trains on bad answers, too")
     end, fixes = advised(reading, *learns, ignores)
     skips = Fix({"data.on_bad_row": "skip"}, "leaves bad answers out")
-    said = f"{name} is {_shown(row[name])}, so this answer is a bad example; keep only rows whose {name} is {other}"
+    said = (
+        f"{name} is {_shown(only(row[name]))}, so this answer is a bad example; keep only rows whose {name} is {other}"
+    )
     return FieldError(said + end, [*fixes[: len(learns)], skips, *fixes[len(learns) :]])
 
 

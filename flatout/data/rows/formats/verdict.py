@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from flatout.data.rows.formats.fields import FieldError, Reading, kind
+from flatout.data.rows.formats.fields import FieldError, Reading, kind, only
 
 _GOOD = {
     "true", "1", "yes", "good", "desirable", "positive", "chosen", "accepted", "accept", "approved", "correct",
@@ -37,6 +37,7 @@ _FIRST, _SECOND = ("first", "left"), ("second", "right")
 
 def verdict_of(value: object) -> bool | None:
     """Return whether a verdict is a good one: true, 1, good, thumbs_up, ...; None for what is no verdict."""
+    value = only(value)
     if isinstance(value, str | bool):
         word = re.sub(r"[\s-]+", "_", str(value).strip().lower())
         return True if word in _GOOD else False if word in _BAD else None
@@ -56,16 +57,26 @@ def _meaning(name: str) -> tuple[bool, bool] | None:
     return (True, True) if word in ("label", "kto_tag") else None
 
 
+def says_good(value: object, name: str) -> bool | None:
+    """Return whether the value of this column calls an answer good: a true of thumbs_down does not; None if unclear."""
+    verdict, (true_is_good, _), value = verdict_of(value), _meaning(name) or (True, True), only(value)
+    if isinstance(value, str) and value.strip().lower() not in {*_NUMBERS, "true", "false"}:
+        return verdict  # a word such as rejected says what it means in any column
+    return None if verdict is None else verdict is true_is_good
+
+
 def bad_verdict(row: Mapping[str, Any], reading: Reading) -> tuple[str, bool] | None:
     """Return the column that calls a row's answer bad, and whether its true means a good one; None without any."""
     for name, value in row.items():
         meaning = _meaning(name)
         if meaning is None or value is None or name in reading.keys or name in reading.columns.values():
             continue
+        if isinstance(value, str) and name.lower() in ("chosen", "rejected"):
+            continue  # an answer of a pair, however it reads
         is_good, takes_numbers = meaning
+        value = only(value)
         is_word = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() not in _NUMBERS)
-        verdict = verdict_of(value)
-        if verdict is not None and verdict is not is_good and (takes_numbers or is_word):
+        if says_good(value, name) is False and (takes_numbers or is_word):
             return name, is_good
     return None
 

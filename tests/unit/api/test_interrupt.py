@@ -1,0 +1,112 @@
+"""Ctrl-C in a script that trains: one sentence and the command line's exit code, and a script may catch it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import signal, sys, time
+from pathlib import Path
+import flatout
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
+class Wait(flatout.Callback):
+    def on_stage(self, name, text):
+        self.wait(name)
+    def on_step(self, record):
+        self.wait("step")
+    def wait(self, place):
+        if place == {place!r}:
+            Path("there").touch()
+            while not Path("signalled").exists():
+                time.sleep(0.01)
+
+def train():
+    return flatout.train(
+        model={model!r}, data={data!r}, device="cpu", gpus={gpus}, samples_per_step=6, max_steps=4, max_tokens=500,
+        eval={{"prompts": []}}, callbacks=[Wait()], run_dir="run",
+    )
+"""
+ENDS = "train()"
+CATCHES = """
+try:
+    train()
+except KeyboardInterrupt as error:
+    print("caught", error, isinstance(error, flatout.FlatoutError))
+print("then", len(train().metrics()))
+"""
+FAILS_LATER = """
+try:
+    train()
+except KeyboardInterrupt:
+    raise ValueError("of the script")
+"""
+SAVED = "stop requested: saved at step 1; run the same command to resume"
+UNSAVED = "interrupted without a save; the same call goes on from the last checkpoint, or begins anew if there is none"
+
+
+def signalled(
+    tiny: Any, folder: Path, body: str, *words: str, place: str = "step", number: int = signal.SIGINT, gpus: Any = None
+) -> tuple[int, list[str], str]:
+    """Run a script, send it a signal when it is at this place, and return its exit code, last lines and all it said."""
+    names = {"place": place, "model": str(tiny.model_dir), "data": str(tiny.chats), "gpus": gpus}
+    (folder / "own.py").write_text(SCRIPT.format(**names) + body)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *words, "own.py"], cwd=folder, stdout=log, stderr=log)
+        try:
+            while not (folder / "there").exists() and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(number)
+            (folder / "signalled").touch()
+            code = process.wait(240)
+        finally:
+            process.kill()
+    said = (folder / "log").read_text()
+    return code, said.splitlines()[-2:], said
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "gpus", "code", "sentence"),
+    [
+        ("step", signal.SIGINT, None, 75, SAVED),
+        ("step", signal.SIGTERM, None, 75, SAVED),
+        ("plan", signal.SIGINT, None, 130, UNSAVED),
+        pytest.param("step", signal.SIGINT, [0, 1], 75, "stop requested: saved at step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_ends_with_one_sentence(
+    place: str, number: int, gpus: Any, code: int, sentence: str, tiny: Any, tmp_path: Path
+) -> None:
+    ended, last, said = signalled(tiny, tmp_path, ENDS, place=place, number=number, gpus=gpus)
+    assert "Traceback" not in said
+    assert ended == code
+    assert last[-1].startswith(sentence)
+
+
+def test_a_script_that_catches_it_goes_on(tiny: Any, tmp_path: Path) -> None:
+    code, last, said = signalled(tiny, tmp_path, CATCHES)
+    assert code == 0, said
+    assert f"caught {SAVED} True" in said
+    assert last[-1] == "then 4"
+
+
+def test_other_errors_keep_their_traceback(tiny: Any, tmp_path: Path) -> None:
+    code, last, said = signalled(tiny, tmp_path, FAILS_LATER)
+    assert code == 1
+    assert "Traceback (most recent call last)" in said
+    assert last[-1] == "ValueError: of the script"
+
+
+def test_ipython_shows_the_sentence_too(tiny: Any, tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    _, last, said = signalled(tiny, tmp_path, ENDS, "-m", "IPython", "--no-banner", "--quick")
+    assert "Traceback" not in said
+    assert last[-1] == SAVED
