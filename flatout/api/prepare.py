@@ -8,11 +8,11 @@ from flatout.api.inputs import data_file, listed_paths, tokenizer_folder
 from flatout.api.start import ConfigLike, refuse_unnamed, resolve_config
 from flatout.config import schema
 from flatout.config.data import DataConfig
-from flatout.config.problems import problem_of, together
+from flatout.config.problems import problem_of, problems_error
 from flatout.config.read import make_config
 from flatout.config.shortcuts import expand
 from flatout.config.spelling import in_build_data, in_python, spelled_for
-from flatout.errors import ProblemsError, UsageError
+from flatout.errors import UsageError
 
 if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
@@ -55,8 +55,7 @@ def build_data(data: Any, *, tokenizer: Any, name: str, replace: bool = False, *
     try:
         config = DataConfig.model_validate({"name": name, **settings})
     except ValidationError as error:
-        found = [problem_of(one) for one in error.errors()]
-        raise ProblemsError("build_data", [problem.text for problem in found], together(found)) from error
+        raise problems_error("build_data", [problem_of(one) for one in error.errors()]) from error
     paths = listed_paths(data) or [data_file(data, config.root / "in_memory")]
     sources = DataConfig.model_validate({"sources": [{"path": path} for path in paths]}).sources
     config = config.model_copy(update={"sources": sources})

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, progress_console, with_columns
 from flatout.config.data import Format
-from flatout.config.problems import Problem, problem_of, together
+from flatout.config.problems import Problem, problem_of, problems_error
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.errors import Fix, ProblemsError, UsageError
+from flatout.errors import Fix, UsageError
 from flatout.io.redact import printable, redacted
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def _config(args: argparse.Namespace) -> DataConfig:
     try:
         return DataConfig.model_validate(settings)
     except ValidationError as error:
-        found = [_problem(item) for item in error.errors()]
-        raise ProblemsError("flatout data build", [problem.text for problem in found], together(found)) from error
+        raise problems_error("flatout data build", [_problem(item) for item in error.errors()]) from error
 
 
 def _problem(item: Any) -> Problem:

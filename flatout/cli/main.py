@@ -167,7 +167,7 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
     from flatout.config.names import default_of, from_yaml, resolve_alias
     from flatout.config.problems import Problem, together
 
-    known, found = [*options_of(parser, ())], list[Problem]()
+    known, refused = [*options_of(parser, ())], list[Problem]()
     for index, word in enumerate(argv):
         option, equals, given = (f"-{word}" if re.match(r"-[a-z]{2}", word) else word).partition("=")
         if option[:2] != "--" or option == "--" or any(one.startswith(option) for one in known):
@@ -184,10 +184,10 @@ def _refuse_settings_as_options(argv: Sequence[str], parser: argparse.ArgumentPa
             (setting, meant), *_ = alias.settings.items()
             needs = meant is True and not isinstance(default_of(setting), bool)
             fix = Fix({setting: default_of(setting)}, "for example") if needs else alias
-            found.append(Problem(option, (fix,)))
-    if found:
-        options = ", ".join(problem.text for problem in found)
-        raise UsageError(f"there is no option {options}: a setting is written without dashes", together(found))
+            refused.append(Problem(option, (fix,)))
+    if refused:
+        options = ", ".join(problem.text for problem in refused)
+        raise UsageError(f"there is no option {options}: a setting is written without dashes", together(refused))
 
 
 def _refuse_unknown_options(argv: Sequence[str], subparser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from flatout.config.names import (
 )
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
-from flatout.errors import PLAIN_TYPES, Fix, as_text
+from flatout.errors import PLAIN_TYPES, Fix, ProblemsError, as_text
 
 # the setting that a section's name alone stands for
 _MAIN = {
@@ -67,15 +67,21 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
     return Problem(f"{where}{text[:1].lower()}{text[1:]}{got}", fixes)
 
 
+def problems_error(what: str, problems: Sequence[Problem], end: str = "") -> ProblemsError:
+    """Return the error of all problems of `what`; `end` is there instead of fixes."""
+    texts = list(dict.fromkeys(problem.text for problem in problems))
+    return ProblemsError(what, [*texts[:-1], texts[-1] + end], [] if end else together(problems))
+
+
 def together(problems: Collection[Problem]) -> list[Fix]:
-    """Return the fixes of problems: of one its own, of several one that mends them all; none if they contradict."""
+    """Return the fixes of problems: of one its own, of several one that mends all it can; none if they contradict."""
     if len(problems) == 1:
         return [*next(iter(problems)).fixes]
     first = [problem.fixes[0] for problem in problems if problem.fixes]
     changes = [change for fix in first for change in fix.settings.items()]
     settings = dict(changes)
-    is_one = len(first) == len(problems) and all(settings[name] == value for name, value in changes)
-    return [Fix(settings, next((fix.why for fix in first if fix.why), ""))] if is_one else []
+    is_one = all(settings[name] == value for name, value in changes)
+    return [Fix(settings, next((fix.why for fix in first if fix.why), ""))] if settings and is_one else []
 
 
 def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:

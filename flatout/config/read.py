@@ -19,12 +19,12 @@ from pydantic import ValidationError
 
 from flatout.config.folders import SETTINGS_FILES, is_run_folder, path_of_run
 from flatout.config.names import FOREIGN_NAMES
-from flatout.config.problems import Problem, problem_of, together
+from flatout.config.problems import Problem, problem_of, problems_error
 from flatout.config.schema import Config
 from flatout.config.section import with_paths
 from flatout.config.shortcuts import LONG_FORMS
 from flatout.config.yaml_faults import refuse_line, yaml_fault
-from flatout.errors import OF_OWN_CODE, Fix, FlatoutError, ProblemsError, SecurityError, UsageError
+from flatout.errors import OF_OWN_CODE, Fix, FlatoutError, SecurityError, UsageError
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import read_json
 from flatout.io.near_path import did_you_mean, unknown_user
@@ -190,15 +190,10 @@ def make_config(
         problems += [problem_of(item, given, is_file=is_file) for item in items]
         theirs = [one for one in items if one["loc"][-1:] and one["loc"][-1] in FOREIGN_NAMES.keys() - given.keys()]
         end = f"\n  another trainer's file? `flatout convert {shlex.quote(origin)} --to ours.yaml` translates it"
-        raise _problems_error(origin, problems, end * (is_file and len(theirs) > 1)) from None
+        raise problems_error(origin, problems, end * (is_file and len(theirs) > 1)) from None
     if problems:
-        raise _problems_error(origin, problems)
+        raise problems_error(origin, problems)
     return config
-
-
-def _problems_error(origin: str, problems: Sequence[Problem], end: str = "") -> ProblemsError:
-    texts = list(dict.fromkeys(problem.text for problem in problems))
-    return ProblemsError(origin, [*texts[:-1], texts[-1] + end], [] if end else together(problems))
 
 
 def merge_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -314,16 +309,17 @@ def _kind(value: object) -> str:
 
 def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
-    path = Path(name)
+    found: Path | None = None
     with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
-        path = next((file for file in (path, folder / name) if file.is_file()), path)
+        found = next((file for file in (Path(name), folder / name) if file.is_file()), None)
+    path = found or Path(name)
     try:
         require_allowed(path)
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
         stage = next(iter(re.findall(r"[123]", name)), "3")
         fix = Fix({"strategy": f"zero{stage}"}, "a stage without a file; leave deepspeed out")
-        raise UsageError(f"deepspeed: {error.text}", [] if path.is_file() else [fix]) from error.__cause__
+        raise UsageError(f"deepspeed: {error.text}", [] if found else [fix]) from error.__cause__
     if not isinstance(values, dict):
         raise UsageError(f"deepspeed: {path}: expected a JSON object, found {_kind(values)}")
     return values

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.folders import RUN_NAME, free_folder, is_run_folder
-from flatout.config.problems import together
+from flatout.config.problems import problems_error
 from flatout.config.read import load_config, load_values, make_config, merge_overrides
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig
 from flatout.config.section import paths_of
 from flatout.data import registry
 from flatout.data.rows.read import ROW_TYPES, row_type
 from flatout.environment import STUDIO_FOLDERS, environment
-from flatout.errors import DataError, ProblemsError, SecurityError, UsageError
+from flatout.errors import DataError, SecurityError, UsageError
 from flatout.io.allowed import require_below, require_contained
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import open_lock, take_lock
@@ -170,7 +170,7 @@ class Workspace:
             holder[leaf] = value
         merged, problems = merge_overrides(values, [*lines, *(line.strip() for line in overrides if line.strip())])
         if problems:
-            raise ProblemsError("settings", [problem.text for problem in problems], together(problems))
+            raise problems_error("settings", problems)
         self._require_readable(merged, self.root)
         config = make_config(merged, origin="settings", folder=self.root)
         self.require_inside(config)

@@ -138,10 +138,10 @@ def test_precision_auto_is_decided_by_the_device() -> None:
     [
         (
             {"strategy": "ddp", "deepspeed": {}},
-            "deepspeed needs a strategy of its own, not ddp; set strategy: deepspeed",
+            "deepspeed needs a strategy of its own, not ddp",
         ),
         ({"strategy": "deepspeed", "sharding": {"prefetch": 2}}, "sharding has no effect with strategy: deepspeed"),
-        ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp64"}}, "model.precision: fp32 or bf16"),
+        ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp64"}}, "deepspeed keeps fp32 weights"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp16"}}, "fp16"),
         ({"strategy": "deepspeed", "deepspeed": "nowhere.json"}, "nowhere.json: the file is missing"),
     ],
