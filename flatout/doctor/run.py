@@ -56,13 +56,13 @@ def _check_node(config: Config | None, rank: Rank) -> list[Finding]:
     checks = [("machine", check_machine("auto" if config is None else config.wanted_device))]
     if config is not None and rank.is_first:
         checks += [("model", _check_model(config)), ("run folder", _check_run_folder(config))]
-    findings = []
+    findings: list[Finding] = []
     for what, check in checks:
         try:
-            for finding in check:
-                findings.append(finding)
+            findings.extend(check)
         except FlatoutError as error:
-            findings.append(fail(what, str(error), "see the message above"))
+            do = " or ".join(map(str, error.fixes)) or "see the message above"
+            findings.append(fail(what, error.text, do))
     return findings
 
 

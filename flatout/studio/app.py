@@ -328,8 +328,7 @@ class Studio:
         if isinstance(error, ClientDisconnect):
             error = UsageError("the request was cut off; send it again")
         elif isinstance(error, OSError):
-            where = error.filename or "a file of the workspace"
-            error = ResourceError(f"cannot use {where}: {reason_of(error)}; check that it can be read and written")
+            error = ResourceError(f"cannot use {error.filename or 'a file'}: {reason_of(error)}; check its permissions")
         status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
         error.spell = in_studio
         text = printable(redacted(str(error)))

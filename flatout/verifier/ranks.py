@@ -119,7 +119,7 @@ def run_process(folder: Path, index: int) -> None:
                 row = measure(run, run.plan.step(case.step_index), reference, case.name).judged(case.limit)
         except UsageError as error:
             # every rank reads the same settings, so all of them raise this
-            row = Comparison(case.name, num_ranks=case.num_ranks, verdict="left out", note=str(error))
+            row = Comparison(case.name, num_ranks=case.num_ranks, verdict="left out", note=error.text)
         finally:
             leave_group()
         if rank.is_first:

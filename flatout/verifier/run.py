@@ -182,7 +182,7 @@ def _rows(
             for row in _cut_rows(run, step, reference):
                 yield row.judged(limit)
     except (UsageError, NumericError) as error:
-        yield Comparison(planned.plan.batch_layout.name, limit=limit, note=str(error))
+        yield Comparison(planned.plan.batch_layout.name, limit=limit, note=error.text)
         return
     precision = resolve_precision(real.model.precision, device)
     if precision != resolve_precision(config.model.precision, device):

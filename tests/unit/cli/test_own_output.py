@@ -47,7 +47,7 @@ def test_no_other_file_is_overwritten(
     out = "" if place == "" else str(run / place)
     assert main([*COMMANDS[kind](tiny, run), "--out", out]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error"))
-    assert line.startswith("error: --out: ")
+    assert line.startswith("error: ")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
