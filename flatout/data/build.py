@@ -175,7 +175,7 @@ def _kept_store(
         return store, pictures
     if store.meta.fingerprint not in trained_on:
         return None, differs
-    log(f"{folder}: {differs}; the run continues with it as it was built")
+    log(f"{folder}: {differs}; the run continues with it")
     return store, ""
 
 

@@ -132,4 +132,4 @@ def _sum_passes(
 def _figures(run: TrainingRun, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
     metrics = run.planned.objective.means(sums, counts)
     loss = metrics.pop("loss", 0.0)
-    return EvalFigures(loss, metrics.pop("token_accuracy", None), num_label_tokens, finite_metrics(run, metrics))
+    return EvalFigures(loss, metrics.get("token_accuracy"), num_label_tokens, finite_metrics(run, metrics))

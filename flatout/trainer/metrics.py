@@ -74,9 +74,7 @@ class Meter:
             epoch=run.plan.epoch_after(step),
             loss=outcome.loss,
             token_accuracy=outcome.metrics.get("token_accuracy"),
-            metrics=finite_metrics(
-                run, {name: value for name, value in outcome.metrics.items() if name != "token_accuracy"}
-            ),
+            metrics=finite_metrics(run, outcome.metrics),
             lr=outcome.lr,
             grad_norm=outcome.grad_norm,
             num_samples=len(step.sample_ids),
@@ -118,13 +116,13 @@ class Meter:
 
 
 def finite_metrics(run: TrainingRun, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return an objective's metrics without those that are no finite numbers, and say once which these are."""
+    """Return an objective's metrics that are finite numbers, and say once which are not; token_accuracy has a field."""
     bad = {name for name, value in metrics.items() if not math.isfinite(value)}
     if new := sorted(bad - run.state.not_finite):
         run.state.not_finite.update(new)
         why = f"{', '.join(new)} of objective {run.planned.objective.name} is not a finite number"
         run.reporter.event("metric", {"why": f"{why}; such values are left out of the records"})
-    return {name: value for name, value in metrics.items() if name not in bad}
+    return {name: value for name, value in metrics.items() if name not in {*bad, "token_accuracy"}}
 
 
 def _gpu_figures(ranks: Sequence[RankFigures]) -> dict[str, Any]:

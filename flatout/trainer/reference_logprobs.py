@@ -59,13 +59,11 @@ def compute_reference(run: TrainingRun, *, compares: bool) -> None:
     with _weights_of(run, adapter) if adapter else nullcontext():
         for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
-                with inference(run):
-                    _fill_column(run, loader, data_set.plan, partial(_eval_chunks, data_set.step), compares)
+                context, chunks = inference(run), partial(_eval_chunks, data_set.step)
             else:
-                with as_in_training(run):
-                    _fill_column(
-                        run, loader, data_set.plan, partial(_first_steps, data_set.plan, first_epoch), compares
-                    )
+                context, chunks = as_in_training(run), partial(_first_steps, data_set.plan, first_epoch)
+            with context:
+                _fill_column(run, loader, data_set.plan, chunks, compares)
     if run.device.type == "cuda":
         # the reference took an epoch's passes, and the first steps are compared with their own plan
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -137,9 +135,9 @@ def _fill_column(
     num_needed = sum(len(_ids(chunk)) for chunk in chunks())
     total = sum(len(_unknown(values, chunk)) for chunk in chunks())
     rounding = _rounding_of_known(run, loader, plan, next(iter(chunks()))) if compares and total < num_needed else ""
+    earlier = f"known from an earlier run{rounding}"
     if not total:
-        line = f"{name}: {num_needed:,} log-probabilities are known from an earlier run{rounding}"
-        run.reporter.stage("reference", line)
+        run.reporter.stage("reference", f"{name}: {num_needed:,} log-probabilities are {earlier}")
         return
     started, done, keeping_s, kept_at = time.perf_counter(), 0, 0.0, -math.inf
     meaning = f"log-probability by {run.config.model.name}, {str(run.dtype).removeprefix('torch.')}"
@@ -159,21 +157,17 @@ def _fill_column(
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
     line = f"{name}: {total:,} log-probabilities in {time.perf_counter() - started:.1f} s, cached for other runs"
-    were_known = f"; {num_needed - total:,} were known from an earlier run{rounding}"
+    were_known = f"; {num_needed - total:,} were {earlier}"
     run.reporter.stage("reference", line + (were_known if num_needed > total else ""))
 
 
 def _rounding_of_known(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan) -> str:
     """Say how far known values of a chunk are from what this run computes: other batches or devices round otherwise."""
-    values, ids = loader.store.extra[REFERENCE], _ids(chunk)
-    kept = values[ids]
+    kept = loader.store.extra[REFERENCE][ids := _ids(chunk)]
     own = np.array(_take(run, loader, plan, chunk, ids))
     if not (most := np.abs(own - kept, where=kept != UNKNOWN, out=np.zeros(len(ids))).max(initial=0.0)):
         return ""
-    return (
-        f", which packed or computed them otherwise: they differ by up to {most:.1g} from this run's, so rewards and "
-        "accuracies of step 1 are rounding"
-    )
+    return f", which batched otherwise: they differ by up to {most:.1g}, so the rewards of step 1 are rounding"
 
 
 def _ids(chunk: StepPlan) -> list[int]:
