@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import re
@@ -59,8 +58,8 @@ class FlatoutError(Exception):
 
     def at(self, place: object) -> Self:
         """Return the same error with the name of a file or a field before its text."""
-        error = copy.copy(self)
-        error.text = f"{place}: {self.text}"
+        error = type(self).__new__(type(self), f"{place}: {self.text}")
+        error.__dict__.update(self.__dict__, text=f"{place}: {self.text}")
         return error
 
 

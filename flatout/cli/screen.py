@@ -108,13 +108,6 @@ def run_folder(name: str) -> Path:
     return find_run(name)
 
 
-def run_to_send(name: str) -> Path:
-    """Return the folder of a run as `run_folder` does; no other run is proposed, which nobody meant to send."""
-    from flatout.view.open_runs import find_run  # lazy, as above
-
-    return find_run(name)
-
-
 def model_target(name: str) -> str:
     """Return the folder or hub id of a model that an argument names. Raises UsageError as `find_model` does."""
     from flatout.view.open_runs import find_model  # lazy, as above

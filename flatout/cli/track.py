@@ -10,7 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from typing import TextIO
 
-from flatout.cli.screen import WIDTH, run_to_send
+from flatout.cli.screen import WIDTH, run_folder
 from flatout.environment import environment
 from flatout.errors import ResourceError, UsageError
 from flatout.io.bounded_wait import to_stderr
@@ -25,7 +25,7 @@ POLL_S, PRINT_EVERY_S = 0.1, 4.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("run", type=run_to_send, metavar="RUN", help="name or folder of a run")
+    parser.add_argument("run", type=run_folder, metavar="RUN", help="name or folder of a run")
     parser.add_argument("--to", metavar="NAME[,NAME]", help=f"instead of the run's track.to: {', '.join(TRACKERS)}")
 
 

@@ -309,17 +309,17 @@ def _kind(value: object) -> str:
 
 def _read_deepspeed(name: str, folder: Path) -> dict[str, Any]:
     """Read the JSON file of that name in the working directory, else the one in `folder`."""
-    found: Path | None = None
+    file: Path | None = None
     with contextlib.suppress(OSError):  # a name that is too long is reported when it is read
-        found = next((file for file in (Path(name), folder / name) if file.is_file()), None)
-    path = found or Path(name)
+        file = next((one for one in (Path(name), folder / name) if one.is_file()), None)
+    path = file or Path(name)
     try:
         require_allowed(path)
         values = read_json(path, UsageError, max_bytes=MAX_FILE_BYTES)
     except UsageError as error:
         stage = next(iter(re.findall(r"[123]", name)), "3")
         fix = Fix({"strategy": f"zero{stage}"}, "a stage without a file; leave deepspeed out")
-        raise UsageError(f"deepspeed: {error.text}", [] if found else [fix]) from error.__cause__
+        raise UsageError(f"deepspeed: {error.text}", [] if file else [fix]) from error.__cause__
     if not isinstance(values, dict):
         raise UsageError(f"deepspeed: {path}: expected a JSON object, found {_kind(values)}")
     return values

@@ -14,7 +14,7 @@ import yaml
 from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
 from flatout.errors import Fix, FlatoutError, as_text
 
-_KEYWORDS = {setting: keyword for keyword, setting in SHORTCUTS.items()}
+_KEYWORDS = {"--quantize": "kind"} | {setting: keyword for keyword, setting in SHORTCUTS.items()}
 
 
 def on_command_line(fix: Fix) -> str:
@@ -71,6 +71,12 @@ def in_studio(fix: Fix) -> str:
     """Spell a fix as fields of a form; empty if it is no setting."""
     is_option = any(name[:2] == "--" for name in fix.settings)
     return "" if is_option else ", ".join(f"{name}: {_written(value)}" for name, value in fix.settings.items())
+
+
+def spelled(error: FlatoutError, spell: Callable[[Fix], str]) -> str:
+    """Return an error's text and fixes as the reader of this door writes them."""
+    error.spell = spell
+    return str(error)
 
 
 @contextmanager

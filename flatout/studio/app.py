@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from flatout.config.names import dotted_names
 from flatout.config.objective import OBJECTIVES
 from flatout.config.schema import Config, SourceConfig
-from flatout.config.spelling import in_studio
+from flatout.config.spelling import in_studio, spelled
 from flatout.config.template import describe_setting
 from flatout.data import registry
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
@@ -240,8 +240,7 @@ class Studio:
             if kind != "plan":
                 raise
             # a setting that is being typed is no failed request
-            error.spell = in_studio
-            return Response(json.dumps({"error": str(error)}) + "\n", media_type=LINES)
+            return Response(json.dumps({"error": spelled(error, in_studio)}) + "\n", media_type=LINES)
         if config and isinstance(body, _Plan) and body.tokens_per_s is None and not body.device:
             speed = await run_in_threadpool(self.trainings.measured_speed, config)
             facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
@@ -330,8 +329,7 @@ class Studio:
         elif isinstance(error, OSError):
             error = ResourceError(f"cannot use {error.filename or 'a file'}: {reason_of(error)}; check its permissions")
         status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
-        error.spell = in_studio
-        text = printable(redacted(str(error)))
+        text = printable(redacted(spelled(error, in_studio)))
         if request.url.path.startswith("/api/"):
             return JSONResponse({"error": text}, status)
         facts = {"text": text, "current": "", "workspace": self.workspace.root}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.config.folders import free_folder
-from flatout.config.spelling import in_studio
+from flatout.config.spelling import in_studio, spelled
 from flatout.errors import FlatoutError, ResourceError, UsageError, first_line
 from flatout.io.redact import printable, redacted
 from flatout.launch.ranks import end_with_parent
@@ -49,8 +49,7 @@ def main() -> None:
         try:
             emit(result=functions[request.pop("kind")](emit=emit, **request))
         except FlatoutError as error:
-            error.spell = in_studio
-            emit(error=printable(redacted(str(error))), exit_code=error.exit_code)
+            emit(error=printable(redacted(spelled(error, in_studio))), exit_code=error.exit_code)
         except Exception as error:  # noqa: BLE001  (the page says so, and the worker lives on)
             sys.excepthook(type(error), error, error.__traceback__)  # the terminal of studio has the whole of it
             emit(error=f"unexpected {type(error).__name__}: {printable(redacted(first_line(error)))}")

@@ -43,11 +43,8 @@ def evaluate_now(run: TrainingRun) -> bool:
         raise not_finite(run, what)
     judged = total.of(best := run.config.eval.best)
     if judged is None:
-        raise NumericError(
-            f"step {progress.step}: eval.best: {best} is not a finite number on the evaluation data, so it judges no "
-            "checkpoint; earlier checkpoints are kept; correct the objective's metric",
-            [Fix({"eval.best": "loss"})],
-        )
+        text = f"step {progress.step}: eval.best: {best} is no finite number, so none is best; checkpoints are kept"
+        raise NumericError(text, [Fix({"eval.best": "loss"})])
     is_best = _is_better(run, judged)
     worst_samples = worst.greatest()
     eval_s = time.perf_counter() - started

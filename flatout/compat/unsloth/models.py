@@ -116,7 +116,7 @@ class Model:
         """Write the merged model as GGUF, for each method into a folder of its name in `save_directory`; on rank 0."""
         methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
         for name in methods if this_rank().is_first else ():
-            with spelled_for(in_python):
+            with spelled_for(lambda fix: in_python(fix).replace("kind=", "quantization_method=")):
                 export(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
