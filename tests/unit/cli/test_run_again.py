@@ -43,10 +43,10 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def commands(said: str) -> list[list[str]]:
-    """The commands that an error ends with, as they would be typed."""
-    lines = [line for line in said.splitlines() if line.startswith("  flatout ")]
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+def ways_out(said: str) -> list[list[str]]:
+    """The words that an error says to try."""
+    lines = [line.removeprefix("  try ") for line in said.splitlines() if line.startswith("  try ")]
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -80,13 +80,12 @@ def test_a_thread_inside_torch_does_not_turn_a_finished_run_into_a_crash(here: P
 def test_other_settings_end_in_two_commands_that_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here / "runs" / "run")
     assert main(["train", "run.yaml", "optim.lr=1e-4"]) == 4
-    new, restart, _ = commands(capsys.readouterr().err)
-    assert new == ["train", "run.yaml", "optim.lr=1e-4", "name=run-2"]
-    assert restart == ["train", "run.yaml", "optim.lr=1e-4", "--restart"]
-    assert main(new) == 0
+    new, restart, _ = ways_out(capsys.readouterr().err)
+    assert (new, restart) == (["name=run-2"], ["--restart"])
+    assert main(["train", "run.yaml", "optim.lr=1e-4", *new]) == 0
     assert (here / "runs" / "run-2" / "final").is_dir()
     capsys.readouterr()
-    assert main(restart) == 0
+    assert main(["train", "run.yaml", "optim.lr=1e-4", *restart]) == 0
     assert "restart    the earlier run is now runs/run.old-1\n" in capsys.readouterr().out
     left = contents(here / "runs" / "run.old-1")
     # the refused start wrote its own lines
@@ -249,7 +248,7 @@ def test_a_restart_with_other_rows_and_columns_that_are_taken_moves_the_run_once
     (here / "qa.csv").write_text("Question,Response\n" + "".join(f"q {n},a {n}\n" for n in range(40)))
     words = ["train", "run.yaml", "data.name=qa", "data.sources=[{path: qa.csv}]", "--restart"]
     assert main(words) == 3
-    assert commands(capsys.readouterr().err) == [[*words, "--yes"]]
+    assert ["--yes"] in ways_out(capsys.readouterr().err)
     assert not (here / "runs" / "run.old-1").exists()
     assert main([*words, "--yes"]) == 0
     assert capsys.readouterr().out.count("columns    ") == 1
@@ -278,9 +277,9 @@ def test_python_is_told_in_python_and_starts_over(here: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         flatout.train("run.yaml", lr=1e-4)
     said = str(raised.value)
-    assert '  flatout.train(..., name="run-2")  # a run of its own' in said
-    assert "  flatout.train(..., restart=True)  # start over" in said
-    assert 'flatout.train(..., checkpoint={"allow_change": ["optim.lr"]})' in said
+    assert '  try name="run-2"  # a run of its own' in said
+    assert "  try restart=True  # start over" in said
+    assert '  try checkpoint={"allow_change": ["optim.lr"]}' in said
     assert flatout.train("run.yaml", lr=1e-4, restart=True).config.optim.lr == 1e-4
     assert flatout.load("run.old-1").log.state == "complete"
 
@@ -372,10 +371,7 @@ def test_a_name_that_is_nearly_a_runs_is_asked_back_before_any_hub(
         "eval": ["--tasks", "a"],
     }
     assert main([verb, "runn", *more.get(verb, [])]) == 2
-    error = capsys.readouterr().err
-    assert "did you mean run?" in error
-    # nobody meant to send the other run
-    assert commands(error) == ([] if verb in ("push", "track") else [[verb, "run", *more.get(verb, [])]])
+    assert "did you mean run?" in capsys.readouterr().err
 
 
 def test_a_quote_in_a_name_is_no_end_of_the_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,7 +386,7 @@ def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.Captu
     assert main(["chat", "runs/run/final/adapter_model.safetensors", "--prompt", "x"]) == 2
     error = capsys.readouterr().err
     assert "adapter_model.safetensors is a file; name the folder" in error
-    assert commands(error) == [["chat", "runs/run/final", "--prompt", "x"]]
+    assert "runs/run/final" in error
 
 
 @pytest.mark.parametrize("words", [["merge", "--out", "x"], ["chat", "--prompt", "a"], ["push", "me/x"]])
@@ -418,7 +414,7 @@ def test_no_other_run_is_proposed_to_a_verb_that_changes_or_sends_one(
 ) -> None:
     for words in ("runs --tag nope X", "runs --note nope X", "push nope me/x", "push runs/rune me/x", "track nope"):
         assert main(words.split()) == 2
-        assert commands(capsys.readouterr().err) == []
+        assert ways_out(capsys.readouterr().err) == []
     assert main(["runs", "--tag", "run", "X"]) == 0
 
 

@@ -245,8 +245,8 @@ def test_a_store_that_a_person_wrote_is_found_by_its_name_and_never_replaced(
         assert "was not made by `flatout data build`" in said
         assert TokenStore.open(store.folder).num_samples == 12
         # what is proposed leaves it alone
-        step = next(shlex.split(line) for line in said.splitlines() if line.startswith("  flatout "))
-        assert main(step[1:]) == 0
+        name = next(line for line in said.splitlines() if line.startswith("  try ")).removeprefix("  try ")
+        assert main([*words, *shlex.split(name, comments=True)]) == 0
         assert TokenStore.open(store.folder).num_samples == 12
         assert TokenStore.open(tmp_path / "built_dataset" / "own-2").num_samples == 120
     assert main([*build, "--name", "own", "--replace"]) == 0

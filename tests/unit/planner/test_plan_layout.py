@@ -96,19 +96,22 @@ def test_what_is_asked_for_is_taken_or_refused():
         ({"strategy": "fsdp", "model": {"name": "m", "precision": "fp16"}}, "fsdp does not work with model.precision"),
         ({"strategy": "zero2", "base": {"storage": "nf4", "compute": "fp8"}}, "zero2 does not work with base.compute"),
         ({"strategy": "fsdp", "base": {"backward": "fp8"}}, "fsdp does not work with base.backward: fp8, which copies"),
-        ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "set strategy: fsdp"),
-        ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "set strategy: fsdp"),
+        ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "optim.name: adamw8bit"),
+        ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "full.weights: bf16"),
         (
             {"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}},
-            "fp8_rowwise; set strategy: fsdp",
+            "full.compute: fp8_rowwise",
         ),
         ({"strategy": "ddp", "sharding": {"offload": True}}, "sharding.offload needs a strategy that shards"),
         ({"strategy": "fsdp", "sharding": {"replicas": 2}}, "sharding.replicas is only for strategy: hsdp"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together(sections, message):
-    with pytest.raises(ProblemsError, match=message):
+    with pytest.raises(ProblemsError, match=message) as caught:
         make_config({"model": {"name": "m"}, **sections})
+    (fix,) = caught.value.fixes
+    assert fix.settings.keys() == {"strategy"}
+    make_config({"model": {"name": "m"}, **sections}, [str(fix)])
 
 
 def states(strategy, num_shards=4, offload=False, frees=True, **sections):

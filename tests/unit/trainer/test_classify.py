@@ -26,7 +26,7 @@ from transformers import (
 from flatout.cli.main import main
 from flatout.config.schema import Config
 from flatout.data.token_store import TokenStore
-from flatout.errors import STEP, DataError, UsageError
+from flatout.errors import DataError, UsageError
 from flatout.models.packed import flatten_samples, rows_of_positions
 from flatout.models.scoring import last_position
 from flatout.parallel.rank import Rank
@@ -227,24 +227,18 @@ def test_labels_are_numbers_by_value_and_texts_by_character(plan: Plan, labels: 
         plan(rows)
 
 
-def test_rows_of_several_labels_are_left_out_by_the_command_that_is_proposed(plan: Plan) -> None:
+def test_rows_of_several_labels_are_left_out_by_the_proposed_setting(plan: Plan) -> None:
     labels = [["a"], ["a", "b"], ["b"], []]
     rows = [{"text": f"it was {k}", "label": label} for k, label in enumerate(labels)]
     with pytest.raises(DataError, match=r"rows.jsonl:2: label is a list of 2") as caught:
         plan(rows)
-    (step,) = next_steps_of(caught.value)
-    name, _, value = step.partition("=")
-    store = plan(rows, data={name.removeprefix("data."): value}).store
+    (fix,) = caught.value.fixes
+    store = plan(rows, data={name.removeprefix("data."): value for name, value in fix.settings.items()}).store
     assert (store.num_samples, store.meta.labels) == (2, ("a", "b"))
     # where no row has one label, leaving them out is no way
     with pytest.raises(DataError, match="keep one of them for each text") as caught:
         plan([row for row in rows if len(row["label"]) == 2], file="several")
-    assert not next_steps_of(caught.value)
-
-
-def next_steps_of(error: Exception) -> list[str]:
-    """The settings that an error says to change, one step each."""
-    return [line.removeprefix(STEP).split()[0] for line in str(error).splitlines() if line.startswith(STEP)]
+    assert not caught.value.fixes
 
 
 def test_a_label_without_the_objective_means_what_it_did(plan: Plan) -> None:

@@ -343,7 +343,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
     [
         ("cross_entropy", None),
         ({"path": "own.py:Focal", "gamma": 1}, None),
-        ("weighted_token", "set objective: weighted_tokens"),
+        ("weighted_token", "try objective=weighted_tokens"),
         ({"beta": 0.1}, "objective.beta: cross_entropy has no fields"),
         ({"kind": "dpo", "robust": True}, "objective: robust has no effect without label_smoothing, the share"),
         ({"path": "own.py"}, "expected FILE.py:CLASS"),

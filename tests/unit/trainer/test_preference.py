@@ -117,7 +117,7 @@ def test_two_steps_of_a_run_are_those_of_plain_torch(
         ({"kind": "simpo", "beta": 2.5}, None),
         ({"kind": "simpo", "beta": 0}, "objective.beta: input should be greater than 0, got 0"),
         ({"kind": "orpo", "gamma": 1.0}, "objective.gamma: orpo has no such field; its fields are sft_weight, beta"),
-        ({"kind": "sipmo"}, "set objective: simpo"),
+        ({"kind": "sipmo"}, "try objective=simpo"),
     ],
 )
 def test_fields_are_those_of_the_kind(tiny: Any, tmp_path: Path, objective: Any, said: str | None) -> None:
