@@ -89,7 +89,7 @@ def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bo
             message = ", ".join(f"{ours} is {theirs}" for ours, theirs in mapped.columns.items())
             message = printable(f"{mapped.path}: {message}")
             if not (takes or _agrees(f"Take columns of {message}? [y/N] ")):
-                error.fixes = (Fix({"--yes": True}, "takes these columns"), *error.fixes)
+                error.fixes = (Fix({"--yes": True}, "builds with these columns"), *error.fixes)
                 raise
             print(f"columns    {message}", flush=True)
             data = data.model_copy(update={"sources": sources})

@@ -77,6 +77,8 @@ def value_meant(setting: str, value: Any) -> Fix:
     """Return the fix that sets a setting to a value, or to ours for one of another trainer."""
     if setting == "schedule.warmup_steps" and (share := _share(value)):
         return Fix({"schedule.warmup_ratio": share}, "a share of the run")
+    if setting.endswith(".every_steps") and (share := _share(value)):
+        return Fix({setting: share}, "a share of the run")
     known = _VALUES.get(setting, {}).get(as_text(value).lower())
     other, _, ours = (known or "").rpartition(": ")
     return Fix({setting: value}, _WHY.get(setting, "")) if known is None else _fix(other or setting, ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Problem(NamedTuple):
 
 def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is_file: bool = False) -> Problem:
     """Return what is wrong by one pydantic error; `given` are the overrides; `is_file`: the rest is in a file."""
-    name, value = _name_of(item, given), item["input"]
+    name, value = name_of(item, given), item["input"]
     if item["type"] == "extra_forbidden":
         return _unknown_key(item, name, is_file=is_file and name not in given)
     if item["type"] == "missing":
@@ -58,7 +59,7 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
     elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in text:
         text = "use letters, digits, dots, dashes and underscores, at most 64"
     if instead := instead_of(name, value):
-        return Problem(f"{name}: {as_text(value)}: {instead}")
+        return Problem(f"{name}: there is no {as_text(value)}: {instead}")
     text = text.removeprefix(f"{name}: ")
     where = f"{name}: " if name and not text.startswith(f"{name}.") else ""
     shown = "nothing" if value is None else as_text(value) if isinstance(value, bool) else repr(value)
@@ -94,7 +95,7 @@ def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
         return Problem(f"{name.removesuffix(colon + rest)}: YAML needs a blank after the colon: {key}: {rest}")
     alias = resolve_alias(name, value)
     if isinstance(alias, str):
-        return Problem(f"{name}: {alias}")
+        return Problem(f"{name}: not a setting: {alias}")
     if alias is None:
         return Problem(f"{name}: unknown key; leave it out (`flatout init --all` writes all known keys)")
     # an override adds the right key, but leaves the wrong one in its file
@@ -108,15 +109,29 @@ def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
         return (value_meant(main, value),) if isinstance(value, str | int | float) else ()
     if (meant := value_meant(name, value)).settings != {name: value}:
         return (meant,)
+    if name == "device" and (gpu := re.fullmatch(r"cuda:(\d+)", str(value))):
+        return (Fix({"device": "cuda", "gpus": [int(gpu[1])]}, "that GPU"),)
     full = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
-    near = difflib.get_close_matches(str(value).lower(), choices_of(full), n=1)
+    near = difflib.get_close_matches(str(value).lower(), choices_of(full), n=1) if "," not in str(value) else []
     if item["type"] == "literal_error" and near:
         return (Fix({name: near[0]}),)
+    if item["type"] == "literal_error" and "," in str(value):
+        return (Fix({name: re.split(", *", str(value))}),)
+    if item["type"].startswith("int_") and (number := _whole_number(value)) is not None:
+        return (Fix({name: number}),)
     if item["type"] == "value_error":
         return ()
     if item["type"] == "list_type" and isinstance(value, str) and name != "data.sources":
         return (Fix({name: [SHORTCUTS.get(value, value)]}),)
     return _example_of(name)
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return the whole number that a text such as 1e3 stands for; None for any other value."""
+    try:
+        return int(number) if isinstance(value, str) and (number := float(value)).is_integer() else None
+    except ValueError:
+        return None
 
 
 def _example_of(name: str) -> tuple[Fix, ...]:
@@ -126,7 +141,7 @@ def _example_of(name: str) -> tuple[Fix, ...]:
     return () if default is None else (Fix({name: default}, "the default"),)
 
 
-def _name_of(item: Any, given: Mapping[str, str]) -> str:
+def name_of(item: Any, given: Mapping[str, str]) -> str:
     """Return the dotted name of a refused setting: of the override, if a short form such as `track=wandb` set it."""
     # pydantic adds the kind of a value that may have several kinds
     parts = [str(part) for part in item["loc"] if not str(part).startswith("constrained-")]

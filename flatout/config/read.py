@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from flatout.config.folders import SETTINGS_FILES, is_run_folder, path_of_run
 from flatout.config.names import FOREIGN_NAMES
-from flatout.config.problems import Problem, problem_of, problems_error
+from flatout.config.problems import Problem, name_of, problem_of, problems_error
 from flatout.config.schema import Config
 from flatout.config.section import with_paths
 from flatout.config.shortcuts import LONG_FORMS
@@ -188,6 +188,8 @@ def make_config(
         given = {text.partition("=")[0]: text.partition("=")[2] for text in overrides}
         is_file = Path(origin).is_file()
         problems += [problem_of(item, given, is_file=is_file) for item in items]
+        if items and all(name_of(item, given) in given for item in items):
+            origin = "the command line"
         theirs = [one for one in items if one["loc"][-1:] and one["loc"][-1] in FOREIGN_NAMES.keys() - given.keys()]
         end = f"\n  another trainer's file? `flatout convert {shlex.quote(origin)} --to ours.yaml` translates it"
         raise problems_error(origin, problems, end * (is_file and len(theirs) > 1)) from None
@@ -385,8 +387,10 @@ def _apply_override(values: dict[str, Any], text: str) -> str | None:
     except (UsageError, SecurityError) as error:
         return f"{name}: {error}"
     except (yaml.YAMLError, ValueError):
+        if any(raw.count(start) > raw.count(end) for start, end in ("[]", "{}")):
+            raise UsageError(f"{text}: the shell ends a word at a blank; put the whole setting in quotes") from None
         if raw[:1] != "*":
-            return f"{name}: the value {raw!r:.200} is not valid YAML; one with spaces is one word in quotes"
+            return f"{name}: the value {raw!r:.200} is not valid YAML"
         value = raw  # a glob is text
     if value is None and values.get(name) and name in ("model", "data"):
         raise UsageError(f"{text} is empty; leave it out, which keeps that of the file")

@@ -122,7 +122,7 @@ def find(root: Path, name: str) -> Entry:
         raise DataError(
             f"{name} contains rows and is not a built data set; "
             + (
-                f"the one built as {stem} is"
+                f"`flatout data show {stem}` shows the set of that name"
                 if (stem := Path(name).stem) in entries
                 else f"build one with `flatout data build {name} --tokenizer Qwen/Qwen3-0.6B --name {stem}`"
             )
