@@ -119,7 +119,8 @@ class ObjectiveConfig(Section):
         name = getattr(value, "__name__", type(value).__name__)
         raise UsageError(
             f"objective: expected a setting, got the object {name}, which other ranks and a resumed run would lack; "
-            f"put the class in a file of its own and write objective={{'path': 'FILE.py:{name}'}}, with its fields"
+            "put the class in a file of its own",
+            [Fix({"objective.path": f"FILE.py:{name}"}, "with its fields beside path")],
         )
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from flatout.config.data import SourceConfig
 from flatout.config.names import (
     FOREIGN_NAMES,
     choices_of,
@@ -51,7 +52,9 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
     if item["type"] == "extra_forbidden":
         return _unknown_key(item, name, is_file=is_file and name not in given)
     if item["type"] == "missing":
-        return Problem(f"{name}: missing; every run needs it", _example_of(name))
+        is_source = name.startswith("data.sources")
+        what = "name a file, folder or hub id; rows in memory are data=rows" if is_source else "every run needs it"
+        return Problem(f"{name}: missing; {what}", _example_of(name))
     error = item.get("ctx", {}).get("error")
     text = str(error or _EXPECTED.get(item["type"]) or item["msg"])
     if name.endswith(".every_steps"):
@@ -93,6 +96,8 @@ def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
     key, colon, rest = str(item["loc"][-1]).partition(":")
     if colon and rest and value is None:
         return Problem(f"{name.removesuffix(colon + rest)}: YAML needs a blank after the colon: {key}: {rest}")
+    if name.startswith("data.sources."):
+        return Problem(f"{name}: unknown key; a source has {', '.join(SourceConfig.model_fields)}")
     alias = resolve_alias(name, value)
     if isinstance(alias, str):
         return Problem(f"{name}: not a setting: {alias}")

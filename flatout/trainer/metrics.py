@@ -118,7 +118,7 @@ class Meter:
 def finite_metrics(run: TrainingRun, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return an objective's metrics that are finite numbers, and say once which are not; token_accuracy has a field."""
     bad = {name for name, value in metrics.items() if not math.isfinite(value)}
-    if new := sorted(bad - run.state.not_finite):
+    if bad and (new := sorted(bad - run.state.not_finite)):
         run.state.not_finite.update(new)
         why = f"{', '.join(new)} of objective {run.planned.objective.name} is not a finite number"
         run.reporter.event("metric", {"why": f"{why}; such values are left out of the records"})

@@ -221,7 +221,7 @@ def test_chat_samples_as_the_models_generation_config_says(run_dir, tmp_path, ca
 def test_chat_refuses_senseless_numbers(run_dir, flag, value):
     parser = argparse.ArgumentParser()
     chat_cli.add_arguments(parser)
-    with pytest.raises(UsageError, match=rf"{flag} is {value}; expected"):
+    with pytest.raises(UsageError, match=rf"{flag[2:].replace('-', '_')} is {value}; expected"):
         chat_cli.run(parser.parse_args([str(run_dir), f"{flag}={value}"]))
 
 

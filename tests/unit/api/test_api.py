@@ -124,9 +124,9 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
         ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
         (
             {"objective": {"kind": "dpo", "bta": 0.2, "label_smoothing": 0.1}},
-            r'did you mean beta\?\n.*Config\(..., objective=\{"kind": "dpo", "beta": 0.2, "label_smoothing": 0.1\}\)',
+            r"objective.bta: .*did you mean beta\?",
         ),
-        ({"data": [{"text": "a row"}]}, r"data.sources.0.path: missing; .*flatout.train\(..., data=rows\)"),
+        ({"data": [{"text": "a row"}]}, r"data.sources.0.path: missing; .*data=rows"),
     ],
 )
 def test_a_wrong_config_says_each_problem_in_a_sentence(settings: dict[str, Any], said: str) -> None:
@@ -204,7 +204,7 @@ def test_a_run_whose_folder_is_gone_says_so_and_merging_needs_a_device_that_is_t
     with pytest.raises(UsageError, match="device is 'gpu'; expected cpu or cuda"):
         run.merge(tmp_path / "merged", device="gpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ResourceError, match=r'^device="cuda" needs a GPU, but .* set device="cpu"'):
+        with pytest.raises(ResourceError, match=r'^device cuda needs a GPU, but .*\n  try device="cpu"'):
             run.merge(tmp_path / "merged", device="cuda")
     shutil.rmtree(run.folder)
     for call in (lambda: run.config, lambda: run.generate("Hello"), run.metrics):

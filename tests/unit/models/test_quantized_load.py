@@ -344,9 +344,9 @@ def test_nf4_files_need_the_memory_of_one_dense_layer(tmp_path, monkeypatch, ini
 def test_bitsandbytes_files_need_nf4_storage(tmp_path):
     write_nf4(tmp_path, tiny_model("llama", torch.float32))
     for storage, method in (("fp8", "lora"), ("model", "lora"), ("model", "full")):
-        with pytest.raises(UsageError, match=r"base\.storage: nf4"):
+        with pytest.raises(UsageError, match=r"base\.storage=nf4"):
             load(tmp_path, storage, method)
-    with pytest.raises(UsageError, match=r"base\.storage: nf4"):
+    with pytest.raises(UsageError, match=r"base\.storage=nf4"):
         load_for_inference(str(tmp_path), device=CPU)
 
 

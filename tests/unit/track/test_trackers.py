@@ -257,7 +257,7 @@ def test_settings_of_trackers() -> None:
         ({"to": ["mlflow", "mlflow"]}, "track: a tracker is listed twice"),
         ({"project": "x"}, "track: project has no effect with no tracker"),
         ({"to": ["tensorboard"], "upload_final": True}, "track: upload_final has no effect with only tensorboard"),
-        ({"to": ["mlflow"], "tags": ["a b"]}, "track.tags.0: use letters, digits, dots, dashes and underscores"),
+        ({"to": ["mlflow"], "tags": ["a b"]}, "track.tags: use letters, digits, dots, dashes and underscores"),
         (["neptune"], "track.to.0: input should be 'tensorboard'"),
     ):
         with pytest.raises(ProblemsError, match=why):

@@ -215,7 +215,7 @@ def test_a_metric_that_is_not_a_number_is_told_and_only_ends_what_is_judged_by_i
     events = config.folder / "events.jsonl"
     is_number = "/ 0" not in value
     if not is_number and best != "loss":
-        with pytest.raises(NumericError, match=r"step 0: eval.best: certainty is not a finite number .*eval.best=loss"):
+        with pytest.raises(NumericError, match=r"step 0: eval.best: certainty is no finite number.*\n.*eval.best=loss"):
             train(config)
         return
     train(config)
@@ -365,7 +365,7 @@ def test_an_object_of_this_process_is_refused_with_the_setting_that_names_it(tin
         pass
 
     for one in (Mine, Mine()):
-        with pytest.raises(UsageError, match=r'write objective=\{"path": "FILE.py:Mine"\}, with its fields'):
+        with pytest.raises(UsageError, match=r'try objective=\{"path": "FILE.py:Mine"\}'):
             flatout.train(tiny.config(tmp_path / "run"), objective=one)
 
 
