@@ -31,7 +31,7 @@ class Wait(flatout.Callback):
 
 def train():
     return flatout.train(
-        model={model!r}, data={data!r}, device="cpu", gpus={gpus}, samples_per_step=6, max_steps=4, max_tokens=500,
+        model={model!r}, data={data!r}, device="cpu", gpus={gpus}, samples_per_step=6, max_steps={steps}, max_tokens=500,
         eval={{"prompts": []}}, callbacks=[Wait()], run_dir="run",
     )
 """
@@ -57,7 +57,9 @@ def signalled(
     tiny: Any, folder: Path, body: str, *words: str, place: str = "step", number: int = signal.SIGINT, gpus: Any = None
 ) -> tuple[int, list[str], str]:
     """Run a script, send it a signal when it is at this place, and return its exit code, last lines and all it said."""
+    # ranks of their own do not wait for a callback of this process
     names = {"place": place, "model": str(tiny.model_dir), "data": str(tiny.chats), "gpus": gpus}
+    names["steps"] = 4 if gpus is None else 10_000
     (folder / "own.py").write_text(SCRIPT.format(**names) + body)
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, *words, "own.py"], cwd=folder, stdout=log, stderr=log)
