@@ -31,8 +31,8 @@ class Wait(flatout.Callback):
 
 def train():
     return flatout.train(
-        model={model!r}, data={data!r}, device="cpu", gpus={gpus}, samples_per_step=6, max_steps={steps}, max_tokens=500,
-        eval={{"prompts": []}}, callbacks=[Wait()], run_dir="run",
+        model={model!r}, data={data!r}, device="cpu", gpus={gpus}, samples_per_step=6, max_steps={steps},
+        max_tokens=500, eval={{"prompts": []}}, callbacks=[Wait()], run_dir="run",
     )
 """
 ENDS = "train()"
