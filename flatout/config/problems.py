@@ -97,7 +97,9 @@ def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
     if colon and rest and value is None:
         return Problem(f"{name.removesuffix(colon + rest)}: YAML needs a blank after the colon: {key}: {rest}")
     if name.startswith("data.sources."):
-        return Problem(f"{name}: unknown key; a source has {', '.join(SourceConfig.model_fields)}")
+        near = difflib.get_close_matches(name.rpartition(".")[2], SourceConfig.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"a source has {', '.join(SourceConfig.model_fields)}"
+        return Problem(f"{name}: unknown key; {hint}")
     alias = resolve_alias(name, value)
     if isinstance(alias, str):
         return Problem(f"{name}: not a setting: {alias}")

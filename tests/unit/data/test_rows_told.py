@@ -468,7 +468,7 @@ def test_settings_of_sources_keep_their_names_in_errors(run: Callable[[list[str]
     )
     assert "did you mean data?" not in refused.printed
     named = run(["plan", "model=m", "data=X", "data.sources=[{path: Y, formt: kto}]"])
-    assert (named.code, "data.sources.0.formt: unknown key; did you mean data.sources.format?" in named.printed) == (
+    assert (named.code, "data.sources.0.formt: unknown key; did you mean format?" in named.printed) == (
         2,
         True,
     )

@@ -1,7 +1,7 @@
 """Quantized loading: one dense layer at a time, equal to the dequantized model, bitsandbytes files as they are."""
 
-import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -323,17 +323,19 @@ def test_nf4_files_need_the_memory_of_one_dense_layer(tmp_path, monkeypatch, ini
     model = tiny_model("llama", torch.float32, hidden_size=64, num_hidden_layers=12)
     write_nf4(tmp_path, model)
     sizes = {model.get_submodule(name).weight.shape for name in linear_names(model)}
-    most, make = 0, Nf4Linear.__init__
-    # held, so that no later one gets the id of one of these
-    before = {id(one): one for one in gc.get_objects() if type(one) is nn.Linear}
+    most, make, make_linear, linears = 0, Nf4Linear.__init__, nn.Linear.__init__, weakref.WeakSet()
+
+    def noted(self, *args, **settings):
+        make_linear(self, *args, **settings)
+        linears.add(self)
 
     def counted(self, *args, **settings):
         nonlocal most
-        alive = (one for one in gc.get_objects() if type(one) is nn.Linear and id(one) not in before)
-        dense = [one.weight.numel() for one in alive if not one.weight.is_meta and one.weight.shape in sizes]
-        most = max(most, sum(dense))
+        alive = [one for one in linears if type(one) is nn.Linear and not one.weight.is_meta]
+        most = max(most, sum(one.weight.numel() for one in alive if one.weight.shape in sizes))
         make(self, *args, **settings)
 
+    monkeypatch.setattr(nn.Linear, "__init__", noted)
     monkeypatch.setattr(Nf4Linear, "__init__", counted)
     loaded = load(tmp_path, init=init)
     assert sum(isinstance(module, Nf4Linear) for module in loaded.model.modules()) == 12 * 7
