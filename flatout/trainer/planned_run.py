@@ -287,7 +287,7 @@ def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> Non
         if (num_batches := len(step.by_rank[0])) > 1:
             raise UsageError(
                 f"full.update: backward needs one micro-batch per step; step {step.index + 1} has {num_batches} of "
-                f"{step.num_padded_tokens:,} tokens in total; or lower batch.samples_per_step",
+                f"{step.num_padded_tokens:,} tokens in total",
                 [Fix({"batch.micro_batch_tokens": step.num_padded_tokens}), Fix({"full.update": "step"})],
             )
 

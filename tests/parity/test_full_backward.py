@@ -141,5 +141,5 @@ def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tm
     half = fits.model_copy(update={"model": fits.model.model_copy(update={"precision": "fp16"})})
     with pytest.raises(UsageError, match=r"unscale gradients of fp16"):
         check_backward_update(half, plan, Rank())
-    with pytest.raises(UsageError, match=r"step \d+ has [2-9] of [\d,]+ tokens in total; raise batch\.micro_batch"):
+    with pytest.raises(UsageError, match=r"step \d+ has [2-9] of [\d,]+ tokens in total"):
         train(full_config(tiny, tmp_path, "backward", batch={"micro_batch_tokens": 700}))
