@@ -20,8 +20,10 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 # moves the adapter further than its loss (a CPU: 2e-3, 3e-3 and 0.1; in fp32 6e-7, 2e-6 and 8e-5). A GPU's
 # convolutions may round fp32 to TF32
 LIMITS = {"fp32": (1e-4, 1e-3, 5e-2), "bf16": (5e-3, 2e-2, 0.3)}
-# of the other families some amplify rounding (Gemma 3 on a CPU: 3e-2, 1e-1 and 0.4)
-ROUGH = (5e-2, 0.3, 0.6)
+# some of the other families amplify rounding: after a step of AdamW, Gemma 3's gradient norm in bf16 is off by 0.1 on a
+# CPU and by 0.7 on a GPU (in fp32 by 7e-5), its loss by 3e-2 and its adapter by 0.4. So we compare their norm at the
+# first step only, where both have the same weights
+ROUGH = (5e-2, 2e-2, 0.6)
 
 
 def cases() -> Iterator[Any]:
@@ -65,11 +67,13 @@ def test_steps_equal_plain_ones(
     train(config)
     records = metrics_of(tmp_path / "run")
     assert len(records) == NUM_STEPS
+    is_rough = precision == "bf16" and family not in BY_DEFAULT
+    num_norms = 1 if is_rough else NUM_STEPS
     error, of_norm, seen = (
         max(abs(a - b) / b for a, b in zip(found, truth, strict=True))
         for found, truth in (
             ([record["loss"] for record in records], expected),
-            ([record["grad_norm"] for record in records], plain.grad_norms),
+            ([record["grad_norm"] for record in records[:num_norms]], plain.grad_norms[:num_norms]),
             (blank, expected),
         )
     )
@@ -80,7 +84,6 @@ def test_steps_equal_plain_ones(
     compiled = "layers as one graph" in log
     print(f"{device} {family} {layout} {precision}: loss {error:.1e}, norm {of_norm:.1e}, adapter {off:.1e}; "
           f"black pictures {seen:.1e}; {compiled=}")  # fmt: skip
-    is_rough = precision == "bf16" and family not in BY_DEFAULT
     limits = ROUGH if is_rough else LIMITS[precision]
     assert error < min(limits[0], seen), "pictures that are black must change the loss by more than rounding"
     assert is_rough or limits[0] < seen
