@@ -30,6 +30,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "QLoRA": {"base": {"storage": "nf4"}},
     "LoRA": {},
     "full, 8-bit": {"method": "full", "full": {"weights": "bf16"}, "optim": {"name": "adamw8bit"}},
+    "full, 8-bit, update in backward": {
+        "method": "full",
+        "full": {"weights": "bf16", "update": "backward"},
+        "optim": {"name": "adamw8bit", "max_grad_norm": None},
+    },
     "full": {"method": "full"},
 }
 
