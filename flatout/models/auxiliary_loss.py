@@ -51,13 +51,8 @@ class AuxiliaryLoss:
         self._step: StepFacts | None = None
 
     @property
-    def num_sums(self) -> int:
-        """The length of `sums`."""
-        return 0
-
-    @property
     def sums(self) -> Tensor:
-        """This rank's part of the step, fp64 (num_sums,), to be summed over ranks."""
+        """This rank's part of the step, fp64 (num_aux_sums,), to be summed over ranks."""
         return torch.zeros(0, dtype=torch.float64, device=self._step.device if self._step else None)
 
     @contextmanager

@@ -164,10 +164,6 @@ class Routers(AuxiliaryLoss):
         """This rank's part of the step: both losses and all counts, fp64 (2 + L E,), to be summed over ranks."""
         return torch.cat([self._values, self._counts.flatten()])
 
-    @property
-    def num_sums(self) -> int:
-        return 2 + len(self.layers) * self.num_experts
-
     def loads(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return, of the sums over ranks, each expert's load / mean of its layer (L, E), and each layer's entropy (L,).
 
