@@ -208,8 +208,6 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     if routers.layers:
         loss.aux_loss = routers
         reporter.stage("experts", routers.line)
-    zero = torch.zeros((), device=loaded.model.device)
-    loss.aux_loss.estimates = dict.fromkeys(planned.objective.estimates, zero)
     return loss
 
 

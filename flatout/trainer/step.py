@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.profiler import record_function
 
 from flatout.errors import Fix, NumericError
 from flatout.models.auxiliary_loss import StepFacts
+from flatout.models.model_with_loss import observe_layers
 from flatout.models.packed import PackedBatch
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
@@ -120,12 +122,16 @@ def discard_step(run: TrainingRun) -> None:
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
     """Run this rank's micro-batches as `run_with_oom_retry`; return the objective's sums, fp64, the loss first."""
-    compute_step_estimates(run, step)
-    return run_with_oom_retry(run, run.plan, step, run.loader, "training", partial(_backward_micro_batches, run, step))
+    run_passes = partial(_backward_micro_batches, run, step, compute_step_estimates(run, step))
+    return run_with_oom_retry(run, run.plan, step, run.loader, "training", run_passes)
 
 
 def _backward_micro_batches(
-    run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+    run: TrainingRun,
+    step: StepPlan,
+    estimates: Mapping[str, Tensor],
+    micro_batches: Sequence[MicroBatch],
+    batches: Iterator[PackedBatch],
 ) -> Tensor:
     run.fused_lora.refresh()
     normalizer = run.planned.normalizers.loss_normalizer(step)
@@ -135,7 +141,7 @@ def _backward_micro_batches(
     for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-                pass_sums = forward_pass(run, step, index, batch)
+                pass_sums = forward_pass(run, step, index, batch, None, estimates)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_sums[0] / normalizer)
@@ -145,23 +151,24 @@ def _backward_micro_batches(
     return sums
 
 
-def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch) -> tuple[Tensor, ...]:
-    """Return the objective's sums of a step's micro-batch `index`, with the dropout that belongs to it."""
+def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch, *how: Any) -> tuple[Tensor, ...]:
+    """Call `ModelWithLoss` with a step's micro-batch `index` and `how`, with the dropout that belongs to it."""
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
     with autocast(run):
-        sums: tuple[Tensor, ...] = run.loss_module(batch)
+        sums: tuple[Tensor, ...] = run.loss_module(batch, *how)
     return sums
 
 
 def start_aux_loss(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
     """Start a step of the run's auxiliary loss, with passes without gradients if it needs them."""
     normalizer = run.planned.normalizers.loss_normalizer(step)
-    facts = StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values)
-    with run.aux_loss.pre_step_passes(facts, len(micro_batches)) as needed:
-        batches = run.loader.batches(micro_batches) if needed else iter(())
-        for index, batch in enumerate(until_stopped_in_step(run, batches)):
-            with torch.no_grad():
-                forward_pass(run, step, index, batch)
+    run.aux_loss.start_step(StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values))
+    if not run.aux_loss.needs_passes(len(micro_batches)):
+        return
+    for index, batch in enumerate(until_stopped_in_step(run, run.loader.batches(micro_batches))):
+        with torch.no_grad():
+            forward_pass(run, step, index, batch, observe_layers)
+    run.aux_loss.end_passes()
 
 
 def apply_update(run: TrainingRun, step: StepPlan, totals: StepTotals, figures: RankFigures) -> Pending:
@@ -271,8 +278,7 @@ def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepP
     if run.planned.normalizers.loss_normalizer(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
-    compute_step_estimates(run, step)
-    run_passes = partial(_update_in_backward, update, run, step)
+    run_passes = partial(_update_in_backward, update, run, step, compute_step_estimates(run, step))
     outcome = run_with_oom_retry(run, run.plan, step, run.loader, "training", run_passes)
     return lambda: outcome
 
@@ -281,13 +287,14 @@ def _update_in_backward(
     update: BackwardUpdate,
     run: TrainingRun,
     step: StepPlan,
+    estimates: Mapping[str, Tensor],
     micro_batches: Sequence[MicroBatch],
     batches: Iterator[PackedBatch],
 ) -> StepOutcome | None:
     (batch,) = batches
     start_aux_loss(run, step, micro_batches)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-        pass_sums = forward_pass(run, step, 0, batch)
+        pass_sums = forward_pass(run, step, 0, batch, None, estimates)
     sums = torch.stack([value.detach().double() for value in pass_sums]).tolist()
     if run.stop.requested:
         # passes of the estimates or the auxiliary loss may have been left out

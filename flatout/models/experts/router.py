@@ -106,7 +106,7 @@ class Routers(AuxiliaryLoss):
             assert self._step is not None
             self._shares = self._step.sum_values(self._counts.sum(0)) / (len(self.layers) * self._step.num_tokens)
 
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+    def observe(self, model: PreTrainedModel, batch: PackedBatch) -> None:
         """Count the choices of a pass without gradients."""
         self._count(sample_counts(model, batch))
 

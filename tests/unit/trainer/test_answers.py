@@ -243,7 +243,7 @@ def test_a_run_without_memory_to_answer_says_so_and_trains_on(
     def fail(model: Any, batch: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr("flatout.models.model_with_loss.next_logits", fail)
+    monkeypatch.setattr("flatout.trainer.answers.next_logits", fail)
     train(tiny.config(tmp_path, **settings(prompts=PROMPTS, max_new_tokens=10)))
     log = read_run(tmp_path)
     assert [(one.step, one.answers) for one in log.answers] == [(0, ()), (6, ()), (12, ())]
