@@ -19,7 +19,7 @@ from flatout.rollout import sampler_model
 from flatout.rollout.chat import Sampling, answer
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 
 PROMPTS = ["What is my name?", "Sort from a to z: ibis, cat."]
@@ -38,7 +38,7 @@ def settings(**evaluation: Any) -> dict[str, Any]:
 
 def planned(tiny: Any, folder: Path, said: MemoryCallback | None = None, **sections: Any) -> PlannedRun:
     config = tiny.config(folder / "run", **sections)
-    return plan_run(config, Reporter(*([said] if said else [])), Rank())
+    return open_and_plan(config, Reporter(*([said] if said else [])), Rank())
 
 
 @pytest.fixture(scope="module")
