@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from flatout.config.model import BaseConfig, FullConfig, LoraConfig
+from flatout.config.optim import OptimizerTraits
 from flatout.config.parallel import ShardingConfig, StrategyName
 from flatout.config.schema import BatchConfig, Config, Recompute
 
@@ -22,8 +23,7 @@ class PlanSettings:
     base: BaseConfig
     full: FullConfig
     sharding: ShardingConfig
-    optimizer: str
-    """`optim.name`."""
+    optimizer: OptimizerTraits
     precision: Literal["auto", "bf16", "fp16", "fp32"]
     compiles: bool
     """Whether layers are compiled where they can be."""
@@ -59,7 +59,7 @@ class PlanSettings:
             base=config.base,
             full=config.full,
             sharding=config.sharding,
-            optimizer=config.optim.name,
+            optimizer=config.optim.traits,
             precision=config.model.precision,
             compiles=config.compile != "off" and not config.deterministic,
             records_graphs=config.cuda_graphs == "auto",

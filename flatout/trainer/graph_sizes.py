@@ -35,7 +35,7 @@ def plan_graphs(
         return "as configured", ()
     if device.type != "cuda":
         return "only on CUDA", ()
-    if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
+    if config.method != "lora" or not config.optim.traits.is_flat or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
     if why := _host_reads(model) or _varies(planned):
         return why, ()

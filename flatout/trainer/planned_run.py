@@ -15,6 +15,7 @@ from flatout.checkpoint.resume_check import config_changes
 from flatout.checkpoint.write import data_of
 from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
+from flatout.config.own_code import load_own
 from flatout.config.schema import Config, DataConfig, ScheduleConfig
 from flatout.data.build import open_or_build
 from flatout.data.classes import in_order_of
@@ -56,7 +57,13 @@ UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
 # what ranks compare, in words
-FACTS_BY_NAME = {"data": "samples", "eval_data": "evaluation samples", "plan": "steps", "model": "base model's files"}
+FACTS_BY_NAME = {
+    "optim": "optimizer's file",
+    "data": "samples",
+    "eval_data": "evaluation samples",
+    "plan": "steps",
+    "model": "base model's files",
+}
 # settings of the training data's rows, which a data set for evaluation was built without
 CHOOSES_ROWS = {"sources", "on_bad_row", "dedupe", "num_samples", "shuffle", "seed"}
 # paths and process counts may differ between nodes; content is compared by fingerprint
@@ -212,7 +219,7 @@ def lr_note(config: Config, objective: Objective) -> str:
     The usual rates are AdamW's, for pretrained weights.
     """
     usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
-    if not usual or config.optim.name == "sgd" or config.model.init == "random":
+    if not usual or not config.optim.traits.usual_lr or config.model.init == "random":
         return ""
     pairs_lr = Preference.usual_lr[config.method]
     if config.objective.path and isinstance(objective, Preference) and UNUSUAL_LR * pairs_lr < lr <= UNUSUAL_LR * usual:
@@ -408,6 +415,8 @@ def fingerprints_of(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
+    if config.optim.path is not None:
+        fingerprints["optim"] = load_own("optim.path", config.optim.path).digest
     return fingerprints
 
 

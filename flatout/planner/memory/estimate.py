@@ -18,7 +18,6 @@ from flatout.planner.memory.constants import (
     HEAD_TILE_ROWS,
     LAST_NORM_BYTES,
     NF4_BYTES,
-    NUM_MOMENTS,
     OFFLOAD_INPUTS,
     Precision,
 )
@@ -171,9 +170,9 @@ class MemoryModel:
         if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
-        moment, name = max(4, width.compute), self.settings.optimizer
-        num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
-        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * NUM_MOMENTS[name] * moment
+        moment, traits = max(4, width.compute), self.settings.optimizer
+        num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if traits.stores_8_bits else 0
+        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * len(traits.moments) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
         saved, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
