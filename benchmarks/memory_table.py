@@ -18,6 +18,7 @@ from flatout.config.schema import Config
 from flatout.planner.devices import DEVICES
 from flatout.planner.memory.budget import longest_document_tokens
 from flatout.planner.parallel_layout import SINGLE_RANK, resolve_layout
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
 from flatout.trainer.model_shape import make_shape
 
@@ -86,11 +87,11 @@ def cell(model: str, method: str, card: Card) -> str:
 def longest(model: str, method: str, card: Card) -> int:
     """Return the tokens of the longest sample, alone in a micro-batch, all of whose tokens carry loss."""
     values = {"model": {"name": model}, "data": {"sources": [{"path": "chats.jsonl"}]}, "memory": card.memory}
-    config = Config.model_validate({**values, **METHODS[method]})
+    settings = PlanSettings.of(Config.model_validate({**values, **METHODS[method]}))
     layout = (
-        SINGLE_RANK if card.ranks == 1 else resolve_layout(config, "fsdp", num_ranks=card.ranks, num_nodes=1, why="")
+        SINGLE_RANK if card.ranks == 1 else resolve_layout(settings, "fsdp", num_ranks=card.ranks, num_nodes=1, why="")
     )
-    return longest_document_tokens(config, shape_of(model), DEVICES[card.device], 1.0, layout)
+    return longest_document_tokens(settings, shape_of(model), DEVICES[card.device], 1.0, layout)
 
 
 @cache

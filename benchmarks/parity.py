@@ -106,14 +106,14 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
     from flatout.trainer.gpu import gpu_of
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.run import train
     from flatout.trainer.state import Setup
     from flatout.trainer.step import accumulate_gradients
 
     config = lora_config(args, mode)
     rank = Rank()
-    planned = plan_run(config, Reporter(), rank, gpu_of(config, rank))
+    planned = open_and_plan(config, Reporter(), rank, gpu_of(config, rank))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
     run = build_run(Setup(config, planned, checkpoints, Reporter(), rank))
     accumulate_gradients(run, planned.plan.step(0))

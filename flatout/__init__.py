@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flatout.api.run import Run as Run
     from flatout.api.run import load as load
     from flatout.api.start import train as train
+    from flatout.config.optim import OptimizerTraits as OptimizerTraits
     from flatout.config.schema import Config as Config
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.objectives.loss_inputs import LabelTokens as LabelTokens
@@ -31,6 +32,7 @@ _MODULES = {
     "flatout.api.prepare": ("Config", "build_data", "plan", "verify"),
     "flatout.api.run": ("Run", "load"),
     "flatout.api.start": ("train",),
+    "flatout.config.optim": ("OptimizerTraits",),
     "flatout.errors": ("FlatoutError",),
     "flatout.objectives.loss_inputs": ("LabelTokens",),
     "flatout.objectives.preference": ("Answers", "Preference"),

@@ -86,10 +86,10 @@ def start_adapter(config: Any, folder: Path) -> Any:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.state import Setup
 
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
     start = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
     folder.mkdir()

@@ -32,7 +32,7 @@ def take_steps(
     data = open_data(config, reporter, rank, starts=True)
     join_group(rank, choose_device(config.wanted_device, rank))
     group = ControlGroup(rank)
-    planned = plan_run(config, reporter, rank, weakest_gpu(config, group), data=data)
+    planned = plan_run(config, data, reporter, rank, weakest_gpu(config, group))
     checkpoints = Checkpoints(config.folder, keep=1, on_event=reporter.event, group=group)
     run = build_run(Setup(config, planned, checkpoints, reporter, rank))
     before(run)

@@ -84,7 +84,7 @@ def plan(
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
     from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.preview import plan_at_hand, summarize_plan
 
     if device in ("auto", "cpu", "cuda"):
@@ -96,7 +96,7 @@ def plan(
     if gpu is None:
         planned, why_not = plan_at_hand(resolved, Reporter(), rank)
         return summarize_plan(resolved, planned, why_not=why_not)
-    return summarize_plan(resolved, plan_run(resolved, Reporter(), rank, gpu))
+    return summarize_plan(resolved, open_and_plan(resolved, Reporter(), rank, gpu))
 
 
 @spelled_for(in_python)

@@ -101,4 +101,4 @@ def _check(config: Config, mode: LaunchMode) -> None:
         needs_device = config.full.update == "backward" and num_gpus > 0 and config.wanted_device != "cpu"
         reporter, rank = Reporter(PhaseCallback(console)), Rank(0, num_ranks)
         data = open_data(config, reporter, rank, starts=True)
-        plan_run(config, reporter, rank, device if needs_device else None, data=data)
+        plan_run(config, data, reporter, rank, device if needs_device else None)

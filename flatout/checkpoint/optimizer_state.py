@@ -8,30 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from flatout.checkpoint.read import CheckpointTensors
-from flatout.config.schema import OptimConfig
+from flatout.config.optim import OptimConfig, OptimizerTraits
 from flatout.errors import CheckpointError
 from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
 from flatout.parallel.shards import as_global, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import EngineState, Strategy
 
-# the keys of torch's optimizers as flatout makes them
-ADAMW_KEYS, SGD_KEYS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
-
 
 def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[int]:
     """Estimate the size in bytes of each tensor that this rank holds: parameters (local shards) and optimizer state."""
-    sizes = []
+    sizes, traits = list[int](), config.traits
     for parameter in named.values():
         local = local_shard_of(parameter).local
-        widest = max(local.element_size(), 4)
-        block = block_size(parameter.shape)
-        moments: dict[str, list[float]] = {
-            "adamw": [widest, widest],
-            "adamw8bit": [1, 1, 4 / block, 4 / block] if block else [widest, widest],
-            "sgd": [local.element_size()],
-        }
-        sizes += [int(local.numel() * width) for width in [local.element_size(), *moments[config.name]]]
+        widths: list[float] = [max(local.element_size(), 4)]
+        if traits.stores_8_bits and (block := block_size(parameter.shape)):
+            widths = [1, 4 / block]
+        sizes += [int(local.numel() * width) for width in [local.element_size(), *widths * len(traits.moments)]]
     return sizes
 
 
@@ -67,9 +60,13 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     named: Mapping[str, nn.Parameter],
     tensors: Mapping[str, Tensor],
+    traits: OptimizerTraits,
     strategy: Strategy | None = None,
 ) -> None:
-    """Load what `optimizer_state` returned. Raises CheckpointError when it belongs to other parameters."""
+    """Load what `optimizer_state` returned; `traits` are the optimizer's.
+
+    Raises CheckpointError when it belongs to other parameters, or to another optimizer.
+    """
     states = _keys_by_parameter(named, tensors)
     if strategy and strategy.engine_state:
         for name, state in states.items():
@@ -83,7 +80,7 @@ def load_optimizer_state(
         (owner, offset), parameter = places[name], named[name]
         # those of 8 bits have shapes of their own
         like = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
-        expected = set(like) or ADAMW_KEYS if isinstance(optimizer, torch.optim.AdamW) or like else SGD_KEYS
+        expected = set(like) or {*traits.moments, *(("step",) if traits.counts_steps else ())}
         if set(state) != expected:
             kinds = ", ".join(sorted(state))
             raise CheckpointError(

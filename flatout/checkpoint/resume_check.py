@@ -13,6 +13,7 @@ from flatout.errors import CheckpointError, Fix
 
 ABSENT = "(absent)"
 CHANGES_DATA = "changes the samples or their order"
+CHANGES = {"objective": "changes the loss", "optim": "changes the updates"}
 
 
 class OtherRunError(CheckpointError):
@@ -112,12 +113,13 @@ def refuse_other_data(
     """
     explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
     refused = [
-        Change(key, before, after, "numerics", "changes the loss" if key == "objective" else CHANGES_DATA)
+        Change(key, before, after, "numerics", CHANGES.get(key, CHANGES_DATA))
         for key, before, after in _differences(saved, now)
         if not _allowed(key, allow) and not (key == "plan" and explained)
     ]
-    if [change.key for change in refused] == ["objective"]:
-        _refuse("the objective differs from the one the checkpoint was trained with", refused)
+    for key in CHANGES:
+        if [change.key for change in refused] == [key]:
+            _refuse(f"the {key} differs from the one the checkpoint was trained with", refused)
     if refused:
         _refuse("the data differs from what the checkpoint was trained on", refused)
 

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_early(data, config.model.name)
         import_transformers()
         with progress_console() as console:
-            from flatout.trainer.planned_run import plan_run
+            from flatout.trainer.planned_run import open_and_plan
             from flatout.trainer.preview import plan_at_hand
 
             reporter = Reporter(recorder, PhaseCallback(console))
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             device = _device(changed, name, args.measured)
             # `memory` is each GPU's, and not that of the CPU that makes the plan
             own = changed.model_copy(update={"memory": "auto"}) if name == "all" else changed
-            return changed, plan_run(own, reporter, rank, device), None
+            return changed, open_and_plan(own, reporter, rank, device), None
 
     config, planned, why_not = with_columns(plan_with, config.data, takes=args.yes)
     from flatout.trainer.preview import fit_devices, summarize_plan

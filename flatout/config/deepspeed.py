@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from flatout.config.optim import OPTIMIZERS
 from flatout.errors import Fix, SettingError
 
 AUTO = "auto"
@@ -32,7 +33,6 @@ _SECTIONS = (
     "optimizer.params", "scheduler", "scheduler.params", "bf16", "fp16", "torch_autocast", "data_types", "timers",
     "timers.throughput",
 )  # fmt: skip
-_OPTIMIZERS = {"adamw": ("adam", "adamw"), "sgd": ("sgd",)}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # a flatout.config.schema.Config; that file imports this one
 Settings = Any
@@ -72,12 +72,12 @@ def check(config: Settings) -> None:
         raise SettingError(text, Fix({"strategy": "deepspeed"}))
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
-    if config.optim.name == "adamw8bit" or config.full.weights == "bf16":
-        raise SettingError(
-            "strategy: deepspeed does not work with optim.name: adamw8bit and full.weights: bf16, since it keeps fp32 "
-            "weights and moments",
-            Fix({"strategy": "fsdp"}),
-        )
+    has_optimizer = config.optim.path is None and OPTIMIZERS[config.optim.name].deepspeed
+    if not has_optimizer or config.full.weights == "bf16":
+        kept = "optim.path" if config.optim.path else f"optim.name: {config.optim.name}"
+        what = "full.weights: bf16" if has_optimizer else kept
+        text = f"strategy: deepspeed does not work with {what}, since it keeps fp32 weights and moments of its own"
+        raise SettingError(text, Fix({"strategy": "fsdp"}))
     for name, default in (("compute", "model"), ("hidden_states", "fp32")):
         if (value := getattr(config.full, name)) != default:
             text = f"strategy: deepspeed does not work with full.{name}: {value}"
@@ -195,7 +195,7 @@ def _section_problems(given: Mapping[str, Any], config: Settings) -> Iterator[st
     optim, schedule = config.optim, config.schedule
     optimizer, scheduler = given.get("optimizer") or {}, given.get("scheduler") or {}
     kind = optimizer.get("type", AUTO)
-    if kind != AUTO and str(kind).lower() not in _OPTIMIZERS.get(optim.name, ()):
+    if kind != AUTO and str(kind).lower() not in OPTIMIZERS[optim.name].deepspeed:
         yield _contradiction("optimizer.type", kind, "optim.name", optim.name)
     params = {
         "lr": ("optim.lr", optim.lr),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from flatout.config.section import PathText, Section, Share
+from flatout.config.section import PathText, Section, Share, own_code_problem, refuse_unused
 from flatout.errors import Fix, SettingError
 
 CompileMode: TypeAlias = Literal["auto", "off"]
@@ -131,6 +133,14 @@ class ExpertsConfig(Section):
     part of them, for the tokens of all. Must divide the number of ranks and the number of experts."""
 
 
+ADAPTER_STARTS: Mapping[str, str] = MappingProxyType({"uniform": "starts.uniform"})
+"""What an adapter's A may begin with: a module and function below flatout.models.lora."""
+if TYPE_CHECKING:
+    AdapterStartName: TypeAlias = str
+else:
+    AdapterStartName = Literal[tuple(ADAPTER_STARTS)]
+
+
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), fp32 master weights, no bias."""
 
@@ -159,6 +169,10 @@ class LoraConfig(Section):
     keep_tied: bool = True
     """Whether tied embeddings and head stay one weight if `modules_to_save` has one of them (PEFT's
     ensure_weight_tying); false: only the listed ones are trained, as separate weights."""
+    init: AdapterStartName = "uniform"
+    """What A begins with; B begins with zeros, so a new adapter changes nothing. uniform: as PEFT."""
+    init_path: PathText | None = None
+    """A function in a file of your own instead, which runs as code: start.py:principal (docs/extending.md)."""
     continue_from: Path | None = None
     """Start from the adapter in this folder (PEFT format) instead of a new one."""
 
@@ -186,6 +200,16 @@ class LoraConfig(Section):
             raise ValueError("layers is empty; list layers, or leave it out for all")
         if not (self.modules_to_save or self.keep_tied):
             raise ValueError("keep_tied has no effect without modules_to_save")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_start(self) -> Self:
+        if self.continue_from is not None:
+            refuse_unused(self, ("init", "init_path"), "continue_from, whose folder has the adapter to start from")
+        if self.init_path is not None:
+            refuse_unused(self, ("init",), "init_path")
+            if problem := own_code_problem(self.init_path, "start.py:principal"):
+                raise ValueError(f"init_path {problem}")
         return self
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
-from flatout.config.section import PathText, Section
+from flatout.config.section import PathText, Section, own_code_problem
 from flatout.errors import Fix, SettingError, UsageError
 
 REFERENCE = "reference_logprob"
@@ -128,8 +127,8 @@ class ObjectiveConfig(Section):
         if self.path is not None:
             if "kind" in self.model_fields_set and self.kind != type(self).model_fields["kind"].default:
                 raise ValueError("kind and path are both given; keep one")
-            if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", self.path):
-                raise ValueError(f"path is {self.path!r}; expected FILE.py:CLASS, such as my_loss.py:MyLoss")
+            if problem := own_code_problem(self.path, "my_loss.py:MyLoss"):
+                raise ValueError(f"path {problem}")
             return self
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)

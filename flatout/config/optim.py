@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, WithJsonSchema, model_validator
 
 from flatout.config.objective import OBJECTIVES, class_of_kind
-from flatout.config.section import Section, Share, refuse_unused
+from flatout.config.section import PathText, Section, Share, own_code_problem, refuse_unused
 from flatout.errors import Fix
 
 LR_OF_METHOD: Mapping[str, float] = {"lora": 2e-4, "full": 1e-5}
@@ -17,11 +20,58 @@ _LR_SCHEMA = {"anyOf": [{"enum": ["auto"]}, {"type": "number", "exclusiveMinimum
 _AUTO = Field(gt=0, le=1e30, json_schema_extra={"default": "auto"})
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerTraits:
+    """What settings, plans and checkpoints know of an optimizer without making one."""
+
+    moments: tuple[str, ...]
+    """Keys of its state for tensors with one value per trained weight, in fp32 at least."""
+    make: str = ""
+    """Module and function below flatout.optim that makes it; empty for a class in a person's own file."""
+    counts_steps: bool = True
+    """Whether its state has the number of updates as `step`."""
+    unused: tuple[str, ...] = ()
+    """Settings of this section that it does not read."""
+    stores_8_bits: bool = False
+    """Whether it stores moments in 8 bits where a weight's rows are whole blocks."""
+    trains_bf16: bool = False
+    """Whether it rounds updates of bf16 weights so that small ones are not lost."""
+    is_flat: bool = False
+    """Whether it updates adapters as one flat tensor, which keeps the addresses of gradients."""
+    usual_lr: bool = True
+    """Whether the usual learning rates, which are AdamW's, are usual for it."""
+    deepspeed: tuple[str, ...] = ()
+    """Its names in a DeepSpeed JSON; empty: DeepSpeed does not run it."""
+
+
+# a row is all that flatout knows of an optimizer; docs/extending.md says how to add one
+OPTIMIZERS: Mapping[str, OptimizerTraits] = MappingProxyType(
+    {
+        "adamw": OptimizerTraits(
+            ("exp_avg", "exp_avg_sq"), "adamw.make", trains_bf16=True, is_flat=True, deepspeed=("adam", "adamw")
+        ),
+        "adamw8bit": OptimizerTraits(
+            ("exp_avg", "exp_avg_sq"), "adamw_8bit.make", stores_8_bits=True, trains_bf16=True
+        ),
+        "sgd": OptimizerTraits(
+            ("momentum_buffer",), "sgd.make", counts_steps=False, unused=("beta2", "eps"), is_flat=True,
+            usual_lr=False, deepspeed=("sgd",),
+        ),
+    }
+)  # fmt: skip
+if TYPE_CHECKING:
+    OptimizerName: TypeAlias = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
 class OptimConfig(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits."""
+    path: PathText | None = None
+    """A class in a file of your own instead, which runs as code: lion.py:Lion (docs/extending.md)."""
     lr: Annotated[float, _AUTO, WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
     """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and other rates for preference
     losses, reward models and classifiers (docs/preference.md)."""
@@ -37,10 +87,22 @@ class OptimConfig(Section):
     """Clip gradients to this global L2 norm; null: no clipping."""
 
     @model_validator(mode="after")
-    def _sgd_has_no_second_moment(self) -> Self:
-        if self.name == "sgd":
-            refuse_unused(self, ("beta2", "eps"), "optim.name: sgd, which has no second moment")
+    def _reads_what_is_set(self) -> Self:
+        if self.path is None:
+            refuse_unused(self, OPTIMIZERS[self.name].unused, f"optim.name: {self.name}, which does not read it")
+        elif self.name != type(self).model_fields["name"].default:
+            raise ValueError("name and path are both given; keep one")
+        elif problem := own_code_problem(self.path, "lion.py:Lion"):
+            raise ValueError(f"path {problem}")
         return self
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """What is known of the optimizer; runs a person's own file. Raises UsageError for one that cannot be used."""
+        if self.path is None:
+            return OPTIMIZERS[self.name]
+        traits: OptimizerTraits = import_module("flatout.optim.own").load_class(self).traits
+        return traits
 
 
 def lr_of(method: object, objective: str) -> float | None:

@@ -14,7 +14,7 @@ from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.objective import ObjectiveConfig, kind_of, with_trained_score
-from flatout.config.optim import OptimConfig, ScheduleConfig, lr_of
+from flatout.config.optim import OPTIMIZERS, OptimConfig, ScheduleConfig, lr_of
 from flatout.config.parallel import (
     STRATEGIES,
     CommConfig,
@@ -369,7 +369,8 @@ class Config(Section):
                     "base.backward: fp8": self.base.backward == "fp8",
                     "batch.layout: rows": self.batch.layout == "rows",
                     "faults.min_ranks, which leaves out single ranks": self.faults.min_ranks is not None,
-                    "optim.name: adamw8bit": self.optim.name == "adamw8bit",
+                    f"optim.name: {self.optim.name}": OPTIMIZERS[self.optim.name].stores_8_bits,
+                    "optim.path": self.optim.path is not None,
                     "full.weights: bf16": self.full.weights == "bf16",
                     "full.update: backward": self.full.update == "backward",
                     "sharding.offload": self.sharding.offload,

@@ -99,3 +99,12 @@ def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *fixes: Fi
         if getattr(section, name) != type(section).model_fields[name].default:
             text = f"{path}{name} {why if why.startswith('needs ') else f'has no effect with {why}'}"
             raise SettingError(text, *fixes)
+
+
+def own_code_problem(where: str, example: str) -> str | None:
+    """Say what is wrong with a setting that should be FILE.py:NAME; None if it is."""
+    return (
+        None
+        if re.fullmatch(r".+\.py:[A-Za-z_]\w*", where)
+        else f"is {where!r}; expected FILE.py:NAME, such as {example}"
+    )

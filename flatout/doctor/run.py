@@ -29,6 +29,7 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import ANY_DEVICE, GIB
 from flatout.planner.memory.budget import memory_model
 from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.settings import PlanSettings
 from flatout.trainer.model_shape import read_shape
 
 JOIN_S = 300.0
@@ -104,8 +105,9 @@ def checkpoint_bytes(config: Config) -> int:
     """Return the size of one checkpoint in bytes: the trained weights in their dtype, and the optimizer's state."""
     shape = read_shape(config.model.name, config.model.revision, trained=config.model.trained_parts)
     # with `update: backward` the estimate counts one tensor's gradient, but the checkpoint holds every weight
-    config = config.model_copy(update={"full": config.full.model_copy(update={"update": "step"})})
-    estimate = memory_model(config, shape, ANY_DEVICE).estimate(MicroBatchSize(1, 1, 1), "none")
+    full = config.full.model_copy(update={"update": "step"})
+    settings = PlanSettings.of(config.model_copy(update={"full": full}))
+    estimate = memory_model(settings, shape, ANY_DEVICE).estimate(MicroBatchSize(1, 1, 1), "none")
     # the gradients have the size of the trained weights
     return estimate.gradients_bytes + estimate.optimizer_bytes
 

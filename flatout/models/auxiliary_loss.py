@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,68 +15,35 @@ from flatout.models.packed import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What an auxiliary loss may know of a step before its first pass; counts are over all ranks and micro-batches.
-
-    `normalizer` is what the objective's loss is divided by, `sum_values` sums a tensor over ranks (collective).
-    """
+    """What an auxiliary loss may know of a step before its first pass."""
 
     index: int
     num_tokens: int
+    """Tokens of all ranks and micro-batches."""
     normalizer: float
+    """What the objective's loss is divided by."""
     device: torch.device
     sum_values: Callable[[Tensor], Tensor]
-
-
-Observer = Callable[[PreTrainedModel, PackedBatch, Tensor], None]
-"""Reads a pass that computes no loss; the tensor (T, D) has its last hidden states."""
+    """Sums a tensor over ranks; collective."""
 
 
 class AuxiliaryLoss:
     """A loss added to the objective's, with its own normalizer and sums; this one is 0.
 
-    It may also read passes that compute no loss (`observing`), before a step or over an evaluation set.
-    Every rank has an equal one, and takes its passes together. `buffers` are tensors of the model that updates move,
-    by full name: checkpoints and exports keep them.
+    Every rank has an equal one, and takes its passes together.
     """
 
     buffers: Mapping[str, Tensor]
+    """Tensors of the model that updates move, by full name: checkpoints and exports keep them."""
 
     def __init__(self) -> None:
         self.buffers = {}
-        # those that only observe the passes now, before a step
-        self.observing: tuple[Observer, ...] = ()
-        # what `Objective.estimates` names, of this step or evaluation set
-        self.estimates: dict[str, Tensor] = {}
         self._step: StepFacts | None = None
 
     @property
-    def num_sums(self) -> int:
-        """The length of `sums`."""
-        return 0
-
-    @property
     def sums(self) -> Tensor:
-        """This rank's part of the step, fp64 (num_sums,), to be summed over ranks."""
+        """This rank's part of the step, fp64 (num_aux_sums,), to be summed over ranks."""
         return torch.zeros(0, dtype=torch.float64, device=self._step.device if self._step else None)
-
-    @contextmanager
-    def pre_step_passes(self, step: StepFacts, num_micro_batches: int) -> Iterator[bool]:
-        """Start a step; say whether passes without gradients, in this context, have to come first."""
-        self.start_step(step)
-        needed = self.needs_passes(num_micro_batches)
-        with self.observed_by(*((self.observe,) if needed else ())):
-            yield needed
-        if needed:
-            self.end_passes()
-
-    @contextmanager
-    def observed_by(self, *observers: Observer) -> Iterator[None]:
-        """Let observers read the passes within, which compute no loss."""
-        self.observing = observers
-        try:
-            yield
-        finally:
-            self.observing = ()
 
     def start_step(self, step: StepFacts) -> None:
         """Start a step; also to repeat it, after an out-of-memory error."""
@@ -91,8 +57,8 @@ class AuxiliaryLoss:
         """Whether the step needs passes without gradients over its micro-batches before the others."""
         return False
 
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-        """Read a pass of those that a step needs before; see `Observer`."""
+    def observe(self, model: PreTrainedModel, batch: PackedBatch) -> None:
+        """Read what the layers computed in one of these passes."""
 
     def end_passes(self) -> None:
         """End these passes; may sum over ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -70,30 +71,28 @@ class ModelWithLoss(nn.Module):
         # reads losses in passes without gradients: of label tokens (L,), or as `LossInputs.example_losses`
         self.on_losses: Callable[[PackedBatch, torch.Tensor], None] | None = None
 
-    def forward(self, batch: PackedBatch, predict: bool = False) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        batch: PackedBatch,
+        compute: Compute | None = None,
+        estimates: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> tuple[torch.Tensor, ...]:
         """Return the objective's sums in the order of their names; strategies find the tensors in a plain tuple.
 
-        With `predict`, return `next_logits` instead; strategies gather sharded weights only around this method.
+        With `compute`, return what it does instead: strategies gather sharded weights only around this method.
+        `estimates` has what `Objective.estimates` names.
         """
-        if predict:
-            return next_logits(self.model, batch)
         try:
-            return self._observed(batch) if self.aux_loss.observing else self._sums(batch)
+            return compute(self, batch) if compute else self._sums(batch, estimates)
         finally:
             # a pass that ran out of memory is repeated too
             self.aux_loss.end_pass()
 
-    def label_tokens(self, batch: PackedBatch, states: torch.Tensor) -> LabelTokens:
-        """Return what an objective reads of a batch whose last hidden states (T, D) are these."""
-        return LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
+    def label_tokens(self, batch: PackedBatch) -> LabelTokens:
+        """Return what an objective reads of a batch, computed without recorded graphs."""
+        return LabelTokens(hidden_states(self.model, batch), batch, TokenHead(self.model, self.tile_rows))
 
-    def _observed(self, batch: PackedBatch) -> tuple[torch.Tensor]:
-        states = hidden_states(self.model, batch)
-        for observe in self.aux_loss.observing:
-            observe(self.model, batch, states)
-        return (states.new_zeros(()),)
-
-    def _sums(self, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
+    def _sums(self, batch: PackedBatch, estimates: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if batch.loss_columns is None and self.objective.batch_columns is not None:
             # documents that check or warm up layers; they are no samples
             return packed_cross_entropy(self.model, batch, decoder=self.decoder, tile_rows=self.tile_rows)
@@ -102,9 +101,9 @@ class ModelWithLoss(nn.Module):
         if self.objective.reads == "scores":
             inputs = SampleScores(states, batch, ScoreHead(self.model))
         else:
-            inputs = self.label_tokens(batch, states)
+            inputs = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
             inputs.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
-        inputs.estimates = self.aux_loss.estimates
+        inputs.estimates = estimates
         loss_sum, *others = sums_of(self.objective, inputs)
         losses = inputs.kept_losses if self.objective.scope == "token" else inputs.example_losses
         if self.on_losses and losses is not None:
@@ -133,6 +132,17 @@ class ModelWithLoss(nn.Module):
             return hidden_states(self.model, batch)
         finally:
             hook.remove()
+
+
+Compute = Callable[[ModelWithLoss, PackedBatch], tuple[torch.Tensor, ...]]
+"""What a pass computes of a batch in place of the objective's sums."""
+
+
+def observe_layers(loss: ModelWithLoss, batch: PackedBatch) -> tuple[torch.Tensor]:
+    """Let the auxiliary loss read a batch's layers, and compute no loss; return the last hidden states (T, D)."""
+    states = hidden_states(loss.model, batch)
+    loss.aux_loss.observe(loss.model, batch)
+    return (states,)
 
 
 def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.config.optim import OptimConfig
 from flatout.kernels.rounding import LOW_32, hash_32
+from flatout.optim.how import How, ParamGroups
 
 # values that share one scale of the 8-bit codes, at most and at least
 BLOCK_SIZE = 256
@@ -309,3 +311,13 @@ def quantize_blocks(values: Tensor, table: Tensor, block: int = BLOCK_SIZE) -> t
 def dequantize_blocks(codes: Tensor, scales: Tensor, table: Tensor, block: int = BLOCK_SIZE) -> Tensor:
     """Return the fp32 values (n,) that the codes and scales of `quantize_blocks` stand for."""
     return (table[codes.to(torch.int32)].view(-1, block) * scales[:, None]).view(-1)
+
+
+def adam_options(config: OptimConfig) -> dict[str, Any]:
+    """Return the settings of the section by the names of torch's AdamW."""
+    return {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+
+
+def make(groups: ParamGroups, config: OptimConfig, how: How) -> AdamW8bit:
+    """Return AdamW with moments in 8 bits."""
+    return AdamW8bit(groups, eight_bit=True, seed=how.seed, offset_of=how.offset_of, **adam_options(config))

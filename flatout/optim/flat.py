@@ -66,14 +66,6 @@ def foreach_accumulate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             parameter.grad = view
 
 
-class FlatAdamW(FlatOptimizer, torch.optim.AdamW):
-    """torch's AdamW over flat parameters."""
-
-
-class FlatSGD(FlatOptimizer, torch.optim.SGD):
-    """torch's SGD over flat parameters."""
-
-
 def owners(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
     """Return, by name, the optimizer's parameter that holds each one (a flat one, or itself), and its element offset.
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flatout.config.schema import Config, Recompute
+from flatout.config.schema import Recompute
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
 
 # backward of attention makes five matrix products where the forward makes two (Dao 2023, arXiv:2307.08691, section 3.1)
@@ -49,7 +50,7 @@ class CostModel:
 COST_BY_TOKENS = CostModel(per_token=1.0)
 
 
-def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") -> CostModel:
+def make_cost(settings: PlanSettings, shape: ModelShape, recompute: Recompute = "none") -> CostModel:
     """Return the cost model of training this shape.
 
     With N the matrix entries that a token is multiplied by in the blocks, r-rank adapters of N_lora entries, V x H the
@@ -64,9 +65,9 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
     counted expanded to full heads, as transformers trains it. Of experts, N and N_lora count those of one token.
     """
-    is_full = config.method == "full"
+    is_full = settings.method == "full"
     matrix = sum(layer.num_active_weights for layer in shape.layers)
-    adapter = 0 if is_full else shape.num_lora_params(config.lora, used=True)
+    adapter = 0 if is_full else shape.num_lora_params(settings.lora, used=True)
     again = 1 if recompute in ("full", "offload") else 0
     trained = 6 if is_full else 4
 
@@ -79,6 +80,6 @@ def make_cost(config: Config, shape: ModelShape, recompute: Recompute = "none") 
             per_label=float(of_head * shape.num_head_rows * shape.hidden_size),
         )
 
-    head = 6 if shape.trains_head(config.lora) else trained
+    head = 6 if shape.trains_head(settings.lora) else trained
     step_cost = cost(trained + 2 * again, 6 + 2 * again, 2.0 * (1.0 + ATTENTION_BACKWARD + again), head)
-    return replace(step_cost, useful=make_cost(config, shape) if again else None, forward=cost(2, 2, 2.0, 2))
+    return replace(step_cost, useful=make_cost(settings, shape) if again else None, forward=cost(2, 2, 2.0, 2))

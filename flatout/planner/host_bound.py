@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flatout.config.schema import Config
 from flatout.planner.devices import nominal_peak
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.training_plan import TrainingPlan
@@ -16,11 +15,11 @@ FP8_SPEEDUP = 1.5
 UNKNOWN_PEAK_FLOPS_PER_S = 400e12
 
 
-def reachable_flops_per_s(config: Config, device_name: str) -> float:
-    """Return the FLOPs per second that a step of this run reaches at most on a GPU of this name."""
+def reachable_flops_per_s(device_name: str, *, fp8: bool) -> float:
+    """Return the FLOPs per second that a step reaches at most on a GPU of this name, with products in `fp8` or not."""
     peak = nominal_peak(device_name, "bf16")
     flops_per_s = REACHED_SHARE * (peak.flops_per_s if peak else UNKNOWN_PEAK_FLOPS_PER_S)
-    return flops_per_s * (FP8_SPEEDUP if config.computes_in_fp8 else 1.0)
+    return flops_per_s * (FP8_SPEEDUP if fp8 else 1.0)
 
 
 def is_host_bound(plan: TrainingPlan, shape: ModelShape, flops_per_s: float) -> bool:

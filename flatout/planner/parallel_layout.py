@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from flatout.config.deepspeed import STAGE_3_BUFFERS_BYTES, offloads, stage_of
 from flatout.config.parallel import STRATEGIES, StrategyName
-from flatout.config.schema import Config
 from flatout.errors import Fix, UsageError
+from flatout.planner.settings import PlanSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ SINGLE_RANK = ParallelLayout()
 
 
 def resolve_layout(
-    config: Config, strategy: StrategyName, *, num_ranks: int, num_nodes: int, why: str
+    settings: PlanSettings, strategy: StrategyName, *, num_ranks: int, num_nodes: int, why: str
 ) -> ParallelLayout:
     """Resolve a named strategy (not `auto`) for `num_ranks` ranks. Raises UsageError if it does not fit them."""
-    expert_ranks, context_ranks = config.experts.parallel, config.context.parallel
+    expert_ranks, context_ranks = settings.expert_ranks, settings.context_ranks
     if num_ranks == 1:
         return ParallelLayout(reason="single: one rank" + (f", so not {strategy}" if strategy != "single" else ""))
     if strategy == "single":
@@ -77,12 +77,12 @@ def resolve_layout(
         )
     traits, num_replicas = STRATEGIES[strategy], 1
     if traits.package:
-        stage = stage_of(config.deepspeed)
+        stage = stage_of(settings.deepspeed)
         return ParallelLayout(
             strategy,
             num_ranks,
             reshard_after_forward=stage == 3,
-            offload=offloads(config.deepspeed),
+            offload=offloads(settings.deepspeed),
             reason=f"{reason}, ZeRO stage {stage}",
             sums_late=stage == 1,
             keeps_gradients=stage != 2,
@@ -91,7 +91,7 @@ def resolve_layout(
             compiles=stage < 3,
         )
     if traits.has_replicas:
-        num_replicas = config.sharding.replicas or num_nodes
+        num_replicas = settings.sharding.replicas or num_nodes
         if num_replicas < 2 or num_ranks % num_replicas or num_ranks == num_replicas:
             raise UsageError(
                 f"strategy: hsdp splits {num_ranks} ranks into at least two replicas of equal size, with at least two "
@@ -99,13 +99,13 @@ def resolve_layout(
                 [Fix({"strategy": "fsdp"})],
             )
         reason += f"; {num_replicas} replicas of {num_ranks // num_replicas} shards"
-    asked = config.sharding.reshard_after_forward
+    asked = settings.sharding.reshard_after_forward
     return ParallelLayout(
         strategy,
         num_ranks // num_replicas,
         num_replicas,
         reshard_after_forward=traits.shards_weights if asked == "auto" else asked,
-        offload=config.sharding.offload,
+        offload=settings.sharding.offload,
         reason=reason,
         sums_late=traits.sums_late,
         expert_ranks=expert_ranks,

@@ -156,14 +156,14 @@ def plan(
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
     from flatout.trainer.gpu import gpu_of
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.preview import summarize_plan
 
     if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):
         raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")
     rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
     gpu = find_device(device) if device else gpu_of(config, rank)
-    planned = plan_run(config, Reporter(callback), rank, gpu)
+    planned = open_and_plan(config, Reporter(callback), rank, gpu)
     summary = summarize_plan(config, planned, tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory
     parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatout.models.blocks import TRANSFORMERS_ATTENTION
+from flatout.models.model_with_loss import next_logits
 from flatout.models.stops import stop_token_ids
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.memory.sizes import MicroBatchSize
@@ -109,7 +110,7 @@ def sampler_model_of(run: TrainingRun) -> SamplerModel:
 
     model = SamplerModel(
         pretrained=run.model,
-        logits=lambda batch: run.loss_module(batch, True)[0],
+        logits=lambda batch: run.loss_module(batch, lambda loss, batch: next_logits(loss.model, batch))[0],
         device=run.device,
         tolerance=FLOAT8_TOLERANCE if run.config.computes_in_fp8 else TOLERANCES[run.dtype],
         # every rank computes these passes whole

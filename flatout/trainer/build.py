@@ -58,8 +58,10 @@ def build_run(
 
     A run that starts at step 0 measures passes with `memory_check`.
     """
-    check = memory_check if saved is None else None
-    run, why_no_graphs = assemble_run(setup) if check is None else assemble_measured(setup, check)
+    if saved is None and memory_check is not None:
+        run, why_no_graphs = assemble_measured(setup, memory_check)
+    else:
+        run, why_no_graphs = assemble_run(setup)
     # of the model as it stands at step 0, also in a run that resumes
     compute_reference(run, compares=saved is None)
     if saved is not None:
@@ -71,24 +73,24 @@ def build_run(
 
 
 def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[TrainingRun, str | None]:
-    """Measure passes of `assemble_run`; if these change the plan, assemble again, which measures each kind once."""
+    """Measure passes of `assemble_run`, and assemble again until the plan fits them; each kind is measured once."""
     device = setup.device
-    bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    run, why_no_graphs = assemble_run(setup)
-    measured, needs_replan = memory_check.check(run, bytes_before_model)
-    setup = replace(setup, planned=replace(run.planned, device=measured))
-    setup = setup.plan_again(measured) if needs_replan else setup
-    if setup.planned.pass_settings == run.planned.pass_settings:
-        memory_check.record(measured)
-        memory = replace(setup.planned.memory, recompute=run.memory.recompute)
-        return replace(run, planned=setup.planned, memory=memory), why_no_graphs
-    run.close()
-    del run
-    if device.type == "cuda":
-        # compiled graphs belong to the model that is dropped
-        torch.compiler.reset()
-    free_memory(device)
-    return assemble_measured(setup, memory_check)
+    while True:
+        bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        run, why_no_graphs = assemble_run(setup)
+        measured, needs_replan = memory_check.check(run, bytes_before_model)
+        setup = replace(setup, planned=replace(run.planned, device=measured))
+        setup = setup.plan_again(measured) if needs_replan else setup
+        if setup.planned.pass_settings == run.planned.pass_settings:
+            memory_check.record(measured)
+            memory = replace(setup.planned.memory, recompute=run.memory.recompute)
+            return replace(run, planned=setup.planned, memory=memory), why_no_graphs
+        run.close()
+        del run
+        if device.type == "cuda":
+            # compiled graphs belong to the model that is dropped
+            torch.compiler.reset()
+        free_memory(device)
 
 
 def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
@@ -135,19 +137,19 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
 
 def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
     """Load the model; return it with the set-up, planned again if shared prefixes or packing are inexact."""
-    proofs, batch = Proofs(setup), setup.config.batch
-    try:
-        return load_trainable(setup, proofs), setup, proofs
-    except PackingError as error:
-        shared = isinstance(error, SharedPrefixError)
-        setting = batch.share_prefix if shared else batch.layout
-        if setting != "auto" or setup.planned.plan.batch_layout.is_padded:
-            raise
-        reason = error.text.partition("; ")[0]
-    # here no frame of the failed check holds the model any more
-    free_memory(setup.device)
-    reasons = setup.planned.inexact_reasons._replace(**{"sharing" if shared else "packing": reason})
-    return load_or_replan(setup.plan_again(setup.planned.device, reasons))
+    while True:
+        proofs, batch, planned = Proofs(setup), setup.config.batch, setup.planned
+        try:
+            return load_trainable(setup, proofs), setup, proofs
+        except PackingError as error:
+            is_sharing = isinstance(error, SharedPrefixError)
+            setting = batch.share_prefix if is_sharing else batch.layout
+            if setting != "auto" or planned.plan.batch_layout.is_padded:
+                raise
+            inexact = {"sharing" if is_sharing else "packing": error.text.partition("; ")[0]}
+        # here no frame of the failed check holds the model any more
+        free_memory(setup.device)
+        setup = setup.plan_again(planned.device, planned.inexact_reasons._replace(**inexact))
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
@@ -208,8 +210,6 @@ def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter
     if routers.layers:
         loss.aux_loss = routers
         reporter.stage("experts", routers.line)
-    zero = torch.zeros((), device=loaded.model.device)
-    loss.aux_loss.estimates = dict.fromkeys(planned.objective.estimates, zero)
     return loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -100,9 +100,9 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
     set_sums = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
     with inference(run):
         for set_index, (own_sums, eval_set) in enumerate(zip(set_sums, run.eval_sets, strict=True)):
-            compute_eval_estimates(run, eval_set)
-            plan, step, run_passes = eval_set.plan, eval_set.step, partial(_sum_passes, run, worst, set_index)
-            own_sums += run_with_oom_retry(run, plan, step, run.loader_of(eval_set), "evaluation", run_passes)
+            run_passes = partial(_sum_passes, run, worst, set_index, compute_eval_estimates(run, eval_set))
+            loader = run.loader_of(eval_set)
+            own_sums += run_with_oom_retry(run, eval_set.plan, eval_set.step, loader, "evaluation", run_passes)
     sums_by_set = sum_unless_stopped(run, set_sums).tolist()
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in run.eval_sets]
     label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]
@@ -115,13 +115,18 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
 
 
 def _sum_passes(
-    run: TrainingRun, worst: WorstSamples, set_index: int, passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+    run: TrainingRun,
+    worst: WorstSamples,
+    set_index: int,
+    estimates: Mapping[str, Tensor],
+    passes: Sequence[MicroBatch],
+    batches: Iterator[PackedBatch],
 ) -> Tensor:
     total = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
     worst.start(set_index)
     for micro_batch, batch in zip(passes, until_stopped(run, batches), strict=False):
         with autocast(run), worst.reading(set_index, micro_batch):
-            sums = run.loss_module(batch)
+            sums = run.loss_module(batch, None, estimates)
         total += torch.stack([value.double() for value in sums])
     return total
 

@@ -35,7 +35,7 @@ def plan_graphs(
         return "as configured", ()
     if device.type != "cuda":
         return "only on CUDA", ()
-    if config.method != "lora" or config.optim.name == "adamw8bit" or planned.parallel_layout.lockstep:
+    if config.method != "lora" or not config.optim.traits.is_flat or planned.parallel_layout.lockstep:
         return "gradients have no fixed address", ()
     if why := _host_reads(model) or _varies(planned):
         return why, ()
@@ -43,7 +43,10 @@ def plan_graphs(
         return "dropout and recompute need the host", ()
     if config.compile == "off" or config.deterministic:
         return NOT_COMPILED, ()
-    plan, flops_per_s = planned.plan, reachable_flops_per_s(config, torch.cuda.get_device_name(device))
+    plan, flops_per_s = (
+        planned.plan,
+        reachable_flops_per_s(torch.cuda.get_device_name(device), fp8=config.computes_in_fp8),
+    )
     if not is_host_bound(plan, planned.shape, flops_per_s):
         return "the GPU is slower than the host", ()
     steps = list(plan.sampled_steps(32))

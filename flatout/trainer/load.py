@@ -10,6 +10,7 @@ import torch
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
 from flatout.environment import CAPABILITY, ask_for_deterministic_cublas, keep_compiled_kernels, named_capability
+from flatout.errors import Fix, UsageError
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import import_compiler
 from flatout.models.experts.router import prepare_biases
@@ -41,6 +42,9 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
     if device.type == "cuda" and (named := named_capability()):
         reporter.stage("kernels", f"chosen as on compute capability {named[0]}.{named[1]}: {CAPABILITY} is set")
     waits = weights_wait_in_files(config, planned, device)
+    if waits and config.lora.init_path is not None:
+        text = "lora.init_path reads whole weights, of which each rank loads its shard only"
+        raise UsageError(f"{text}", [Fix({"strategy": "ddp"})])
     reporter.phase("loading weights")
     token_ids, num_rows = new_token_ids(config.data, config.model.name)
     loaded = load_model(

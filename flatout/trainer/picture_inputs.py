@@ -25,6 +25,7 @@ from flatout.models.packed import PackedBatch
 from flatout.models.picture_check import PictureDocument
 from flatout.models.pictures import PicturePacker
 from flatout.planner.parallel_layout import ParallelLayout
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
 from flatout.track.callback import Reporter
 
@@ -175,9 +176,9 @@ def processor_of(store: TokenStore) -> PictureProcessor:
     return PictureProcessor(meta.tokenizer, load_tokenizer(meta.tokenizer, added=meta.added_tokens))
 
 
-def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout) -> None:
+def require_trainable(settings: PlanSettings, store: TokenStore, layout: ParallelLayout) -> None:
     """Raise UsageError for settings that pictures, or training what reads them, do not go with yet."""
-    parts = config.model.trained_parts
+    parts = settings.trained_parts
     if not store.num_pictures:
         if parts:
             raise UsageError(
@@ -186,16 +187,16 @@ def require_trainable(config: Config, store: TokenStore, layout: ParallelLayout)
             )
         return
     unproved = {
-        f"full.compute: {config.full.compute}": config.full.compute != "model",
-        f"base.backward: {config.base.backward}": config.base.backward != "same",
+        f"full.compute: {settings.full.compute}": settings.full.compute != "model",
+        f"base.backward: {settings.base.backward}": settings.base.backward != "same",
         f"strategy {layout.strategy}": STRATEGIES[layout.strategy].has_replicas,
     }
     for what, is_wanted in unproved.items():
         if parts and is_wanted:
             raise UsageError(f"model.freeze_{min(parts)}: false is not proved with {what}; leave one of them out")
     refused = [
-        ("context.parallel", config.context.parallel, config.context.parallel > 1, 1),
-        ("experts.parallel", config.experts.parallel, config.experts.parallel > 1, 1),
+        ("context.parallel", settings.context_ranks, settings.context_ranks > 1, 1),
+        ("experts.parallel", settings.expert_ranks, settings.expert_ranks > 1, 1),
         ("strategy", layout.strategy, STRATEGIES[layout.strategy].package is not None, "ddp"),
     ]
     for setting, value, is_wanted, instead in refused:

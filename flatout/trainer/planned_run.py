@@ -15,7 +15,8 @@ from flatout.checkpoint.resume_check import config_changes
 from flatout.checkpoint.write import data_of
 from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
-from flatout.config.schema import Config, DataConfig
+from flatout.config.own_code import load_own
+from flatout.config.schema import Config, DataConfig, ScheduleConfig
 from flatout.data.build import open_or_build
 from flatout.data.classes import in_order_of
 from flatout.data.judged import with_undesirable
@@ -34,6 +35,7 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.parallel_layout import ParallelLayout
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.planned_samples import PlannedSamples
@@ -43,48 +45,84 @@ from flatout.track.callback import Reporter
 from flatout.trainer.context_and_expert_parallel import check_context
 from flatout.trainer.data_sets import EvalSet, KLPairs, make_eval_set, plan_kl_pairs
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
-from flatout.trainer.model_shape import read_shape
+from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
 from flatout.trainer.start_check import check_start, require_disk
-from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, hold_out_samples, plan_training
+from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, Steps, hold_out_samples, plan_training
 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
 UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
 # what ranks compare, in words
-FACTS_BY_NAME = {"data": "samples", "eval_data": "evaluation samples", "plan": "steps", "model": "base model's files"}
+FACTS_BY_NAME = {
+    "optim": "optimizer's file",
+    "data": "samples",
+    "eval_data": "evaluation samples",
+    "plan": "steps",
+    "model": "base model's files",
+}
 # settings of the training data's rows, which a data set for evaluation was built without
 CHOOSES_ROWS = {"sources", "on_bad_row", "dedupe", "num_samples", "shuffle", "seed"}
 # paths and process counts may differ between nodes; content is compared by fingerprint
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
 
 
+class RunData(NamedTuple):
+    """What a plan is made of, opened once: the loss, the model's sizes and the data."""
+
+    settings: PlanSettings
+    objective: Objective
+    shape: ModelShape
+    text_config: Any
+    """The configuration of the model's decoder."""
+    split: SplitStore
+    eval_stores: Mapping[str, TokenStore]
+    """The data sets to evaluate on, by name."""
+    scoring: Scoring | None
+    """The scores that the run trains, if any."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """Tokens and steps of a run. `fingerprints` identifies the data, the plan and the objective.
+    """Tokens and steps of a run."""
 
-    `kl_pairs` has the same steps over KL pairs, if the objective estimates something of them.
-    `sharing` says whether samples share prefixes, and why. `inexact_reasons` is as `plan_run` has it.
-    """
-
-    shape: ModelShape
-    store: TokenStore
+    data: RunData
     plan: TrainingPlan
     eval_sets: tuple[EvalSet, ...]
     prompts: EvalPrompts | None
     parallel_layout: ParallelLayout
     memory: MemoryDecision
     fingerprints: Mapping[str, Any]
-    objective: Objective
+    """What identifies the data, the plan and the objective."""
     normalizers: Normalizers
-    scoring: Scoring | None = None
     device: Device | None = None
+    """The GPU that the run is planned for; None: the CPU."""
     sharing: str = ""
+    """Whether samples share prefixes, and why."""
     inexact_reasons: InexactReasons = EXACT
+    """Why the model must not pack samples or share prefixes."""
     kl_pairs: KLPairs | None = None
+    """The same steps over KL pairs, if the objective estimates something of them."""
+
+    @property
+    def objective(self) -> Objective:
+        return self.data.objective
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.data.shape
+
+    @property
+    def store(self) -> TokenStore:
+        """The data set to train on."""
+        return self.data.split.store
+
+    @property
+    def scoring(self) -> Scoring | None:
+        return self.data.scoring
 
     @property
     def data_sets(self) -> list[PlannedDataSet]:
@@ -110,48 +148,45 @@ class PlannedRun:
 PlannedDataSet = PlannedRun | KLPairs | EvalSet
 
 
-class RunData(NamedTuple):
-    """What a plan is made of: the loss, the model's sizes, the data, and the scores that it trains, if any."""
-
-    objective: Objective
-    shape: ModelShape
-    split: SplitStore
-    scoring: Scoring | None
-
-
 def plan_run(
     config: Config,
+    data: RunData,
     reporter: Reporter,
     rank: Rank,
     device: Device | None = None,
     *,
-    data: RunData | None = None,
     inexact_reasons: InexactReasons = EXACT,
 ) -> PlannedRun:
     """Choose a micro-batch that fits in device memory, and plan every step.
 
-    `device` is the GPU (as `gpu_of` returns it), None the CPU. `data` is opened if it is None. `inexact_reasons` are
-    of a model that its config would allow to pack and to share prefixes.
-    Raises DataError, UsageError, SecurityError, and ResourceError when the longest sample does not fit.
+    `device` is the GPU (as `gpu_of` returns it), None the CPU. `inexact_reasons` are of a model that its config would
+    allow to pack and to share prefixes. Raises DataError, UsageError, and ResourceError when the longest sample does
+    not fit.
     """
-    objective, shape, split, scoring = data or open_data(config, reporter, rank, starts=False)
-    store = split.store
-    plan, layout, memory, sharing = plan_training(config, shape, split, rank, device, reporter, inexact_reasons)
-    if config.full.update == "backward":
-        check_backward_update(config, plan, rank)
-    report_plan(config, plan, layout, memory, reporter)
-    report_objective(config, plan, reporter, normalizers := make_normalizers(objective, store))
-    eval_sets = plan_evaluation(config, split, plan, memory.micro_batch_tokens, reporter, objective)
+    settings, objective, store = data.settings, data.objective, data.split.store
+    steps = plan_training(settings, data.shape, data.text_config, data.split, rank, device, reporter, inexact_reasons)
+    plan, memory = steps.plan, steps.memory
+    if settings.full.update == "backward":
+        check_backward_update(settings, plan, rank)
+    report_plan(config.schedule, steps, reporter)
+    report_objective(settings.method, plan, reporter, normalizers := make_normalizers(objective, store))
+    eval_sets = plan_evaluation(data, config.eval.best, plan, memory.micro_batch_tokens, reporter)
     kl_pairs, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
     # a model that scores answers nothing
-    evaluated = [] if scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
-    prompts = read_eval_prompts(config, store, evaluated, shape.max_positions, memory.longest_pass_tokens, reporter)
+    evaluated = [] if data.scoring else [(eval_set.store, eval_set.step.sample_ids) for eval_set in eval_sets]
+    longest_pass = memory.longest_pass_tokens
+    prompts = read_eval_prompts(config, store, evaluated, data.shape.max_positions, longest_pass, reporter)
     fingerprints = fingerprints_of(config, objective, store, plan, eval_sets)
     return PlannedRun(
-        shape=shape, store=store, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=layout,
-        memory=memory, fingerprints=fingerprints, objective=objective, normalizers=normalizers,
-        scoring=scoring, device=device, sharing=sharing, inexact_reasons=inexact_reasons, kl_pairs=kl_pairs,
+        data=data, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=steps.parallel_layout,
+        memory=memory, fingerprints=fingerprints, normalizers=normalizers, device=device, sharing=steps.sharing,
+        inexact_reasons=inexact_reasons, kl_pairs=kl_pairs,
     )  # fmt: skip
+
+
+def open_and_plan(config: Config, reporter: Reporter, rank: Rank, device: Device | None = None) -> PlannedRun:
+    """Open the data and plan a run that does not start here. Raises what `open_data` and `plan_run` raise."""
+    return plan_run(config, open_data(config, reporter, rank, starts=False), reporter, rank, device)
 
 
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
@@ -184,7 +219,7 @@ def lr_note(config: Config, objective: Objective) -> str:
     The usual rates are AdamW's, for pretrained weights.
     """
     usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
-    if not usual or config.optim.name == "sgd" or config.model.init == "random":
+    if not usual or not config.optim.traits.usual_lr or config.model.init == "random":
         return ""
     pairs_lr = Preference.usual_lr[config.method]
     if config.objective.path and isinstance(objective, Preference) and UNUSUAL_LR * pairs_lr < lr <= UNUSUAL_LR * usual:
@@ -220,7 +255,22 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    return RunData(objective, shape, hold_out_samples(store, config, reporter), scoring)
+    split = hold_out_samples(store, config.eval, config.seed, reporter)
+    eval_stores = open_eval_stores(config, store, objective, reporter)
+    text_config = read_text_config(model.name, model.revision)
+    return RunData(PlanSettings.of(config), objective, shape, text_config, split, eval_stores, scoring)
+
+
+def open_eval_stores(
+    config: Config, store: TokenStore, objective: Objective, reporter: Reporter
+) -> dict[str, TokenStore]:
+    """Return the data sets to evaluate on by name: the training data with a share held out, or those of `eval.data`."""
+    stores = {config.data.name: store} if config.eval.fraction else {}
+    for name in config.eval.data_names:
+        eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
+        opened = open_tokens(DataConfig.model_validate(eval_config), config, reporter, objective)
+        stores[name] = in_order_of(opened, store.meta.labels)
+    return stores
 
 
 def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:
@@ -265,7 +315,7 @@ def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bo
         )
 
 
-def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> None:
+def check_backward_update(settings: PlanSettings, plan: TrainingPlan, rank: Rank) -> None:
     """Raise UsageError unless weights can be updated in the backward pass: one process, one micro-batch per step.
 
     Checks every step of the plan, unless the longest samples together fit in one micro-batch.
@@ -275,7 +325,7 @@ def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> Non
             f"full.update: backward updates before ranks can sum gradients; got {rank.world} ranks, use one",
             [Fix({"full.update": "step"})],
         )
-    if config.model.precision == "fp16":
+    if settings.precision == "fp16":
         raise UsageError("full.update: backward cannot unscale gradients of fp16", [Fix({"model.precision": "bf16"})])
     count = min(plan.batch.samples_per_step, plan.num_units)
     largest = np.partition(plan.unit_tokens, -count)[-count:]
@@ -292,20 +342,18 @@ def check_backward_update(config: Config, plan: TrainingPlan, rank: Rank) -> Non
             )
 
 
-def report_plan(
-    config: Config, plan: TrainingPlan, parallel_layout: ParallelLayout, memory: MemoryDecision, reporter: Reporter
-) -> None:
+def report_plan(schedule: ScheduleConfig, steps: Steps, reporter: Reporter) -> None:
     """Tell what was decided about the schedule, the strategy, the memory and the steps."""
-    if note := warmup_note(config.schedule, plan.num_steps):
+    if note := warmup_note(schedule, steps.plan.num_steps):
         reporter.stage("schedule", note)
-    reporter.stage("strategy", parallel_layout.reason)
-    reporter.stage("memory", memory.reason)
-    reporter.stage("plan", plan.describe(parallel_layout.context_ranks))
+    reporter.stage("strategy", steps.parallel_layout.reason)
+    reporter.stage("memory", steps.memory.reason)
+    reporter.stage("plan", steps.plan.describe(steps.parallel_layout.context_ranks))
 
 
-def report_objective(config: Config, plan: TrainingPlan, reporter: Reporter, normalizers: Normalizers) -> None:
+def report_objective(method: str, plan: TrainingPlan, reporter: Reporter, normalizers: Normalizers) -> None:
     """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
-    objective, part = normalizers.objective, "third" if config.method == "full" else "half"
+    objective, part = normalizers.objective, "third" if method == "full" else "half"
     for note in objective.notes({name: float(values.sum()) for name, values in normalizers.values.items()}):
         reporter.event("objective", {"notes": note})
     if REFERENCE in objective.columns:
@@ -318,15 +366,13 @@ def report_objective(config: Config, plan: TrainingPlan, reporter: Reporter, nor
 
 
 def plan_evaluation(
-    config: Config, data: SplitStore, plan: TrainingPlan, planned_tokens: int, reporter: Reporter, objective: Objective
+    data: RunData, best: str, plan: TrainingPlan, planned_tokens: int, reporter: Reporter
 ) -> tuple[EvalSet, ...]:
-    """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on."""
-    store, train_ids, eval_ids = data
-    stores = {config.data.name: store} if config.eval.fraction else {}
-    for name in config.eval.data_names:
-        eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
-        opened = open_tokens(DataConfig.model_validate(eval_config), config, reporter, objective)
-        stores[name] = in_order_of(opened, store.meta.labels)
+    """Return the evaluation data sets; empty without one. Logs an event for rows that are also trained on.
+
+    Raises DataError if they have no value of the metric `best`.
+    """
+    objective, stores, (store, train_ids, eval_ids) = data.objective, data.eval_stores, data.split
     eval_sets = []
     train_hashes = store.hashes if train_ids is None else store.hashes[train_ids]
     for name, eval_store in stores.items():
@@ -337,7 +383,7 @@ def plan_evaluation(
         sizes = Samples(lengths, lengths, units=units).unit_tokens(
             is_padded=plan.batch_layout.is_padded, with_padding=False
         )
-        budget = config.batch.micro_batch_tokens or max(planned_tokens, int(sizes.max()))
+        budget = data.settings.batch.micro_batch_tokens or max(planned_tokens, int(sizes.max()))
         layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
         samples = select_samples(eval_store.lengths, eval_store.num_label_tokens, eval_ids, layout, unit_offsets)
         normalizers = make_normalizers(objective, eval_store)
@@ -350,9 +396,9 @@ def plan_evaluation(
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in eval_sets]
     counts = [sum(set_counts) for set_counts in zip(*counts_by_set, strict=True)]
-    if eval_sets and config.eval.best not in (known := objective.means(counts, counts)):
+    if eval_sets and best not in (known := objective.means(counts, counts)):
         raise DataError(
-            f"eval.best: {config.eval.best} has no value on the evaluation data, which lacks the answers that it is a "
+            f"eval.best: {best} has no value on the evaluation data, which lacks the answers that it is a "
             f"mean over; take other rows, or one of {', '.join(known)}"
         )
     return tuple(eval_sets)
@@ -369,6 +415,8 @@ def fingerprints_of(
         fingerprints["eval_data"] = identities if len(identities) > 1 else identities[0]
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
+    if config.optim.path is not None:
+        fingerprints["optim"] = load_own("optim.path", config.optim.path).digest
     return fingerprints
 
 

@@ -23,13 +23,14 @@ from flatout.planner.memory.budget import (
     longest_document_tokens,
     memory_model,
 )
+from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
 from flatout.track.callback import Reporter
 from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.gpu import gpu_of
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_data, plan_run
 from flatout.trainer.steps_and_memory import fit_plan
 
 
@@ -79,10 +80,10 @@ class PlanSummary:
 
 def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, str]:
     """Say for every GPU of `DEVICES` how the planned steps fit on it, by the fitted constants of the memory model."""
-    fits = {}
+    fits, settings = {}, PlanSettings.of(config)
     for device in DEVICES.values():
         try:
-            plan, layout, decision = fit_plan(config, planned.shape, planned.plan, rank, device)
+            plan, layout, decision = fit_plan(settings, planned.shape, planned.plan, rank, device)
         except ResourceError as error:
             fits[device.name] = f"cannot train: {error.text.partition(';')[0]}"
             continue
@@ -94,7 +95,7 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
         strategy = f"{layout.strategy}, " if rank.world > 1 else ""
         fits[device.name] = (
             f"{strategy}{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
-            f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(config, device) / GIB:.1f} GiB"
+            f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(settings, device) / GIB:.1f} GiB"
         )
     return fits
 
@@ -103,12 +104,13 @@ def plan_at_hand(config: Config, reporter: Reporter, rank: Rank) -> tuple[Planne
     """Plan for the GPU of this machine, if it has one; without it, and with the reason, if the run does not fit."""
     has_gpu = config.wanted_device != "cpu" and torch.cuda.is_available()
     gpu = gpu_of(config, rank) if has_gpu else None
+    data = open_data(config, reporter, rank, starts=False)
     try:
-        return plan_run(config, reporter, rank, gpu), None
+        return plan_run(config, data, reporter, rank, gpu), None
     except ResourceError as error:
         if gpu is None or config.full.update == "backward":  # no plan without a GPU is known to fit in one pass
             raise
-        return plan_run(config, Reporter(), rank), "; or ".join([error.text, *map(str, error.fixes)])
+        return plan_run(config, data, Reporter(), rank), "; or ".join([error.text, *map(str, error.fixes)])
 
 
 def summarize_plan(
@@ -116,8 +118,9 @@ def summarize_plan(
 ) -> PlanSummary:
     """Go through every step of a plan. `tokens_per_s`, over all ranks, adds a time estimate."""
     decision, layout, device = planned.memory, planned.parallel_layout, planned.device
+    settings = planned.data.settings
     on_cpu = device is None and (config.wanted_device == "cpu" or not torch.cuda.is_available())
-    model = decision.model or memory_model(config, planned.shape, CPU if on_cpu else ANY_DEVICE, layout)
+    model = decision.model or memory_model(settings, planned.shape, CPU if on_cpu else ANY_DEVICE, layout)
     totals = add_up(
         planned.plan,
         num_held_out=planned.store.num_samples - planned.plan.num_samples,
@@ -129,8 +132,8 @@ def summarize_plan(
     totals = with_forward_passes(totals, estimates, _reference_passes(planned))
     longest = None
     if device is not None:
-        longest = longest_document_tokens(config, planned.shape, device, totals.label_share, layout)
-    host_bytes = cpu_budget(config, is_alone=True) if on_cpu and totals.num_ranks == 1 else None
+        longest = longest_document_tokens(settings, planned.shape, device, totals.label_share, layout)
+    host_bytes = cpu_budget(settings, is_alone=True) if on_cpu and totals.num_ranks == 1 else None
     return PlanSummary(planned, totals, longest, host_bytes, why_not)
 
 

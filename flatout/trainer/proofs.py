@@ -122,7 +122,7 @@ class Proofs:
         """Prove pictures on all ranks as `models/picture_check.py` does, and report it; not for data without any."""
         if (store := self._pictures) is None:
             return
-        require_trainable(self._config, store, self._planned.parallel_layout)
+        require_trainable(self._planned.data.settings, store, self._planned.parallel_layout)
         unreached: list[str] = []
 
         def check() -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.objective import REFERENCE
@@ -29,15 +27,15 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
-from flatout.models.packed import PackedBatch
 from flatout.planner.steps.planned_samples import PlannedSamples
-from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.passes import as_in_training, autocast, inference, run_with_oom_retry
+from flatout.trainer.passes import as_in_training, inference
 from flatout.trainer.planned_run import reference_identity
 from flatout.trainer.state import TrainingRun
+from flatout.trainer.token_logprobs import compute_logprobs
 
 # micro-batches of each rank that are computed at a time
 EVAL_CHUNK = 8
@@ -56,14 +54,14 @@ def compute_reference(run: TrainingRun, *, compares: bool) -> None:
         return
     adapter, plan = run.config.objective.reference.adapter, run.plan
     first_epoch = min(plan.num_steps, plan.steps_per_epoch)
-    with _weights_of(run, adapter) if adapter else nullcontext():
+    with weights_of(run, adapter):
         for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 context, chunks = inference(run), partial(_eval_chunks, data_set.step)
             else:
                 context, chunks = as_in_training(run), partial(_first_steps, data_set.plan, first_epoch)
             with context:
-                _fill_column(run, loader, data_set.plan, chunks, compares)
+                _fill(run, loader, data_set.plan, chunks, compares)
     if run.device.type == "cuda":
         # the reference took an epoch's passes, and the first steps are compared with their own plan
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -72,18 +70,21 @@ def compute_reference(run: TrainingRun, *, compares: bool) -> None:
 def compute_step(run: TrainingRun, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
     adapter = run.config.objective.reference.adapter
-    with _weights_of(run, adapter) if adapter else nullcontext(), as_in_training(run):
+    with weights_of(run, adapter), as_in_training(run):
         for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 continue
             planned_step = step if data_set is run.planned else data_set.plan.step(step.index)
             ids = _ids(planned_step)
-            loader.store.extra[REFERENCE][ids] = _take(run, loader, data_set.plan, planned_step, ids)
+            loader.store.extra[REFERENCE][ids] = compute_logprobs(run, loader, data_set.plan, planned_step, ids)
 
 
 @contextmanager
-def _weights_of(run: TrainingRun, adapter: Path) -> Iterator[None]:
-    """Train with the weights of another adapter for a while. Raises UsageError where weights are not whole."""
+def weights_of(run: TrainingRun, adapter: Path | None) -> Iterator[None]:
+    """Put the weights of another adapter (None: no other) in the model. Raises UsageError where they are sharded."""
+    if adapter is None:
+        yield
+        return
     if run.planned.parallel_layout.shards_state or run.strategy.engine_state:
         raise UsageError(
             f"objective.reference.adapter needs whole weights; {run.planned.parallel_layout.strategy} shards them",
@@ -110,7 +111,7 @@ def _eval_chunks(evaluation: StepPlan) -> Iterator[StepPlan]:
         yield replace(part, sample_ids=tuple(sorted(_ids(part))))
 
 
-def _fill_column(
+def _fill(
     run: TrainingRun,
     loader: BatchLoader,
     plan: PlannedSamples,
@@ -146,14 +147,15 @@ def _fill_column(
             continue
         run.reporter.phase("computing the reference", done, total)
         run.watch.set_phase("start")  # it goes on, however long the pass is
-        logprob_of = dict(zip(ids := _ids(chunk), _take(run, loader, plan, chunk, ids), strict=True))
+        computed, ids = compute_logprobs(run, loader, plan, chunk, _ids(chunk)), np.array(_ids(chunk))
         # what is known stays as it is: it may be of another packing
-        values[unknown] = [logprob_of[sample_id] for sample_id in unknown]
+        is_unknown = values[ids] == UNKNOWN
+        values[ids[is_unknown]] = computed[is_unknown]
         _require_finite(store, unknown)
         done += len(unknown)
         before = time.perf_counter()
         if done == total or (before - kept_at) * KEEPING_SHARE >= keeping_s:
-            _keep(run, store, key, meaning)
+            _persist(run, store, key, meaning)
             kept_at = time.perf_counter()
             keeping_s = kept_at - before
     line = f"{name}: {total:,} log-probabilities in {time.perf_counter() - started:.1f} s, cached for other runs"
@@ -164,7 +166,7 @@ def _fill_column(
 def _rounding_of_known(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan) -> str:
     """Say how far known values of a chunk are from what this run computes: other batches or devices round otherwise."""
     kept = loader.store.extra[REFERENCE][ids := _ids(chunk)]
-    own = np.array(_take(run, loader, plan, chunk, ids))
+    own = compute_logprobs(run, loader, plan, chunk, ids)
     if not (most := np.abs(own - kept, where=kept != UNKNOWN, out=np.zeros(len(ids))).max(initial=0.0)):
         return ""
     return f", which batched otherwise: they differ by up to {most:.1g}, so the rewards of step 1 are rounding"
@@ -179,30 +181,6 @@ def _unknown(values: NDArray[np.float64], chunk: StepPlan) -> list[int]:
     return list(ids[values[ids] == UNKNOWN].tolist())
 
 
-def _take(
-    run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan, ids: Sequence[int]
-) -> list[float]:
-    """Return the log-probabilities of these samples, which are all of a chunk; collective."""
-    index_of = {sample_id: index for index, sample_id in enumerate(ids)}
-
-    def run_passes(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
-        logprobs, of_pass = torch.zeros(len(ids), dtype=torch.float64, device=run.device), list[Tensor]()
-
-        def read(model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
-            tokens = run.loss_module.label_tokens(batch, states)
-            of_pass[:] = [tokens.by_sample(tokens.logprobs).detach().double()]
-
-        with run.aux_loss.observed_by(read):
-            for planned, batch in zip(passes, batches, strict=True):
-                with autocast(run):
-                    run.loss_module(batch)
-                if not planned.is_filler:
-                    logprobs[[index_of[sample_id] for sample_id in planned.sample_ids]] = of_pass[0]
-        return logprobs
-
-    return list(run.strategy.sum_values(run_with_oom_retry(run, plan, chunk, loader, "reference", run_passes)).tolist())
-
-
 def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:
     values = store.extra[REFERENCE][ids]
     if (wrong := np.flatnonzero(~np.isfinite(values))).size:
@@ -212,7 +190,7 @@ def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:
         )
 
 
-def _keep(run: TrainingRun, store: TokenStore, key: str, meaning: str) -> None:
+def _persist(run: TrainingRun, store: TokenStore, key: str, meaning: str) -> None:
     if not run.rank.is_first:
         return
     try:

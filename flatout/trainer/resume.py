@@ -43,13 +43,15 @@ _SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """What identifies the base model, the data, the plan and an objective that is not cross-entropy."""
+    """What identifies the base model, the data, the plan, an objective that is not cross-entropy, and own code."""
 
     model: dict[str, str]
     data: Any
     plan: Any
     eval_data: Any = None
     objective: Any = None
+    optim: Any = None
+    """Hash of the file of `optim.path`."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -259,7 +261,8 @@ def restore(run: TrainingRun, saved: SavedCheckpoint) -> None:
         setattr(run.progress, name, value)
     if run.progress.num_updates and not saved.tensors["optimizer"]:
         raise CheckpointError(f"the checkpoint of step {saved.step} has no optimizer state; it cannot be resumed")
-    load_optimizer_state(run.optimizer, run.named_parameters, saved.tensors["optimizer"], run.strategy)
+    state, traits = saved.tensors["optimizer"], run.config.optim.traits
+    load_optimizer_state(run.optimizer, run.named_parameters, state, traits, run.strategy)
     try:
         run.scaler.load_state_dict(saved.facts["scaler"])
     except RuntimeError as error:

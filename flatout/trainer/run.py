@@ -203,7 +203,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     reporter.phase("opening the device")
     memory_check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks)
     gpu = weakest_gpu(config, group)
-    planned = plan_run(config, reporter, rank, gpu and memory_check.corrected(gpu), data=data)
+    planned = plan_run(config, data, reporter, rank, gpu and memory_check.corrected(gpu))
     reporter.phase("reading the model's fingerprint")
     planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
     require_same_run(config, planned, group)

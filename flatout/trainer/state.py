@@ -102,20 +102,19 @@ class Setup:
     reporter: Reporter
     rank: Rank
     watch: PeerWatch | None = None
-    # whether checks that an equal start has passed are left out, see `Proofs`
     reuse_checks: bool = False
+    """Whether checks that an equal start has passed are left out, see `Proofs`."""
 
     @property
     def device(self) -> torch.device:
         return choose_device(self.config.wanted_device, self.rank)
 
     def plan_again(self, device: Device | None, inexact_reasons: InexactReasons | None = None) -> Setup:
-        """Plan again for this device, or with what a self-test found `inexact_reasons` (None: what is known)."""
-        reasons = inexact_reasons or self.planned.inexact_reasons
-        planned = plan_run(self.config, self.reporter, self.rank, device, inexact_reasons=reasons)
+        """Plan the same data again for this device, or with what a self-test found `inexact_reasons` (None: known)."""
+        planned, reasons = self.planned, inexact_reasons or self.planned.inexact_reasons
+        again = plan_run(self.config, planned.data, self.reporter, self.rank, device, inexact_reasons=reasons)
         # the data and which samples a step holds are the same
-        planned = replace(planned, fingerprints=self.planned.fingerprints)
-        return replace(self, planned=planned)
+        return replace(self, planned=replace(again, fingerprints=planned.fingerprints))
 
 
 @dataclass(frozen=True, slots=True)

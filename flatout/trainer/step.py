@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,13 @@ from torch.profiler import record_function
 
 from flatout.errors import Fix, NumericError
 from flatout.models.auxiliary_loss import StepFacts
+from flatout.models.model_with_loss import observe_layers
 from flatout.models.packed import PackedBatch
 from flatout.optim.flat import foreach_accumulate
 from flatout.optim.lr_schedule import lr_factor
 from flatout.optim.update import (
     BackwardUpdate,
     clear_found_inf,
-    copy_to_host_async,
     divide_in_update,
     set_found_inf,
     set_lr,
@@ -29,30 +30,32 @@ from flatout.optim.update import (
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.passes import autocast, run_with_oom_retry, until_stopped_in_step
-from flatout.trainer.rank_meter import RankFigures, gathered_figures, scatter_figures
+from flatout.trainer.rank_meter import RankFigures
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_estimates import compute_step_estimates
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
+from flatout.trainer.step_totals import HostTotals, StepTotals
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one step. `metrics` are the objective's means by name, without the loss.
-
-    `grad_norm` is the global L2 norm before clipping. `skipped` says why no update was made.
-
-    `rank_figures` has what each rank measured, in their order, `aux_loss_sums` those of `AuxiliaryLoss.sums` over
-    ranks. `ended` marks the step's end on the device, for a step that the host did not wait for.
-    """
+    """The result of one step."""
 
     loss: float
+    """The mean over the step, divided by its normalizer."""
     metrics: Mapping[str, float]
+    """The objective's other means, by name."""
     grad_norm: float
+    """The global L2 norm before clipping."""
     lr: float
     skipped: str | None = None
+    """Why no update was made; None: it was."""
     rank_figures: tuple[RankFigures, ...] = field(default=(), compare=False)
+    """What each rank measured, in the order of ranks."""
     ended: torch.cuda.Event | float | None = field(default=None, compare=False)
+    """The end on the device of a step that the host did not wait for."""
     aux_loss_sums: tuple[float, ...] = ()
+    """`AuxiliaryLoss.sums` over ranks."""
 
 
 # waits for a step's outcome; None when a stop was requested before the update, which was then skipped
@@ -83,32 +86,32 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
         run.strategy.sum_gradients(run.parameters)
-    reduced = run.strategy.sum_values(torch.cat([sums, stop_and_figures(run, figures), run.aux_loss.sums]))
-    return apply_update(run, step, reduced, figures)
+    return apply_update(run, step, sum_totals(run, figures, sums, run.aux_loss.sums), figures)
+
+
+def sum_totals(run: TrainingRun, figures: RankFigures, sums: Tensor, aux_loss_sums: Tensor) -> StepTotals:
+    """Return a step's totals over ranks; collective."""
+    stops = run.stop.requested
+    mine = StepTotals.of_rank(run.rank, figures, stops=stops, sums=sums, aux_loss_sums=aux_loss_sums)
+    return mine.summed(run.strategy.sum_values)
 
 
 def skip_step(run: TrainingRun) -> Pending:
     """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
     run.rank_meter.start_step(run.loader.wait_s)
     figures = run.rank_meter.figures(run.loader.wait_s)
-    reduced = run.strategy.sum_values(stop_and_figures(run, figures))
+    nothing = torch.zeros(0, dtype=torch.float64, device=run.device)
+    totals = sum_totals(run, figures, nothing, nothing)
 
     def wait() -> StepOutcome | None:
-        num_stopping, *gathered = reduced.tolist()
-        if num_stopping:
+        read = totals.read()
+        if read.num_stopping:
             discard_step(run)
             return None
-        nothing, why = dict.fromkeys(run.planned.objective.metrics, 0.0), "no label tokens"
-        return StepOutcome(0.0, nothing, 0.0, 0.0, why, gathered_figures(gathered) or (figures,))
+        metrics = dict.fromkeys(run.planned.objective.metrics, 0.0)
+        return StepOutcome(0.0, metrics, 0.0, 0.0, "no label tokens", read.rank_figures or (figures,))
 
     return wait
-
-
-def stop_and_figures(run: TrainingRun, figures: RankFigures) -> Tensor:
-    """Return what the ranks sum in every step, fp64: whether this one was asked to stop, then `scatter_figures`."""
-    # filled on the device, so that the host does not wait
-    stop = torch.full((1,), float(run.stop.requested), dtype=torch.float64, device=run.device)
-    return torch.cat([stop, scatter_figures(figures, run.rank, run.device)])
 
 
 def discard_step(run: TrainingRun) -> None:
@@ -119,12 +122,16 @@ def discard_step(run: TrainingRun) -> None:
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
     """Run this rank's micro-batches as `run_with_oom_retry`; return the objective's sums, fp64, the loss first."""
-    compute_step_estimates(run, step)
-    return run_with_oom_retry(run, run.plan, step, run.loader, "training", partial(_backward_micro_batches, run, step))
+    run_passes = partial(_backward_micro_batches, run, step, compute_step_estimates(run, step))
+    return run_with_oom_retry(run, run.plan, step, run.loader, "training", run_passes)
 
 
 def _backward_micro_batches(
-    run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], batches: Iterator[PackedBatch]
+    run: TrainingRun,
+    step: StepPlan,
+    estimates: Mapping[str, Tensor],
+    micro_batches: Sequence[MicroBatch],
+    batches: Iterator[PackedBatch],
 ) -> Tensor:
     run.fused_lora.refresh()
     normalizer = run.planned.normalizers.loss_normalizer(step)
@@ -134,7 +141,7 @@ def _backward_micro_batches(
     for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-                pass_sums = forward_pass(run, step, index, batch)
+                pass_sums = forward_pass(run, step, index, batch, None, estimates)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_sums[0] / normalizer)
@@ -144,56 +151,52 @@ def _backward_micro_batches(
     return sums
 
 
-def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch) -> tuple[Tensor, ...]:
-    """Return the objective's sums of a step's micro-batch `index`, with the dropout that belongs to it."""
+def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch, *how: Any) -> tuple[Tensor, ...]:
+    """Call `ModelWithLoss` with a step's micro-batch `index` and `how`, with the dropout that belongs to it."""
     seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
     with autocast(run):
-        sums: tuple[Tensor, ...] = run.loss_module(batch)
+        sums: tuple[Tensor, ...] = run.loss_module(batch, *how)
     return sums
 
 
 def start_aux_loss(run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch]) -> None:
     """Start a step of the run's auxiliary loss, with passes without gradients if it needs them."""
     normalizer = run.planned.normalizers.loss_normalizer(step)
-    facts = StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values)
-    with run.aux_loss.pre_step_passes(facts, len(micro_batches)) as needed:
-        batches = run.loader.batches(micro_batches) if needed else iter(())
-        for index, batch in enumerate(until_stopped_in_step(run, batches)):
-            with torch.no_grad():
-                forward_pass(run, step, index, batch)
+    run.aux_loss.start_step(StepFacts(step.index, step.num_tokens, normalizer, run.device, run.strategy.sum_values))
+    if not run.aux_loss.needs_passes(len(micro_batches)):
+        return
+    for index, batch in enumerate(until_stopped_in_step(run, run.loader.batches(micro_batches))):
+        with torch.no_grad():
+            forward_pass(run, step, index, batch, observe_layers)
+    run.aux_loss.end_passes()
 
 
-def apply_update(run: TrainingRun, step: StepPlan, reduced: Tensor, figures: RankFigures) -> Pending:
+def apply_update(run: TrainingRun, step: StepPlan, totals: StepTotals, figures: RankFigures) -> Pending:
     """End a step: update the weights unless a total is not finite or a stop was requested.
 
-    `reduced` are sums over ranks: the objective's, stop requests, what `scatter_figures` returned, and
-    `AuxiliaryLoss.sums`; `figures` are this rank's.
-    An optimizer that supports `found_inf` decides on the device, and the host reads the totals later. For any other
-    optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`, the host reads them first.
+    `totals` are sums over ranks, `figures` this rank's. An optimizer that supports `found_inf` decides on the device,
+    and the host reads the totals later. For any other optimizer, fp16 loss scaling, and `faults.spike: skip` or `stop`,
+    the host reads them first.
     """
     run.scaler.unscale_(run.optimizer)
     norm = run.strategy.grad_norm(run.parameters)
-    aux_loss_sums = reduced[len(reduced) - run.aux_loss.num_sums :]
-    reduced = torch.cat([reduced, norm.to(reduced.dtype)[None]])
+    totals = totals._replace(grad_norm=norm.to(torch.float64)[None])
     lr = next_lr(run)
     if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
-        outcome = outcome_of(run, step, lr, reduced.tolist(), figures)
+        outcome = outcome_of(run, step, lr, totals.read(), figures)
         if outcome is not None and outcome.skipped == SKIPPED_SPIKE:
             run.scaler.update()
         elif outcome is not None:
             _update(run, norm, lr)
             if not outcome.skipped:
-                run.aux_loss.after_update(aux_loss_sums)
+                run.aux_loss.after_update(totals.aux_loss_sums)
         return lambda: outcome
 
-    skip = set_found_inf(
-        run.optimizer,
-        ~torch.stack([reduced[0], reduced[-1]]).isfinite().all() | (reduced[len(run.planned.objective.sum_names)] > 0),
-    )
+    skip = set_found_inf(run.optimizer, totals.is_unusable())
     _update(run, norm, lr)
-    run.aux_loss.after_update(aux_loss_sums, skip)
+    run.aux_loss.after_update(totals.aux_loss_sums, skip)
     run.state.num_in_flight += 1
-    read, ended = copy_to_host_async(reduced)
+    read, ended = totals.read_later()
 
     def wait() -> StepOutcome | None:
         run.state.num_in_flight -= 1
@@ -231,22 +234,18 @@ def outcome_of(
     run: TrainingRun,
     step: StepPlan,
     lr: float,
-    reduced: list[float],
+    totals: HostTotals,
     figures: RankFigures,
     ended: torch.cuda.Event | float | None = None,
 ) -> StepOutcome | None:
-    """Decide from a step's totals, read by the host, what came of it: None if it is to be repeated after a stop.
+    """Decide from a step's totals what came of it: None if it is to be repeated after a stop.
 
     `ended` is the end of a step that the host did not wait for. Raises NumericError as `launch_step`.
     """
-    num_sums = len(run.planned.objective.sum_names)
-    sums, (num_stopping, *gathered, grad_norm) = reduced[:num_sums], reduced[num_sums:]
-    num_figures = len(gathered) - run.aux_loss.num_sums
-    gathered, aux_loss_sums = gathered[:num_figures], gathered[num_figures:]
-    if num_stopping:
+    if totals.num_stopping:
         discard_step(run)
         return None
-    loss, metrics = run.planned.normalizers.means(sums, step)
+    (loss, metrics), grad_norm = run.planned.normalizers.means(totals.sums, step), totals.grad_norm
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0
@@ -259,9 +258,8 @@ def outcome_of(
         require_finite(run, step, loss, grad_norm)
     else:
         skipped = guard_spike(run, step, loss)
-    return StepOutcome(
-        loss, metrics, grad_norm, lr, skipped, gathered_figures(gathered) or (figures,), ended, tuple(aux_loss_sums)
-    )
+    rank_figures = totals.rank_figures or (figures,)
+    return StepOutcome(loss, metrics, grad_norm, lr, skipped, rank_figures, ended, totals.aux_loss_sums)
 
 
 def seed_micro_batch(seed: int, *, step: int, rank: int, micro_batch: int) -> None:
@@ -280,8 +278,7 @@ def launch_backward_update(run: TrainingRun, update: BackwardUpdate, step: StepP
     if run.planned.normalizers.loss_normalizer(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
-    compute_step_estimates(run, step)
-    run_passes = partial(_update_in_backward, update, run, step)
+    run_passes = partial(_update_in_backward, update, run, step, compute_step_estimates(run, step))
     outcome = run_with_oom_retry(run, run.plan, step, run.loader, "training", run_passes)
     return lambda: outcome
 
@@ -290,13 +287,14 @@ def _update_in_backward(
     update: BackwardUpdate,
     run: TrainingRun,
     step: StepPlan,
+    estimates: Mapping[str, Tensor],
     micro_batches: Sequence[MicroBatch],
     batches: Iterator[PackedBatch],
 ) -> StepOutcome | None:
     (batch,) = batches
     start_aux_loss(run, step, micro_batches)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-        pass_sums = forward_pass(run, step, 0, batch)
+        pass_sums = forward_pass(run, step, 0, batch, None, estimates)
     sums = torch.stack([value.detach().double() for value in pass_sums]).tolist()
     if run.stop.requested:
         # passes of the estimates or the auxiliary loss may have been left out

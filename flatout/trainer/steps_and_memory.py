@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.schema import Config
+from flatout.config.schema import EvalConfig
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.row_keys import prompt_keys
 from flatout.data.token_store import TokenStore
@@ -26,13 +26,13 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.parallel_layout import ParallelLayout
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples, split_held_out
 from flatout.track.callback import Reporter
-from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.picture_inputs import require_trainable, tower_flops
 
 # batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
@@ -47,14 +47,14 @@ class SplitStore(NamedTuple):
     eval_ids: NDArray[np.int64] | None
 
 
-def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
+def hold_out_samples(store: TokenStore, eval_config: EvalConfig, seed: int, reporter: Reporter) -> SplitStore:
     """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
-    if not config.eval.fraction:
+    if not eval_config.fraction:
         return SplitStore(store, None, None)
-    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
+    facts = store.row_keys, eval_config.fraction, seed, store.hashes, store.unit_offsets
     reporter.phase("looking for equal prompts")
     prompts, is_judged = prompt_keys(store), bool(store.meta.counts.get("pairs") or store.meta.counts.get("labelled"))
-    by_prompt = config.eval.split_by == "prompt" or (config.eval.split_by == "auto" and is_judged)
+    by_prompt = eval_config.split_by == "prompt" or (eval_config.split_by == "auto" and is_judged)
     train_ids, eval_ids = split_held_out(*facts, prompts if by_prompt else None)
     if by_prompt:
         line = f"{len(eval_ids):,} samples: rows with one prompt stay on one side (eval.split_by)"
@@ -78,48 +78,55 @@ class InexactReasons(NamedTuple):
 EXACT = InexactReasons()
 
 
+class Steps(NamedTuple):
+    """What was decided of a run's steps."""
+
+    plan: TrainingPlan
+    parallel_layout: ParallelLayout
+    memory: MemoryDecision
+    sharing: str
+    """Whether samples share prefixes, and why."""
+
+
 def plan_training(
-    config: Config,
+    settings: PlanSettings,
     shape: ModelShape,
+    text_config: Any,
     data: SplitStore,
     rank: Rank,
     device: Device | None,
     reporter: Reporter,
     inexact_reasons: InexactReasons,
-) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision, str]:
-    """Decide how samples share a micro-batch, the steps, the strategy and the memory; also a line on shared prefixes.
+) -> Steps:
+    """Decide how samples share a micro-batch, the steps, the strategy and the memory.
 
-    Prefixes are shared where that pays.
+    Prefixes are shared where that pays. `text_config` is the configuration of the model's decoder.
     """
     reporter.phase("planning")
-    text_config = read_text_config(config.model.name, config.model.revision)
-    is_padded = pads_samples(
-        config, text_config, reporter, inexact_reasons.packing, has_pictures=bool(data.store.num_pictures)
-    )
+    has_pictures = bool(data.store.num_pictures)
+    is_padded = pads_samples(settings, text_config, reporter, inexact_reasons.packing, has_pictures=has_pictures)
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(config, text_config, data, is_padded=is_padded, reason=inexact_reasons.sharing)
+    prefixes, sharing = index_prefixes(settings, text_config, data, is_padded=is_padded, reason=inexact_reasons.sharing)
     reporter.phase("planning")
-    plan, parallel_layout, memory = plan_steps(
-        config, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes
-    )
+    decided = plan_steps(settings, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes)
     if prefixes is not None:
-        pays, sharing = sharing_pays(config, plan, shape, parallel_layout, device)
+        pays, sharing = sharing_pays(settings, decided[0], shape, decided[1], device)
         if not pays:
-            plan, parallel_layout, memory = plan_steps(config, shape, data, rank, device, is_padded=is_padded)
+            decided = plan_steps(settings, shape, data, rank, device, is_padded=is_padded)
     reporter.stage("prefixes", sharing)
-    require_trainable(config, data.store, parallel_layout)
-    return plan, parallel_layout, memory, sharing
+    require_trainable(settings, data.store, decided[1])
+    return Steps(*decided, sharing)
 
 
 def pads_samples(
-    config: Config, text_config: Any, reporter: Reporter, unpackable: str | None, *, has_pictures: bool
+    settings: PlanSettings, text_config: Any, reporter: Reporter, unpackable: str | None, *, has_pictures: bool
 ) -> bool:
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
     if unpackable:
         choice = LayoutChoice("rows", unpackable)
     else:
-        choice = choose_layout(text_config, config.batch.layout, has_pictures=has_pictures)
-    shared = {"experts.parallel": config.experts.parallel, "context.parallel": config.context.parallel}
+        choice = choose_layout(text_config, settings.batch.layout, has_pictures=has_pictures)
+    shared = {"experts.parallel": settings.expert_ranks, "context.parallel": settings.context_ranks}
     for name, num_ranks in shared.items():
         if choice.layout == "rows" and num_ranks > 1:
             raise UsageError(
@@ -130,7 +137,7 @@ def pads_samples(
 
 
 def index_prefixes(
-    config: Config,
+    settings: PlanSettings,
     text_config: Any,
     data: SplitStore,
     *,
@@ -142,16 +149,16 @@ def index_prefixes(
     `is_padded` is the layout, `reason` what an earlier self-test found. Raises UsageError if batch.share_prefix: on
     cannot be exact.
     """
-    setting = config.batch.share_prefix
+    setting = settings.batch.share_prefix
     if setting == "off":
         return None, "not shared: as configured"
     store, train_ids = data.store, data.train_ids
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
     problem = reason or ("each sample is a row of its own" if is_padded else None)
     problem = problem or ("samples hold pictures" if store.num_pictures else None)
-    if config.context.parallel > 1:
+    if settings.context_ranks > 1:
         problem = problem or "with context.parallel, ranks share each sample's tokens"
-    if config.lora.dropout:
+    if settings.lora.dropout:
         problem = problem or "with lora.dropout, samples must have masks of their own"
     problem = problem or sharing_problem(text_config, int(lengths.max()))
     if problem:
@@ -172,7 +179,7 @@ def index_prefixes(
 
 
 def plan_steps(
-    config: Config,
+    settings: PlanSettings,
     shape: ModelShape,
     data: SplitStore,
     rank: Rank,
@@ -184,23 +191,23 @@ def plan_steps(
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
     store = data.store
     # an update in the backward pass needs a step in one pass
-    pass_overhead_tokens = FEWEST_PASSES if config.full.update == "backward" else PASS_OVERHEAD_TOKENS
+    pass_overhead_tokens = FEWEST_PASSES if settings.full.update == "backward" else PASS_OVERHEAD_TOKENS
     largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
     layout = BatchLayout(
-        rank.world // config.context.parallel,
-        row_length(int(store.lengths.max())) * config.batch.samples_per_step * largest_unit,
-        make_cost(config, shape),
+        rank.world // settings.context_ranks,
+        row_length(int(store.lengths.max())) * settings.batch.samples_per_step * largest_unit,
+        make_cost(settings, shape),
         pass_overhead_tokens=pass_overhead_tokens if is_padded else None,
         prefixes=prefixes,
     )
     samples = select_samples(store.lengths, store.num_label_tokens, data.train_ids, layout, store.unit_offsets)
     row_keys = store.row_keys if draws_rows_whole(store) else None
-    whole_steps = make_plan(samples, layout, config.batch, config.seed, row_keys)
+    whole_steps = make_plan(samples, layout, settings.batch, settings.seed, row_keys)
     flops = tower_flops(shape, store)
     if flops is not None and data.train_ids is not None:
         flops = flops[np.asarray(data.train_ids)]
     whole_steps = replace(whole_steps, samples=replace(whole_steps.samples, tower_flops=flops))
-    return fit_plan(config, shape, whole_steps, rank, device)
+    return fit_plan(settings, shape, whole_steps, rank, device)
 
 
 def draws_rows_whole(store: TokenStore) -> bool:
@@ -211,39 +218,41 @@ def draws_rows_whole(store: TokenStore) -> bool:
 
 
 def fit_plan(
-    config: Config, shape: ModelShape, plan: TrainingPlan, rank: Rank, device: Device | None
+    settings: PlanSettings, shape: ModelShape, plan: TrainingPlan, rank: Rank, device: Device | None
 ) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision]:
     """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
     whole_tokens = row_length(int(plan.samples.lengths.max())) * max(
         plan.batch.samples_per_step, plan.most_samples_per_step
     )
-    whole_steps = plan.with_layout(whole_tokens, make_cost(config, shape))
+    whole_steps = plan.with_layout(whole_tokens, make_cost(settings, shape))
     tokens = TokenStatistics.of(whole_steps)
     parallel_layout = choose_parallel_layout(
-        config, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
+        settings, shape, tokens, device, num_ranks=rank.world, num_nodes=rank.num_nodes
     )
-    memory = choose_micro_batch(config, shape, tokens, device, parallel_layout)
-    cost = make_cost(config, shape, memory.recompute)
+    memory = choose_micro_batch(settings, shape, tokens, device, parallel_layout)
+    cost = make_cost(settings, shape, memory.recompute)
     lockstep, expert_ranks = parallel_layout.lockstep, parallel_layout.expert_ranks
     plan = whole_steps.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    memory = spend_spare_memory(memory, config, tokens, device, plan)
+    memory = spend_spare_memory(memory, settings, tokens, device, plan)
     parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
     plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
     return plan, parallel_layout, memory
 
 
 def sharing_pays(
-    config: Config, plan: TrainingPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
+    settings: PlanSettings, plan: TrainingPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
 ) -> tuple[bool, str]:
     """Decide whether the steps of a plan that shares prefixes pay off, and say why."""
-    saved_share, is_auto = plan.shared_share, config.batch.share_prefix == "auto"
+    saved_share, is_auto = plan.shared_share, settings.batch.share_prefix == "auto"
     if not saved_share:
         return False, "not shared: no samples of one micro-batch begin with the same tokens"
     if is_auto and saved_share < MIN_SHARED_SHARE:
         return False, f"not shared: this would save {saved_share:.1%} of the tokens, less than {MIN_SHARED_SHARE:.0%}"
     # recorded graphs need the number of prefixes before a pass
-    records = config.cuda_graphs == "auto" and config.method == "lora" and not layout.lockstep
+    records = settings.records_graphs and settings.method == "lora" and not layout.lockstep
     device = device if is_auto and records else None
-    if device is not None and is_host_bound(plan, shape, reachable_flops_per_s(config, device.name)):
+    if device is not None and is_host_bound(
+        plan, shape, reachable_flops_per_s(device.name, fp8=settings.computes_in_fp8)
+    ):
         return False, "not shared: steps are limited by kernel launches, so CUDA graphs help more"
     return True, f"shared: {saved_share:.1%} of the tokens are not computed again"

@@ -28,7 +28,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
 from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.passes import free_memory
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
@@ -149,7 +149,7 @@ def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
 
     So that no other is computed, samples of other steps have a value too.
     """
-    planned = plan_run(config, Reporter(), rank, weakest_gpu(config, ControlGroup(rank)))
+    planned = open_and_plan(config, Reporter(), rank, weakest_gpu(config, ControlGroup(rank)))
     if (file := config.folder / LOGPROBS).exists():
         stores = [data_set.store for data_set in planned.data_sets]
         for store in stores:

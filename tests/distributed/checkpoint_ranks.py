@@ -97,7 +97,7 @@ class Trained:
     def load(self, stored: SavedCheckpoint) -> None:
         for name, parameter in self.named.items():
             stored.tensors["model"].copy_into(name, parameter)
-        load_optimizer_state(self.optimizer, self.named, stored.tensors["optimizer"])
+        load_optimizer_state(self.optimizer, self.named, stored.tensors["optimizer"], OptimConfig().traits)
         self.step = stored.step
 
     def whole(self) -> Weights:

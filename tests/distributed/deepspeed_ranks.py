@@ -22,7 +22,7 @@ from flatout.parallel.process_group import join_group, leave_group
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.run import export
 from flatout.trainer.state import Setup, TrainingRun
@@ -33,7 +33,7 @@ def build(values: dict[str, Any], folder: Path, messages: ControlGroup, *, resum
     """A Run that writes its checkpoints to `folder`, and goes on from the newest there with `resume`."""
     config = make_config({**values, "run_dir": str(folder)})
     reporter = Reporter()
-    planned = plan_run(config, reporter, messages.rank)
+    planned = open_and_plan(config, reporter, messages.rank)
     checkpoints = Checkpoints(folder, keep=9, on_event=reporter.event, group=messages)
     snapshot = checkpoints.newest() if resume else None
     return build_run(Setup(config, planned, checkpoints, reporter, messages.rank), snapshot)

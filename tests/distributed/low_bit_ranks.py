@@ -38,6 +38,7 @@ class Trained:
         weights = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
         self.named = {str(weight.shape): nn.Parameter(self.shard(weight)) for weight in weights}
         config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
+        self.config = config
         self.optimizer = make_optimizer(self.named, config, seed=3, offset_of=flat_offset_of)
 
     def shard(self, tensor: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def check(dtype: torch.dtype, name: str, mesh: Any, folder: Path, group: Control
         for key, parameter in target.named.items():
             nn.init.zeros_(parameter)
             saved.tensors["model"].copy_into(key, parameter)
-        load_optimizer_state(target.optimizer, target.named, saved.tensors["optimizer"])
+        load_optimizer_state(target.optimizer, target.named, saved.tensors["optimizer"], target.config.traits)
         target.step = saved.step
         require_bits(target, whole)
         target.train(2)

@@ -31,7 +31,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.answers import generate
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import evaluate
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
 from flatout.trainer.worst_samples import WorstSamples
@@ -41,7 +41,7 @@ def build(values: dict[str, Any], folder: Path, rank: Rank) -> TrainingRun:
     """A Run by the public functions, without its loop and checkpoints."""
     config = make_config({**values, "run_dir": str(folder)})
     reporter = Reporter()
-    planned = plan_run(config, reporter, rank)
+    planned = open_and_plan(config, reporter, rank)
     checkpoints = Checkpoints(folder, keep=1, on_event=reporter.event)
     if torch.cuda.is_available():
         # graphs of another case, made under another autocast, are no graphs of this one

@@ -21,7 +21,7 @@ from flatout.planner.devices import DEVICES
 from flatout.planner.memory.budget import longest_document_tokens
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
         sections["optim"] = {"max_grad_norm": None}
     given, _ = shared(tiny, long_chats, method, **sections)
     with pytest.raises(FlatoutError, match=re.escape(said)):
-        plan_run(make_config(given), Reporter(), Rank(0, num_ranks))
+        open_and_plan(make_config(given), Reporter(), Rank(0, num_ranks))
 
 
 def test_models_whose_tokens_need_more_than_keys_are_refused(
@@ -209,14 +209,14 @@ def test_models_whose_tokens_need_more_than_keys_are_refused(
 ) -> None:
     given, _ = shared(tiny, long_chats, "lora")
     with pytest.raises(FlatoutError, match=r"rope \w+ depends on a document's length") as refused:
-        plan_run(make_config({**given, "model": str(length_scaled)}), Reporter(), Rank(0, 2))
+        open_and_plan(make_config({**given, "model": str(length_scaled)}), Reporter(), Rank(0, 2))
     assert refused.value.fixes[0].settings == {"context.parallel": 1}
     shape = json.loads((tiny.model_dir / "config.json").read_text())
     sizes = {name: shape[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
     CONFIG_MAPPING["lfm2"](**sizes, intermediate_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
     model = {"name": str(tmp_path), "init": "random"}
     with pytest.raises(FlatoutError, match="its layers carry a recurrent or convolution state"):
-        plan_run(make_config({**given, "model": model, "lora": {"rank": 4}}), Reporter(), Rank(0, 2))
+        open_and_plan(make_config({**given, "model": model, "lora": {"rank": 4}}), Reporter(), Rank(0, 2))
 
 
 def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chats: Path, tmp_path: Path) -> None:
@@ -225,12 +225,12 @@ def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chat
         (tmp_path / "own.py").write_text(f"import flatout\nclass Own(flatout.Objective):\n    scope = {scope!r}\n")
         config = make_config({**given, "objective": f"{tmp_path / 'own.py'}:Own"})
         if scope == "token":
-            assert plan_run(config, Reporter(), Rank(0, 2)).parallel_layout.context_ranks == 2
+            assert open_and_plan(config, Reporter(), Rank(0, 2)).parallel_layout.context_ranks == 2
             continue
         with pytest.raises(
             FlatoutError, match="objective Own reads all tokens of a sample, of which a rank has a shard"
         ):
-            plan_run(config, Reporter(), Rank(0, 2))
+            open_and_plan(config, Reporter(), Rank(0, 2))
 
 
 def test_a_plan_says_who_shares_and_how_long_documents_may_be(
@@ -252,12 +252,14 @@ def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny: Any
         given, _ = shared(tiny, long_chats, "lora", context_ranks, strategy="ddp", precision="bf16", memory=2.0)
         given["batch"].pop("micro_batch_tokens")
         config, recorder = make_config(given), MemoryCallback()
-        planned = plan_run(config, Reporter(recorder), Rank(0, 8), device)
+        planned = open_and_plan(config, Reporter(recorder), Rank(0, 8), device)
         assert planned.plan.batch_layout.num_ranks == 8 // context_ranks
         memory = planned.memory.estimate(tokens)
         assert memory is not None
         found[context_ranks] = memory
-        longest[context_ranks] = longest_document_tokens(config, planned.shape, device, 0.5, planned.parallel_layout)
+        longest[context_ranks] = longest_document_tokens(
+            planned.data.settings, planned.shape, device, 0.5, planned.parallel_layout
+        )
     assert found[1].state_bytes == found[4].state_bytes
     assert found[4].activations_bytes == pytest.approx(found[1].activations_bytes / 4, rel=0.01)
     assert 2 * longest[1] < longest[4] <= 4 * longest[1]

@@ -19,7 +19,7 @@ from flatout.planner.devices import DEVICES
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.model_shape import read_shape
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
     elif "model" in changed:
         changed["model"], changed["lora"] = str(tiny.model_dir), {}
     with pytest.raises(FlatoutError, match=re.escape(said)):
-        plan_run(make_config({**given, **changed}), Reporter(), Rank(0, num_ranks))
+        open_and_plan(make_config({**given, **changed}), Reporter(), Rank(0, num_ranks))
 
 
 def test_a_plan_counts_one_ranks_part_of_the_experts(tiny: Any, models: dict[str, str]) -> None:
@@ -202,7 +202,7 @@ def test_a_plan_counts_one_ranks_part_of_the_experts(tiny: Any, models: dict[str
         for expert_ranks in (1, 2):
             given, _ = shared(tiny, "full", models["qwen3_moe"], expert_ranks, "fp32", strategy=strategy)
             config, recorder = make_config(given), MemoryCallback()
-            planned = plan_run(config, Reporter(recorder), Rank(0, 4), DEVICES["h200"])
+            planned = open_and_plan(config, Reporter(recorder), Rank(0, 4), DEVICES["h200"])
             says = f"; {expert_ranks} ranks share each layer's experts"
             assert (says in planned.parallel_layout.reason) is (expert_ranks > 1)
             memory = planned.memory.estimate(tokens)

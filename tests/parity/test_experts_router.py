@@ -22,7 +22,7 @@ from flatout.models.blocks import hidden_states
 from flatout.models.experts.block import prepare_experts
 from flatout.models.experts.router import Routers, find_routers
 from flatout.models.load.model import load_model
-from flatout.models.model_with_loss import ModelWithLoss
+from flatout.models.model_with_loss import ModelWithLoss, observe_layers
 from flatout.models.packed import PackedBatch, flatten_samples
 
 SAMPLES = tiny_samples([11, 7, 5, 9])
@@ -61,9 +61,12 @@ def step_gradients(
     model.zero_grad()
     batches = [flatten_samples(part, **padding) for part in parts]
     facts = StepFacts(0, NUM_TOKENS, 19.0, model.device, sum_values)
-    with loss.aux_loss.pre_step_passes(facts, len(batches)) as any_needed, torch.no_grad():
-        for batch in batches if any_needed else ():
-            loss(batch)
+    routers.start_step(facts)
+    if routers.needs_passes(len(batches)):
+        with torch.no_grad():
+            for batch in batches:
+                loss(batch, observe_layers)
+        routers.end_passes()
     for batch in batches:
         (loss(batch)[0] / 19).backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -236,14 +239,15 @@ def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     if how == "failed":
         model.model.norm.register_forward_hook(fail)
 
-    def read(_: Any, __: Any, states: Tensor) -> None:
+    def observe(loss: ModelWithLoss, batch: PackedBatch) -> tuple[Tensor]:
+        (states,) = observe_layers(loss, batch)
         assert states.grad_fn is not None
+        return (states.detach(),)
 
     batch = flatten_samples(SAMPLES)
-    observers = [read] if how == "observed" else []
     raises = pytest.raises(torch.OutOfMemoryError) if how == "failed" else nullcontext()
-    with loss.aux_loss.observed_by(*observers), raises:
-        result = loss(batch)
+    with raises:
+        result = loss(batch, observe if how == "observed" else None)
     if how in ("added", "without losses"):
         assert not kept[0].expired()
         result[0].backward()

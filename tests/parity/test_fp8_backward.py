@@ -21,6 +21,7 @@ from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameter
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK
+from flatout.planner.settings import PlanSettings
 from flatout.track.callback import Callback, Reporter
 from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
@@ -144,9 +145,9 @@ def test_the_plan_counts_the_copies(targets, tmp_path):
     assert len(float8) == len(added) / 2
     shape, size = make_shape(model.config.to_dict()), MicroBatchSize(32, 16, 4)
     planned, plain = (
-        MemoryModel(make_config({**SETTINGS, "base": {"backward": backward}}), shape, "fp32", False).estimate(
-            size, "none"
-        )
+        MemoryModel(
+            PlanSettings.of(make_config({**SETTINGS, "base": {"backward": backward}})), shape, "fp32", False
+        ).estimate(size, "none")
         for backward in ("fp8", "same")
     )
     assert planned.weights_bytes - plain.weights_bytes == copies > 0

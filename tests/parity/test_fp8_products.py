@@ -21,6 +21,7 @@ from flatout.models.packed import flatten_samples
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK
+from flatout.planner.settings import PlanSettings
 from flatout.track.callback import Reporter
 from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
@@ -131,10 +132,11 @@ def test_weights_turned_once_give_the_same_bits(targets, tmp_path):
     # one byte more for each fused weight, as the plan counts it, and in nothing that is saved
     (buffers, turned_buffers) = (dict(model.named_buffers()) for model in models.values())
     kept = [turned_buffers[name] for name in turned_buffers if name not in buffers]
-    config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, "lora": {"rank": 4, "targets": targets}})
+    values = {"model": {"name": "m"}, "base": {"storage": "fp8"}, "lora": {"rank": 4, "targets": targets}}
+    settings = PlanSettings.of(make_config(values))
     shape = make_shape(models[True].config.to_dict())
     planned, more = (
-        MemoryModel(config, shape, "fp32", False, transposed_weights=transposed) for transposed in (False, True)
+        MemoryModel(settings, shape, "fp32", False, transposed_weights=transposed) for transposed in (False, True)
     )
     size = MicroBatchSize(32, 16, 4)
     difference = more.estimate(size, "none").weights_bytes - planned.estimate(size, "none").weights_bytes

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.parallel.rank import Rank
+from flatout.planner.settings import PlanSettings
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import check_backward_update, plan_run
+from flatout.trainer.planned_run import check_backward_update, open_and_plan
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import step_launcher
@@ -32,7 +33,7 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
 
 
 def make_run(config: Any) -> TrainingRun:
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
 
@@ -134,12 +135,12 @@ def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny: Any
 
 def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:
     fits = full_config(tiny, tmp_path, "backward")
-    plan = plan_run(fits, Reporter(), Rank()).plan
-    check_backward_update(fits, plan, Rank())
+    plan = open_and_plan(fits, Reporter(), Rank()).plan
+    check_backward_update(PlanSettings.of(fits), plan, Rank())
     with pytest.raises(UsageError, match=r"got 2 ranks"):
-        check_backward_update(fits, plan, Rank(0, 2))
+        check_backward_update(PlanSettings.of(fits), plan, Rank(0, 2))
     half = fits.model_copy(update={"model": fits.model.model_copy(update={"precision": "fp16"})})
     with pytest.raises(UsageError, match=r"unscale gradients of fp16"):
-        check_backward_update(half, plan, Rank())
+        check_backward_update(PlanSettings.of(half), plan, Rank())
     with pytest.raises(UsageError, match=r"step \d+ has [2-9] of [\d,]+ tokens in total"):
         train(full_config(tiny, tmp_path, "backward", batch={"micro_batch_tokens": 700}))

@@ -73,7 +73,7 @@ def test_lean_updates_resume_recompile_nothing_and_never_wait(name: str) -> None
     for key, parameter in again.items():
         parameter.data.copy_(named[key].data)
     resumed = make_optimizer(again, config, seed=5)
-    load_optimizer_state(resumed, again, {key: tensor.cpu() for key, tensor in saved.items()})
+    load_optimizer_state(resumed, again, {key: tensor.cpu() for key, tensor in saved.items()}, config.traits)
     with torch.compiler.set_stance("fail_on_recompile"):
         steps(named, optimizer, range(2, 5))
         steps(again, resumed, range(2, 5))

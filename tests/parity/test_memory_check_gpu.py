@@ -18,7 +18,7 @@ from flatout.planner.memory import estimate
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.record import StepRecord
 from flatout.trainer.memory_check import read_record
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 
 pytestmark = [
@@ -71,7 +71,7 @@ def make_model(tiny: Any, folder: Path, **sizes: int) -> Path:
 
 
 def planned_for(config: Config, gpu: Device) -> PlannedRun:
-    return plan_run(config, Reporter(), Rank(), gpu)
+    return open_and_plan(config, Reporter(), Rank(), gpu)
 
 
 def limited(tiny: Any, folder: Path, model_dir: Path, **changes: Any) -> Config:

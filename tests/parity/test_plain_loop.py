@@ -57,7 +57,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.run import train
     from flatout.trainer.state import Setup
 
@@ -68,7 +68,7 @@ def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any
         optim={"lr": 3e-3 if method == "lora" else 1e-3, "weight_decay": 0.01},
         schedule={"kind": "linear", "warmup_steps": 0},
     )
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32, attn_implementation="eager")
     if method == "lora":
         checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)

@@ -25,7 +25,7 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
@@ -77,7 +77,7 @@ def config_of(tiny: Any, folder: Path, kind: str, device: str, **sections: Any) 
 
 def built(config: Config) -> TrainingRun:
     torch._dynamo.reset()
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
 
@@ -100,13 +100,13 @@ def test_every_pass_is_within_what_memory_is_planned_for(tiny: Any, tmp_path: Pa
     """Those before a step too, of other samples: a GPU has memory for no larger ones."""
     batch = {"samples_per_step": 12, "max_steps": 3}
     config = config_of(tiny, tmp_path, kind, "cpu", batch=batch)
-    whole = plan_run(config, Reporter(), Rank(), Device("a GPU", 60 * GIB))
+    whole = open_and_plan(config, Reporter(), Rank(), Device("a GPU", 60 * GIB))
     (largest,) = whole.plan.step(0).by_rank[0]
     need = whole.memory.estimate(MicroBatchSize(largest.num_tokens, largest.num_label_tokens, 12))
     assert need is not None
     room = need.state_bytes + need.working_bytes + 0.6 * need.activations_bytes
     config = config.model_copy(update={"memory": room / 0.94 / GIB})
-    planned = plan_run(config, Reporter(), Rank(), Device("a GPU", 60 * GIB))
+    planned = open_and_plan(config, Reporter(), Rank(), Device("a GPU", 60 * GIB))
     assert (planned.kl_pairs is not None) == (kind == "kto")
     for plan in (planned.plan, *([] if planned.kl_pairs is None else [planned.kl_pairs.plan])):
         passes = [batch for step in plan.steps() for batch in step.by_rank[0]]

@@ -12,7 +12,7 @@ from flatout.models.compile.layers import report_compilations
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
@@ -35,7 +35,7 @@ def build(tiny: Any, folder: Path, layout: str, attention: str, **sections: Any)
         batch={"samples_per_step": 12, "micro_batch_tokens": 4000, "max_steps": 12, "layout": layout},
         **sections,
     )
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder / layout, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
 

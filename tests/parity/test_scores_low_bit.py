@@ -20,7 +20,7 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 DEVICES = [
@@ -96,7 +96,7 @@ def test_a_base_in_few_bits_trains_scores(
     settings, share = BASES[base]
     share = max(share, 0.03) if device == "cuda" else share
     config = config_of(tiny, tmp_path, kind, device, settings)
-    (evaluated,) = plan_run(config, Reporter(), Rank()).eval_sets
+    (evaluated,) = open_and_plan(config, Reporter(), Rank()).eval_sets
     train(config)
     losses = [step["loss"] for step in metrics_of(tmp_path / "run")]
     assert sum(losses[-2:]) < 0.7 * sum(losses[:2])

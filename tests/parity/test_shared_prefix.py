@@ -116,8 +116,7 @@ def test_each_shared_token_counts_once_for_every_sample() -> None:
         loss = ModelWithLoss(model)
         loss.aux_loss = Routers(model, ExpertsConfig(balance_loss=0.1, z_loss=0.1))
         num_tokens = sum(len(ids) for ids, _ in samples)
-        with loss.aux_loss.pre_step_passes(StepFacts(0, num_tokens, 3.0, model.device, lambda values: values), 1):
-            pass
+        loss.aux_loss.start_step(StepFacts(0, num_tokens, 3.0, model.device, lambda values: values))
         found = torch.autograd.grad(loss(batch)[0], list(model.parameters()))
         outcomes.append((found, loss.aux_loss.sums))
     (truth, true_sums), (found, sums) = outcomes

@@ -20,14 +20,14 @@ from flatout.track.callback import Reporter
 from flatout.trainer import build
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import evaluate
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step, step_launcher
 from flatout.trainer.worst_samples import WorstSamples
 
 
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[TrainingRun, PlannedRun]:
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
 
@@ -275,7 +275,7 @@ def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: P
         "too_long": "truncate",
         "on_bad_row": "skip",
     }
-    short = plan_run(tiny.config(tmp_path, model=model, data=short_data), Reporter(), Rank())
+    short = open_and_plan(tiny.config(tmp_path, model=model, data=short_data), Reporter(), Rank())
     whole.model.eval()
     num_cut = 0
     for index in range(short.store.num_samples):

@@ -44,7 +44,7 @@ def test_training_the_tower_equals_a_plain_loop(
     """`benchmarks/picture_table.py` makes a table of what it records."""
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.run import train
 
     parts = BOTH if method != "lora" or family not in NO_LAYER else {"freeze_vision_tower": False}
@@ -56,7 +56,7 @@ def test_training_the_tower_equals_a_plain_loop(
         optim = {"name": "sgd", "beta1": 0.0} if method == "sgd" else {}
         sections |= {"method": "full", "lora": None, "optim": {"weight_decay": 0.0, **optim}}
         config, adapter = world.config(family, tmp_path / "run", **sections), None
-        planned = plan_run(config, Reporter(), Rank())
+        planned = open_and_plan(config, Reporter(), Rank())
     assert planned.shape.tower.layer_passes == (2 if method == "lora" else 3)  # forward, backward of inputs, of weights
     plain = PlainRun(planned, world.model(family), adapter, world.rows, sgd=method == "sgd")
     losses = plain.losses()
@@ -92,15 +92,15 @@ def test_a_tower_that_is_not_planned_is_not_trained(world: PictureWorld, tmp_pat
     from flatout.errors import UsageError
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
 
     for model in ({}, BOTH):
         config = world.config(UNPLANNED, tmp_path / "run", batch={"layout": "rows"}, model=model)
         if not model:
-            assert plan_run(config, Reporter(), Rank()).store.num_pictures
+            assert open_and_plan(config, Reporter(), Rank()).store.num_pictures
             continue
         with pytest.raises(UsageError, match="the vision tower of model type gemma4_text cannot be planned"):
-            plan_run(config, Reporter(), Rank())
+            open_and_plan(config, Reporter(), Rank())
 
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

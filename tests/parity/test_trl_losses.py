@@ -226,10 +226,10 @@ def test_kto_trainer(tmp_path: Path, weights: dict[str, float]) -> None:
         states = hidden_states(loaded.model, others)
         estimated = loss.objective.estimate(LabelTokens(states, others, TokenHead(loaded.model, 64)))["kl"] / 4
     assert estimated.item() > 0
-    loss.aux_loss.estimates = {"kl": estimated}
     told = [float(label) for label in labels]
     mine, *_ = loss(
-        packed(ROWS, 1, {"reference_logprob": own, "label": told, "undesirable": [1 - one for one in told]})
+        packed(ROWS, 1, {"reference_logprob": own, "label": told, "undesirable": [1 - one for one in told]}),
+        estimates={"kl": estimated},
     )
     assert (sum(parts) / 2).item() != pytest.approx(whole.item(), rel=1e-3)
     compare(whole, model, mine / 4, loaded)

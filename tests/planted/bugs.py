@@ -85,7 +85,7 @@ BUGS = (
     Bug("rate moves per micro-batch", "next_lr", "X.progress.num_updates", "X.progress.num_updates * 2", REPORTED),
     Bug("rate follows steps, not updates", "next_lr", "X.progress.num_updates", "X.progress.step", SKIPPED),
     Bug("a skipped step counted as an update", "finish_step", "X.skipped is None", "True", SKIPPED),
-    Bug("optimizer not restored", "restore", "load_optimizer_state(X, Y, Z, W)", "None", RESUME),
+    Bug("optimizer not restored", "restore", "load_optimizer_state(X, Y, Z, W, V)", "None", RESUME),
     Bug("dropout not tied to the position", "forward_pass",
         "seed_micro_batch(X, step=Y.index, rank=Z, micro_batch=W)",
         "seed_micro_batch(X, step=id(Y), rank=Z, micro_batch=W)", RESUME),

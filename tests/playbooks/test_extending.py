@@ -71,9 +71,9 @@ def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metric
 def step_ids(config: Any) -> tuple[int, ...]:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
 
-    return plan_run(config, Reporter(), Rank()).plan.step(0).sample_ids
+    return open_and_plan(config, Reporter(), Rank()).plan.step(0).sample_ids
 
 
 def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:

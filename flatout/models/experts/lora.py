@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from flatout.models.experts.block import experts_modules
 from flatout.models.frozen.frozen_experts import FrozenExperts
+from flatout.models.lora.starts import AdapterPlace, AdapterStart, first_values, uniform
 
 # grouped products need 16 bytes
 _RANK_MULTIPLE = 8
@@ -30,7 +30,14 @@ class ExpertLora(nn.Module):
     dropout = 0.0
 
     def __init__(
-        self, base: nn.Module, parameter: str, *, rank: int, scaling: float, generator: torch.Generator
+        self,
+        base: nn.Module,
+        parameter: str,
+        *,
+        rank: int,
+        scaling: float,
+        generator: torch.Generator,
+        start: AdapterStart = uniform,
     ) -> None:
         super().__init__()
         self.base, self.parameter, self.rank, self.scaling = base, parameter, rank, scaling
@@ -39,12 +46,8 @@ class ExpertLora(nn.Module):
         if not isinstance(weight, FrozenExperts) and self.experts.is_transposed:
             out_features, in_features = in_features, out_features
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT
-        bound = 1 / math.sqrt(in_features)
-        place = weight.device if weight.device.type == "meta" else None
-        first = torch.empty(self.num_experts * rank, in_features, device=place)
-        first.uniform_(-bound, bound, generator=generator)
-        self.lora_a = nn.Parameter(first.to(weight.device, dtype))
+        place = AdapterPlace(self.num_experts * rank, in_features, lambda: self.dense_weight.detach().float().cpu())
+        self.lora_a = nn.Parameter(first_values(start, place, generator, weight.device, dtype))
         zeros = torch.zeros(out_features, rank, self.num_experts, dtype=dtype, device=weight.device)
         self.lora_b = nn.Parameter(zeros)
 

@@ -106,7 +106,7 @@ class Routers(AuxiliaryLoss):
             assert self._step is not None
             self._shares = self._step.sum_values(self._counts.sum(0)) / (len(self.layers) * self._step.num_tokens)
 
-    def observe(self, model: PreTrainedModel, batch: PackedBatch, states: Tensor) -> None:
+    def observe(self, model: PreTrainedModel, batch: PackedBatch) -> None:
         """Count the choices of a pass without gradients."""
         self._count(sample_counts(model, batch))
 
@@ -163,10 +163,6 @@ class Routers(AuxiliaryLoss):
     def sums(self) -> Tensor:
         """This rank's part of the step: both losses and all counts, fp64 (2 + L E,), to be summed over ranks."""
         return torch.cat([self._values, self._counts.flatten()])
-
-    @property
-    def num_sums(self) -> int:
-        return 2 + len(self.layers) * self.num_experts
 
     def loads(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return, of the sums over ranks, each expert's load / mean of its layer (L, E), and each layer's entropy (L,).

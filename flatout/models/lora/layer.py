@@ -25,6 +25,7 @@ from flatout.models.frozen.frozen_experts import FrozenExperts
 from flatout.models.frozen.frozen_linear import FrozenLinear, is_plain_linear, num_weights, product_of
 from flatout.models.lora.product import LoraProduct
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
+from flatout.models.lora.starts import AdapterPlace, AdapterStart, adapter_start, first_values, uniform
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
 ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor | FrozenExperts]
@@ -41,7 +42,9 @@ class LoraLinear(nn.Module):
     # the weights of `base` are read without calling it
     reads_submodules = True
 
-    def __init__(self, base: FrozenLinear, config: LoraConfig, generator: torch.Generator) -> None:
+    def __init__(
+        self, base: FrozenLinear, config: LoraConfig, generator: torch.Generator, start: AdapterStart = uniform
+    ) -> None:
         super().__init__()
         register_ops()
         self.base = base.requires_grad_(False)
@@ -53,11 +56,8 @@ class LoraLinear(nn.Module):
         self.compute_dtype = base.weight.dtype if isinstance(base, nn.Linear) else base.dtype
         device = next(base.parameters()).device
         dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        # uniform(-1/sqrt(in), 1/sqrt(in)) like PEFT; on the CPU, so that the result is the same on every device
-        bound = 1 / math.sqrt(base.in_features)
-        place = device if device.type == "meta" else None
-        first = torch.empty(config.rank, base.in_features, device=place).uniform_(-bound, bound, generator=generator)
-        self.lora_a = nn.Parameter(first.to(device, dtype))
+        place = AdapterPlace(config.rank, base.in_features, lambda: base.weight.detach().float().cpu())
+        self.lora_a = nn.Parameter(first_values(start, place, generator, device, dtype))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, dtype=dtype, device=device))
         self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if config.dora else None
 
@@ -140,11 +140,12 @@ def add_lora(
     if lora_layers(model):
         raise UsageError("this model already has LoRA layers; merge or reload it first")
     targets, ranks = choose_targets(model, config, parts)
+    start = adapter_start(config)
     linears = {name: target for name, target in targets.items() if isinstance(target, nn.Module)}
     experts = {name: target for name, target in targets.items() if isinstance(target, tuple)}
     model.requires_grad_(False)
     for name, linear in linears.items():
-        layer = LoraLinear(linear, config.of_layer(name), _generator(seed, name))
+        layer = LoraLinear(linear, config.of_layer(name), _generator(seed, name), start)
         replace_module(model, name, layer.train(linear.training))
     if experts:
         register_experts()
@@ -157,7 +158,12 @@ def add_lora(
             )
     for name, (path, parameter, _) in experts.items():
         lora, base, generator = config.of_layer(name), model.get_submodule(path), _generator(seed, name)
-        options: dict[str, Any] = {"rank": lora.rank, "scaling": lora_scaling(lora), "generator": generator}
+        options: dict[str, Any] = {
+            "rank": lora.rank,
+            "scaling": lora_scaling(lora),
+            "generator": generator,
+            "start": start,
+        }
         replace_module(model, path, ExpertLora(base, parameter, **options).train(base.training))
     saved = add_saved_modules(model, config, rows or {})
     counts = Counter(name.rpartition(".")[2] for name in targets)

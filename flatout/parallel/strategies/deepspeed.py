@@ -110,15 +110,12 @@ class EngineLoss(nn.Module):
         # in a tuple, as the engine holds its weights
         self._models = (model,)
 
-    def forward(self, batch: Any, predict: bool = False) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return what ModelWithLoss does."""
-        sums: tuple[Tensor, ...] = self.engine(batch, predict)
+        sums: tuple[Tensor, ...] = self.engine(*inputs)
         if sums[0].requires_grad:
             sums[0].register_hook(lambda grad: grad * self._num_ranks)
         return sums
-
-    def label_tokens(self, *of: Any) -> Any:
-        return self._models[0].label_tokens(*of)
 
     @property
     def on_losses(self) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flatout.config.schema import Config, Recompute
+from flatout.config.schema import Recompute
 from flatout.errors import Fix, ResourceError
 from flatout.io.host_memory import available_host_bytes
 from flatout.planner.devices import GIB, Device
@@ -17,6 +17,7 @@ from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout, resolve_layout
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
 from flatout.planner.steps.training_plan import NUM_STEPS_SEEN, TrainingPlan
 
@@ -113,7 +114,7 @@ class MemoryDecision:
         model, budget = self.model, self.budget_bytes
         if model is None or budget is None:
             return self.micro_batch_tokens
-        if model.config.batch.micro_batch_tokens:
+        if model.settings.batch.micro_batch_tokens:
             return self.micro_batch_tokens // model.parallel_layout.context_ranks
 
         def exceeds(count: int) -> bool:
@@ -129,24 +130,24 @@ class MemoryDecision:
 
 
 def memory_model(
-    config: Config, shape: ModelShape, device: Device, parallel_layout: ParallelLayout = SINGLE_RANK
+    settings: PlanSettings, shape: ModelShape, device: Device, parallel_layout: ParallelLayout = SINGLE_RANK
 ) -> MemoryModel:
     """Return the memory model of this run on one of its GPUs, with `auto` precision and compilation resolved."""
-    chosen = config.model.precision
+    chosen = settings.precision
     precision: Precision = ("bf16" if device.has_bf16 else "fp32") if chosen == "auto" else chosen
     half = precision in ("bf16", "fp16")
-    compiled = config.compile != "off" and half and not config.deterministic
-    compiled = compiled and (not shape.has_experts or (shape.groups_experts and config.model.experts == "auto"))
+    compiled = settings.compiles and half
+    compiled = compiled and (not shape.has_experts or (shape.groups_experts and settings.groups_experts))
     compiled = compiled and parallel_layout.compiles
-    own_shape = shape.on_one_of(config.experts.parallel)
+    own_shape = shape.on_one_of(settings.expert_ranks)
     return MemoryModel(
-        config, own_shape, precision, compiled, parallel_layout,
+        settings, own_shape, precision, compiled, parallel_layout,
         is_hopper=device.is_hopper, corrections=device.corrections,
     )  # fmt: skip
 
 
 def choose_micro_batch(
-    config: Config,
+    settings: PlanSettings,
     shape: ModelShape,
     tokens: TokenStatistics,
     device: Device | None,
@@ -159,50 +160,51 @@ def choose_micro_batch(
     until it fills memory or holds a rank's whole step. Given settings are kept; on the CPU see `_choose_on_cpu`.
     Raises ResourceError if the longest sample does not fit at the heaviest level.
     """
-    configured = config.batch.micro_batch_tokens
+    configured = settings.batch.micro_batch_tokens
     if device is None:
-        return _choose_on_cpu(config, shape, tokens, parallel_layout)
-    if config.computes_in_fp8 and not device.has_fp8:
+        return _choose_on_cpu(settings, shape, tokens, parallel_layout)
+    if settings.computes_in_fp8 and not device.has_fp8:
         raise ResourceError(
-            f"{_fp8_setting(config)} needs a GPU with float8 arithmetic (compute capability 8.9 or newer), which "
+            f"{_fp8_setting(settings)} needs a GPU with float8 arithmetic (compute capability 8.9 or newer), which "
             f"{device.name} does not have; leave it out"
         )
-    model = memory_model(config, shape, device, parallel_layout)
-    for level in _levels(config, compiled=model.compiled):
+    model = memory_model(settings, shape, device, parallel_layout)
+    for level in _levels(settings, compiled=model.compiled):
         decision, fit_tokens, enough_tokens = _decide(model, level, tokens, device)
         if fit_tokens >= enough_tokens:
             break
-    whole_step = config.full.update == "backward"
+    whole_step = settings.full.update == "backward"
     num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
     if fit_tokens < num_tokens and not configured:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
         full = [Fix({"method": "lora"}), Fix({"optim.name": "adamw8bit"})]
-        fixes = [Fix({"base.storage": "nf4"})] if config.method == "lora" else full
+        fixes = [Fix({"base.storage": "nf4"})] if settings.method == "lora" else full
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
         what = "a whole step (full.update=backward)" if whole_step else single
-        if config.model.precision == "auto" and model.precision == "fp32":
-            half = config.model_copy(update={"model": config.model.model_copy(update={"precision": "fp16"})})
+        if settings.precision == "auto" and model.precision == "fp32":
+            half = replace(settings, precision="fp16")
             size = memory_model(half, shape, device, parallel_layout).estimate(tokens.micro_batch(num_tokens), level)
             fixes.insert(0, Fix({"model.precision": "fp16"}, f"{size.total_bytes / (1 - MARGIN) / GIB:.1f} GiB"))
         fixes += [Fix({"strategy": "fsdp"}, "shards its state over several GPUs")] * (not parallel_layout.shards_state)
         share = "" if whole_step else " or share samples among ranks (context.parallel)"
+        has = budget_bytes(settings, device) / (1 - MARGIN)
         raise ResourceError(
             f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute={level}; "
-            f"{device.name} has {budget_bytes(config, device) / (1 - MARGIN) / GIB:.1f}; lower data.max_tokens{share}",
+            f"{device.name} has {has / GIB:.1f}; lower data.max_tokens{share}",
             fixes,
         )
     return decision
 
 
-def cpu_budget(config: Config, *, is_alone: bool) -> int | None:
+def cpu_budget(settings: PlanSettings, *, is_alone: bool) -> int | None:
     """Return the bytes that a process on the CPU may use: `memory`, else what is free; None if neither is known.
 
     What is free may differ between ranks, which must plan alike, so it only counts for a process that `is_alone`.
     """
     free = available_host_bytes() if is_alone else None
-    if config.memory == "auto":
+    if settings.memory == "auto":
         return free
-    return int(config.memory * GIB) if free is None else min(free, int(config.memory * GIB))
+    return int(settings.memory * GIB) if free is None else min(free, int(settings.memory * GIB))
 
 
 def cpu_bytes(estimate: MemoryEstimate) -> int:
@@ -211,18 +213,19 @@ def cpu_bytes(estimate: MemoryEstimate) -> int:
 
 
 def _choose_on_cpu(
-    config: Config, shape: ModelShape, tokens: TokenStatistics, layout: ParallelLayout
+    settings: PlanSettings, shape: ModelShape, tokens: TokenStatistics, layout: ParallelLayout
 ) -> MemoryDecision:
     """Choose 8,192 tokens (or the longest sample) without recompute; less, then with recompute, if memory is short.
 
     If nothing fits, the smallest is taken, as the estimate may be too high. Raises ResourceError if that is more than
     `memory`.
     """
-    configured, levels = config.batch.micro_batch_tokens, _levels(config, compiled=False)
+    configured, levels = settings.batch.micro_batch_tokens, _levels(settings, compiled=False)
     levels = tuple(level for level in levels if level != "offload") or levels
     most = configured or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
     counts = [most] if configured else [most, *(max(count, tokens.longest_sample) for count in CPU_SMALLER)]
-    model, budget = memory_model(config, shape, CPU, layout), cpu_budget(config, is_alone=layout.strategy == "single")
+    model = memory_model(settings, shape, CPU, layout)
+    budget = cpu_budget(settings, is_alone=layout.strategy == "single")
 
     def needed(level: Recompute, count: int) -> int:
         size = tokens.micro_batch(min(count, tokens.largest_pass_tokens))
@@ -234,25 +237,26 @@ def _choose_on_cpu(
     reason = f"{count:,} tokens per micro-batch, recompute {level}: no GPU"
     if budget is not None and (level, count) != choices[0]:
         reason += f"; this takes about {needed(level, count) / GIB:.1f} GiB of {budget / GIB:.1f}"
-    if config.memory != "auto" and needed(level, count) > config.memory * GIB:
+    if settings.memory != "auto" and needed(level, count) > settings.memory * GIB:
         gib = math.ceil(10 * needed(level, count) / GIB) / 10
         raise ResourceError(
-            f"memory is {config.memory:g}, but this run takes about {gib:g} GiB on the CPU at {count:,} tokens a pass",
+            f"memory is {settings.memory:g}, but this run takes about {gib:g} GiB on the CPU "
+            f"at {count:,} tokens a pass",
             [Fix({"memory": gib}, "or lower data.max_tokens")],
         )
     return MemoryDecision(count, level, reason)
 
 
-def _fp8_setting(config: Config) -> str:
-    if config.method == "full":
-        return f"full.compute: {config.full.compute}"
-    if config.base.backward == "fp8":
+def _fp8_setting(settings: PlanSettings) -> str:
+    if settings.method == "full":
+        return f"full.compute: {settings.full.compute}"
+    if settings.base.backward == "fp8":
         return "base.backward: fp8"
-    return "base.storage: fp8" if config.base.storage == "fp8" else "base.compute: fp8"
+    return "base.storage: fp8" if settings.base.storage == "fp8" else "base.compute: fp8"
 
 
 def spend_spare_memory(
-    decision: MemoryDecision, config: Config, tokens: TokenStatistics, device: Device | None, plan: TrainingPlan
+    decision: MemoryDecision, settings: PlanSettings, tokens: TokenStatistics, device: Device | None, plan: TrainingPlan
 ) -> MemoryDecision:
     """Use spare memory to save time.
 
@@ -265,11 +269,11 @@ def spend_spare_memory(
     if model is None or device is None:
         return decision
     layout = model.parallel_layout
-    can_keep_gathered = config.method == "full" and layout.shards_weights and layout.reshard_after_forward
+    can_keep_gathered = settings.method == "full" and layout.shards_weights and layout.reshard_after_forward
     if model.transposable_bytes:
         other = replace(model, transposed_weights=True)
         gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
-    elif can_keep_gathered and config.sharding.reshard_after_forward == "auto":
+    elif can_keep_gathered and settings.sharding.reshard_after_forward == "auto":
         other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
         gain = "gathered weights are kept within a step"
     else:
@@ -296,15 +300,15 @@ def _decide(
     model: MemoryModel, level: Recompute, tokens: TokenStatistics, device: Device
 ) -> tuple[MemoryDecision, int, int]:
     """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
-    config, configured = model.config, model.config.batch.micro_batch_tokens
+    settings, configured = model.settings, model.settings.batch.micro_batch_tokens
     enough_tokens = most_tokens = min(configured or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
-    if not configured and config.full.update == "step":
-        enough_tokens = min(most_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
+    if not configured and settings.full.update == "step":
+        enough_tokens = min(most_tokens, max(BUSY_TOKENS * settings.context_ranks, tokens.longest_sample))
     fit_tokens = usable_tokens = largest_fit(model, level, tokens, device, most_tokens)
     if enough_tokens < most_tokens:
         usable_tokens = min(usable_tokens, max(enough_tokens, _indexed_tokens(model)))
     num_tokens = configured or max(usable_tokens, tokens.longest_sample)
-    budget = budget_bytes(config, device)
+    budget = budget_bytes(settings, device)
     reason = (
         f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
         f"{fit_tokens:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
@@ -326,11 +330,17 @@ def _indexed_tokens(model: MemoryModel) -> int:
     """
     widest = max(layer.mlp_elements * 2 // 3 for layer in model.shape.layers)
     tokens = (2**31 - 1) // max(widest, model.shape.hidden_size) // TOKENS_MULTIPLE * TOKENS_MULTIPLE
-    return tokens * model.config.context.parallel if model.compiled else LONGEST_TOKENS
+    return tokens * model.settings.context_ranks if model.compiled else LONGEST_TOKENS
 
 
 def choose_parallel_layout(
-    config: Config, shape: ModelShape, tokens: TokenStatistics, device: Device | None, *, num_ranks: int, num_nodes: int
+    settings: PlanSettings,
+    shape: ModelShape,
+    tokens: TokenStatistics,
+    device: Device | None,
+    *,
+    num_ranks: int,
+    num_nodes: int,
 ) -> ParallelLayout:
     """Choose the strategy as requested, or with `auto` by whether a GPU fits all state.
 
@@ -338,34 +348,34 @@ def choose_parallel_layout(
     node, or fsdp on one node. Raises UsageError like `resolve_layout`.
     """
     ranks = {"num_ranks": num_ranks, "num_nodes": num_nodes}
-    if config.strategy != "auto" or num_ranks == 1:
-        asked = "single" if config.strategy == "auto" else config.strategy
-        return resolve_layout(config, asked, **ranks, why="as configured")
+    if settings.strategy != "auto" or num_ranks == 1:
+        asked = "single" if settings.strategy == "auto" else settings.strategy
+        return resolve_layout(settings, asked, **ranks, why="as configured")
     if device is None:
-        return resolve_layout(config, "ddp", **ranks, why="no GPU whose memory limits it")
-    model = memory_model(config, shape, device, replace(SINGLE_RANK, context_ranks=config.context.parallel))
-    busy_tokens = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * config.context.parallel, tokens.longest_sample))
+        return resolve_layout(settings, "ddp", **ranks, why="no GPU whose memory limits it")
+    model = memory_model(settings, shape, device, replace(SINGLE_RANK, context_ranks=settings.context_ranks))
+    busy_tokens = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * settings.context_ranks, tokens.longest_sample))
     state = model.estimate(MicroBatchSize(0, 0, 0), "full")
     facts = f"weights, gradients and optimizer take {state.state_bytes / GIB:.1f} GiB"
     work = f"{busy_tokens:,} tokens on {device.name}"
     if largest_fit(model, "full", tokens, device, busy_tokens) >= busy_tokens:
-        return resolve_layout(config, "ddp", **ranks, why=f"{facts}, which fits with {work}")
-    if why := config.reason_against_sharding:
+        return resolve_layout(settings, "ddp", **ranks, why=f"{facts}, which fits with {work}")
+    if why := settings.reason_against_sharding:
         cannot = f"{facts}, which does not fit with {work}, but sharding does not work with {why}"
-        return resolve_layout(config, "ddp", **ranks, why=cannot)
-    even = num_nodes > 1 and num_ranks > num_nodes and config.experts.parallel == 1
-    return resolve_layout(config, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {work}")
+        return resolve_layout(settings, "ddp", **ranks, why=cannot)
+    even = num_nodes > 1 and num_ranks > num_nodes and settings.expert_ranks == 1
+    return resolve_layout(settings, "hsdp" if even else "fsdp", **ranks, why=f"{facts}, which does not fit with {work}")
 
 
-def budget_bytes(config: Config, device: Device) -> int:
+def budget_bytes(settings: PlanSettings, device: Device) -> int:
     """Return the bytes that tensors may use: the device's memory, limited by `memory`, less the margin."""
-    limit = device.memory_bytes if config.memory == "auto" else min(device.memory_bytes, int(config.memory * GIB))
+    limit = device.memory_bytes if settings.memory == "auto" else min(device.memory_bytes, int(settings.memory * GIB))
     return int(limit * (1 - MARGIN))
 
 
 def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistics, device: Device, limit: int) -> int:
     """Return the most tokens of a micro-batch, up to `limit`, whose estimate is within the budget; 0 if none is."""
-    budget = budget_bytes(model.config, device)
+    budget = budget_bytes(model.settings, device)
 
     def fits(count: int) -> bool:
         accumulates = count < tokens.rank_step_tokens
@@ -379,17 +389,21 @@ def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistic
 
 
 def longest_document_tokens(
-    config: Config, shape: ModelShape, device: Device, label_share: float, parallel_layout: ParallelLayout = SINGLE_RANK
+    settings: PlanSettings,
+    shape: ModelShape,
+    device: Device,
+    label_share: float,
+    parallel_layout: ParallelLayout = SINGLE_RANK,
 ) -> int:
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
-    model = memory_model(config, shape, device, parallel_layout)
+    model = memory_model(settings, shape, device, parallel_layout)
     tokens = TokenStatistics(LONGEST_TOKENS, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
-    heaviest = _levels(config, compiled=model.compiled)[-1]
+    heaviest = _levels(settings, compiled=model.compiled)[-1]
     return largest_fit(model, heaviest, tokens, device, LONGEST_TOKENS)
 
 
-def _levels(config: Config, *, compiled: bool) -> tuple[Recompute, ...]:
+def _levels(settings: PlanSettings, *, compiled: bool) -> tuple[Recompute, ...]:
     """Return the levels to try, lightest first; `selective` and `budget` need compiled layers."""
-    if config.recompute == "auto":
+    if settings.recompute == "auto":
         return ("none", "selective", "budget", "full", "offload") if compiled else ("none", "full", "offload")
-    return ("full" if config.recompute in ("selective", "budget") and not compiled else config.recompute,)
+    return ("full" if settings.recompute in ("selective", "budget") and not compiled else settings.recompute,)

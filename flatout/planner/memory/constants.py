@@ -28,8 +28,6 @@ BACKWARD_SHARE = 0.38
 LAST_NORM_BYTES = 10
 # bytes per parameter: 8-bit moments with one scale per 256, and 4-bit weights with two levels of scales
 ADAM_8BIT_BYTES = 2.03
-# full-width values that optimizers keep per trained parameter; adamw8bit, of those that have no 8-bit form
-NUM_MOMENTS = {"adamw": 2, "adamw8bit": 2, "sgd": 1}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # values that share a scale of 8-bit moments: a divisor of the last dimension in this range (see `optim.adamw_8bit`)
 ADAM_8BIT_BLOCKS = range(64, 257)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flatout.config.schema import Config, Recompute
+from flatout.config.schema import Recompute
 from flatout.planner.memory.constants import (
     ADAM_8BIT_BLOCKS,
     ADAM_8BIT_BYTES,
@@ -18,7 +18,6 @@ from flatout.planner.memory.constants import (
     HEAD_TILE_ROWS,
     LAST_NORM_BYTES,
     NF4_BYTES,
-    NUM_MOMENTS,
     OFFLOAD_INPUTS,
     Precision,
 )
@@ -26,6 +25,7 @@ from flatout.planner.memory.correction import Correction
 from flatout.planner.memory.float8_inputs import Float8Inputs, float8_inputs
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize, Widths
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout
+from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import LayerShape, Linear, ModelShape
 
 
@@ -66,7 +66,7 @@ class MemoryModel:
     device by `kind_of_pass`.
     """
 
-    config: Config
+    settings: PlanSettings
     shape: ModelShape
     precision: Precision
     compiled: bool
@@ -78,9 +78,9 @@ class MemoryModel:
     @property
     def widths(self) -> Widths:
         """Bytes per element; with `full.hidden_states` fp32, hidden states are as wide as trained weights."""
-        is_full, compute = self.config.method == "full", ELEMENT_BYTES[self.precision]
-        is_wide = is_full and self.config.full.hidden_states == "fp32"
-        trained = compute if is_full and self.config.full.weights == "bf16" else max(4, compute)
+        is_full, compute = self.settings.method == "full", ELEMENT_BYTES[self.precision]
+        is_wide = is_full and self.settings.full.hidden_states == "fp32"
+        trained = compute if is_full and self.settings.full.weights == "bf16" else max(4, compute)
         return Widths(compute, trained, compute if compute < trained else 0, trained if is_wide else compute)
 
     @property
@@ -89,30 +89,30 @@ class MemoryModel:
 
         See `flatout.models.lora.fused` for which layers are fused.
         """
-        if not self._fuses_layers or self.config.base.storage != "fp8":
+        if not self._fuses_layers or self.settings.base.storage != "fp8":
             return 0
         experts = (matrix for layer in self.shape.layers for matrix in self._grouped(layer))
-        linears = (*self.shape.targeted(self.config.lora).values(), *experts)
+        linears = (*self.shape.targeted(self.settings.lora).values(), *experts)
         return sum(linear.num_experts * linear.num_weights for linear in linears)
 
     @property
     def _fuses_layers(self) -> bool:
         """Whether LoRA layers that read the same input are fused."""
-        lora = self.config.lora
-        return self.config.method == "lora" and not (lora.dropout or lora.dora or self.parallel_layout.shards_state)
+        lora = self.settings.lora
+        return self.settings.method == "lora" and not (lora.dropout or lora.dora or self.parallel_layout.shards_state)
 
     @property
     def num_rows(self) -> int:
         """The rows of new tokens that LoRA trains; none if embedding and head are trained in full."""
-        lora, shape = self.config.lora, self.shape
+        lora, shape = self.settings.lora, self.shape
         is_whole = lora.saves(shape.embedding) and shape.trains_head(lora)
-        return 0 if self.config.method == "full" or is_whole else len(self.config.data.added_tokens)
+        return 0 if self.settings.method == "full" or is_whole else self.settings.num_new_tokens
 
     @cached_property
     def num_adapter(self) -> int:
         """The parameters that LoRA trains, those of `modules_to_save` and of new tokens included."""
         rows = self.num_rows * self.shape.hidden_size * (1 if self.shape.tied else 2)
-        return self.shape.num_lora_params(self.config.lora) + self.shape.num_saved_params(self.config.lora) + rows
+        return self.shape.num_lora_params(self.settings.lora) + self.shape.num_saved_params(self.settings.lora) + rows
 
     @cached_property
     def _num_8bit_adapter(self) -> int:
@@ -121,7 +121,7 @@ class MemoryModel:
         def of_blocks(count: int, row: int) -> int:
             return count if any(row % size == 0 for size in ADAM_8BIT_BLOCKS) else 0
 
-        lora, num_elements = self.config.lora, 0
+        lora, num_elements = self.settings.lora, 0
         for of_experts in (False, True):
             for name, linear in self.shape.targeted(lora, of_experts=of_experts).items():
                 rank = lora.of_layer(name).rank
@@ -138,7 +138,7 @@ class MemoryModel:
     def kind_of_pass(self, recompute: Recompute) -> str:
         """Name what decides a pass's temporaries: a measured pass corrects only its own kind."""
         layout, how = self.parallel_layout, "compiled" if self.compiled else "eager"
-        parts = [recompute, how, self.precision, layout.strategy, self.config.batch.layout]
+        parts = [recompute, how, self.precision, layout.strategy, self.settings.batch.layout]
         parts += ["transposed"] * self.transposed_weights
         parts += [f"experts/{layout.expert_ranks}"] * (layout.expert_ranks > 1)
         return " ".join([*parts, *[f"context/{layout.context_ranks}"] * (layout.context_ranks > 1)])
@@ -156,11 +156,11 @@ class MemoryModel:
             return self._of_a_share(size, recompute, accumulates)
         if self.parallel_layout.shards_state and self.parallel_layout.expert_ranks > 1:
             return self._beside_experts(size, recompute, accumulates)
-        shape, width, lora, is_lora = self.shape, self.widths, self.config.lora, self.config.method == "lora"
+        shape, width, lora, is_lora = self.shape, self.widths, self.settings.lora, self.settings.method == "lora"
         num_base, num_adapter = shape.num_params, self.num_adapter if is_lora else 0
         num_trained = num_gradients = num_adapter if is_lora else num_base
         embedding = shape.vocab_size * shape.hidden_size
-        if self.config.full.update == "backward":
+        if self.settings.full.update == "backward":
             # one tensor's gradient at a time
             num_gradients = max(
                 [embedding, *(linear.num_weights for layer in shape.layers for linear in layer.linears)]
@@ -170,9 +170,9 @@ class MemoryModel:
         if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
-        moment, name = max(4, width.compute), self.config.optim.name
-        num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if name == "adamw8bit" else 0
-        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * NUM_MOMENTS[name] * moment
+        moment, traits = max(4, width.compute), self.settings.optimizer
+        num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if traits.stores_8_bits else 0
+        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * len(traits.moments) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
         saved, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
@@ -227,9 +227,9 @@ class MemoryModel:
     def _sharded(self, replicated: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
         """Return the estimate with sharded state, plus the weights and gradients that are temporarily unsharded."""
         shape, layout, width = self.shape, self.parallel_layout, self.widths
-        is_full = self.config.method == "full"
+        is_full = self.settings.method == "full"
         part = 0.0 if layout.offload else 1 / layout.num_shards
-        num_in_flight = 2 + self.config.sharding.prefetch
+        num_in_flight = 2 + self.settings.sharding.prefetch
         gathered = min(1.0, num_in_flight / shape.num_layers) if layout.reshard_after_forward else 1.0
         # what is outside the decoder's layers is gathered once for all passes
         num_root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
@@ -243,7 +243,7 @@ class MemoryModel:
             blocks = self._frozen_bytes() - num_root * width.compute
             weights = replicated.weights_bytes - (blocks * (1 - part - gathered) if layout.reshard_after_forward else 0)
         # two layers' gradients exist in the compute dtype before they are summed in that of the trained weights
-        num_lora = shape.num_lora_params(self.config.lora)
+        num_lora = shape.num_lora_params(self.settings.lora)
         two_layers = (num_blocks if is_full else num_lora) * 2 / shape.num_layers
         # what is trained in full is mostly embedding and head, which are not freed
         unsharded_adapter = 0 if is_full else (num_adapter - num_lora) * width.trained
@@ -264,19 +264,19 @@ class MemoryModel:
     @property
     def _unsaved_elements(self) -> int:
         """The elements per token and layer that grouped products of experts hold for a moment, and do not save."""
-        grouped = self.shape.groups_experts and self.config.model.experts == "auto"
+        grouped = self.shape.groups_experts and self.settings.groups_experts
         return sum(layer.unsaved_elements for layer in self.shape.layers) // self.shape.num_layers if grouped else 0
 
     def _grouped(self, layer: LayerShape) -> tuple[Linear, ...]:
         """Return the matrices of a layer's experts if grouped products compute them, which can be quantized then."""
-        return layer.experts if self.shape.groups_experts and self.config.model.experts == "auto" else ()
+        return layer.experts if self.shape.groups_experts and self.settings.groups_experts else ()
 
     def _frozen_bytes(self) -> int:
         """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
-        num_base, storage = self.shape.num_params, self.config.base.storage
+        num_base, storage = self.shape.num_params, self.settings.base.storage
         if storage == "model":
             dense = num_base * self.widths.compute
-            return dense + (self._backward_copies_bytes if self.config.base.backward == "fp8" else 0)
+            return dense + (self._backward_copies_bytes if self.settings.base.backward == "fp8" else 0)
         linears = [linear for layer in self.shape.layers for linear in (*layer.linears, *self._grouped(layer))]
         num_linear = sum(linear.num_experts * linear.num_weights for linear in linears)
         # experts have a scale for each unit between their two products
@@ -295,19 +295,19 @@ class MemoryModel:
     @cached_property
     def _float8_inputs(self) -> Float8Inputs:
         """What is saved of inputs in float8, where Hopper's kernel adds adapters to float8 products."""
-        is_fp8 = self.config.base.computes_in_fp8 and self.precision == "bf16"
+        is_fp8 = self.settings.base.computes_in_fp8 and self.precision == "bf16"
         reads = self.is_hopper and is_fp8 and self._fuses_layers
-        return float8_inputs(self.shape, self.config.lora, self.widths.compute) if reads else Float8Inputs()
+        return float8_inputs(self.shape, self.settings.lora, self.widths.compute) if reads else Float8Inputs()
 
     def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True, in_float8: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.
 
         Dropout also saves each target's own input, DoRA both outputs of a target; these count without the MLP, too.
         """
-        shape, lora, width = self.shape, self.config.lora, self.widths
+        shape, lora, width = self.shape, self.settings.lora, self.widths
         mlp = sum(layer.mlp_elements for layer in shape.layers) // shape.num_layers
         elements = activation_elements(shape) - (self._unsaved_elements if with_mlp else mlp)
-        if self.config.method == "lora" and (lora.dropout or lora.dora):
+        if self.settings.method == "lora" and (lora.dropout or lora.dora):
             targets = shape.targeted(lora).values()
             more = sum(linear.num_in for linear in targets) if lora.dropout else 0
             more += 2 * sum(linear.num_out for linear in targets) if lora.dora else 0
@@ -323,7 +323,7 @@ class MemoryModel:
         shape = self.shape
         inputs = self.inputs_bytes(size.num_tokens)
         everything = shape.num_layers * self._layer_bytes(size.num_tokens)
-        factors = shape.num_lora_params(self.config.lora, of_experts=True) if self.config.method == "lora" else 0
+        factors = shape.num_lora_params(self.settings.lora, of_experts=True) if self.settings.method == "lora" else 0
         kept_bytes = {
             "none": everything,
             "selective": everything - shape.num_layers * self._selective_bytes(size.num_tokens),
@@ -353,12 +353,12 @@ class MemoryModel:
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
-        shape, base, element = self.shape, self.config.base, self.widths.compute
+        shape, base, element = self.shape, self.settings.base, self.widths.compute
         # one tile's logits, which their gradient replaces; the label rows and their gradient; what the last norm saves
         num_tile_rows = min(size.num_label_tokens, HEAD_TILE_ROWS[recompute])
         head = (num_tile_rows * shape.num_head_rows + 2 * size.num_label_tokens * shape.hidden_size) * element
         head += size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
-        if self.config.method == "full" or shape.trains_head(self.config.lora):
+        if self.settings.method == "full" or shape.trains_head(self.settings.lora):
             # the head's weight gradient is summed in fp32, in addition to a narrower copy of the weight or the gradient
             head += shape.num_head_rows * shape.hidden_size * (4 + (element if element < 4 else 0))
         elif self.num_rows:
@@ -370,9 +370,9 @@ class MemoryModel:
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
-        transposed = shape.targeted(self.config.lora) if self.transposed_weights else {}
+        transposed = shape.targeted(self.settings.lora) if self.transposed_weights else {}
         # layers without adapters are unpacked whole
-        indices = self.config.lora.layer_indices if transposed else None
+        indices = self.settings.lora.layer_indices if transposed else None
         layers = [(i, layer) for i, layer in enumerate(shape.layers) if indices is None or i not in indices]
         index, widest = max(
             layers or enumerate(shape.layers), key=lambda layer: sum(linear.num_weights for linear in layer[1].linears)

@@ -130,6 +130,9 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 # what needs a GPU, several ranks or several runs, and the test that shows its effect
 SHOWN_BY: dict[str, str] = {
+    "optim.path": "playbooks/test_optimizer.py",
+    "lora.init": "playbooks/test_adapter_start.py",
+    "lora.init_path": "playbooks/test_adapter_start.py",
     "eval.best": "test_best_is_judged_by_the_named_figure",
     "objective.kind": "test_settings_of_objectives_are_checked_without_running_code",
     "data.sources.pairs": "unit/data/test_pair_rows.py",

@@ -161,7 +161,7 @@ def test_a_resumed_optimizer_takes_the_same_bits(name: str, dtype: torch.dtype) 
         resumed = make_optimizer(copy, config, seed=seed)
         for key, parameter in copy.items():
             parameter.data.copy_(weights[key])
-        load_optimizer_state(resumed, copy, saved)
+        load_optimizer_state(resumed, copy, saved, config.traits)
         steps(copy, resumed, range(3, 6))
     assert all(torch.equal(named[key], again[key]) for key in named)
     is_rounded = dtype == torch.bfloat16
@@ -235,7 +235,7 @@ def test_states_of_another_kind_and_sgd_on_bf16_are_refused() -> None:
     saved = optimizer_state(optimizer, named)
     plain = make_optimizer(named, OptimConfig(), seed=0)
     with pytest.raises(CheckpointError, match=r"has exp_avg_codes.* for layer\.weight"):
-        load_optimizer_state(plain, named, saved)
+        load_optimizer_state(plain, named, saved, OptimConfig().traits)
     with pytest.raises(UsageError, match="=sgd") as refused:
         make_optimizer(named, OptimConfig(name="sgd"), seed=0)
     assert refused.value.fixes[0].settings == {"optim.name": "adamw"}

@@ -73,7 +73,7 @@ def test_a_checkpoint_of_either_layout_resumes_in_the_other(saved_flat: bool, lo
     other = make_optimizer(again, CONFIG, seed=0, flat=loaded_flat)
     for name, parameter in again.items():
         parameter.data.copy_(weights[name])
-    load_optimizer_state(other, again, state)
+    load_optimizer_state(other, again, state, CONFIG.traits)
     train(named, optimizer, 3, first=3)
     train(again, other, 3, first=3)
     assert all(torch.equal(named[name], again[name]) for name in named)

@@ -22,18 +22,19 @@ from flatout.planner.memory.budget import (
 )
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout
+from flatout.planner.settings import PlanSettings
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)
 TOKENS = TokenStatistics(longest_sample=2048, rank_step_tokens=21000, label_share=0.6, mean_length=530.0)
 
 
-def config_of(**sections):
-    return make_config({"model": {"name": "m"}, **sections})
+def settings_of(**sections):
+    return PlanSettings.of(make_config({"model": {"name": "m"}, **sections}))
 
 
 def chosen(gib, tokens=TOKENS, **sections):
-    return choose_micro_batch(config_of(**sections), SHAPE, tokens, Device("a GPU", int(gib * GIB)))
+    return choose_micro_batch(settings_of(**sections), SHAPE, tokens, Device("a GPU", int(gib * GIB)))
 
 
 def test_levels_from_the_lightest_on():
@@ -105,7 +106,7 @@ def test_indices_of_a_micro_batch_have_32_bits_if_its_samples_allow():
     # 131,072 tokens of 16,384 values would be one too many
     layers = tuple(replace(layer, mlp_elements=3 * 8192) for layer in SHAPE.layers)
     power = choose_micro_batch(
-        config_of(recompute="full"), replace(SHAPE, layers=layers), large, Device("a GPU", 139 * GIB)
+        settings_of(recompute="full"), replace(SHAPE, layers=layers), large, Device("a GPU", 139 * GIB)
     )
     assert power.micro_batch_tokens == 131_072 - 512
     # a longer document cannot be cut, and a given size stays
@@ -117,12 +118,12 @@ def test_indices_of_a_micro_batch_have_32_bits_if_its_samples_allow():
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(budget, "available_host_bytes", lambda: None)
-    decision = choose_micro_batch(config_of(), SHAPE, TOKENS, None)
+    decision = choose_micro_batch(settings_of(), SHAPE, TOKENS, None)
     assert (decision.micro_batch_tokens, decision.recompute, decision.model) == (8192, "none", None)
     assert decision.estimate(TOKENS.micro_batch(10)) is None
     long = TokenStatistics(9000, 20000, 0.5, 900.0)
-    assert choose_micro_batch(config_of(), SHAPE, long, None).micro_batch_tokens == 9000
-    assert choose_micro_batch(config_of(recompute="budget"), SHAPE, TOKENS, None).recompute == "full"
+    assert choose_micro_batch(settings_of(), SHAPE, long, None).micro_batch_tokens == 9000
+    assert choose_micro_batch(settings_of(recompute="budget"), SHAPE, TOKENS, None).recompute == "full"
 
 
 def test_what_cannot_fit_says_what_to_do():
@@ -143,11 +144,11 @@ def test_what_cannot_fit_says_what_to_do():
 def test_a_card_without_bf16_is_told_of_fp16():
     card = Device("a T4", 24 * GIB, has_bf16=False, has_fp8=False)
     with pytest.raises(ResourceError) as error:
-        choose_micro_batch(config_of(), SHAPE, TOKENS, card)
+        choose_micro_batch(settings_of(), SHAPE, TOKENS, card)
     fix = error.value.fixes[0]
     assert fix.settings == {"model.precision": "fp16"}
     gib = float(fix.why.removesuffix(" GiB"))
-    half = config_of(model={"name": "m", "precision": "fp16"})
+    half = settings_of(model={"name": "m", "precision": "fp16"})
     choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib + 0.1) * GIB)))
     with pytest.raises(ResourceError) as error:
         choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib - 0.1) * GIB)))
@@ -158,7 +159,7 @@ def test_a_sample_that_just_fits_is_not_rounded_away():
     """The number of tokens is rounded down, but never below the longest sample."""
     fits = [length for length in range(10_000, 40_000, 100) if _is_taken(TokenStatistics(length, 10**6, 0.6, 1e6))]
     assert fits == list(range(10_000, fits[-1] + 100, 100))
-    limit = longest_document_tokens(config_of(), SHAPE, Device("a GPU", 22 * GIB), 0.6)
+    limit = longest_document_tokens(settings_of(), SHAPE, Device("a GPU", 22 * GIB), 0.6)
     assert limit - 100 <= fits[-1] < limit + 512
 
 
@@ -171,13 +172,13 @@ def _is_taken(tokens):
 
 def test_longest_documents_grow_with_memory_and_shrink_with_precision():
     lengths = {
-        name: longest_document_tokens(config_of(), SHAPE, DEVICES[name], 0.6) for name in ("4090", "h100", "h200")
+        name: longest_document_tokens(settings_of(), SHAPE, DEVICES[name], 0.6) for name in ("4090", "h100", "h200")
     }
     assert 0 < lengths["4090"] < lengths["h100"] < lengths["h200"]
-    four_bit = config_of(base={"storage": "nf4"})
+    four_bit = settings_of(base={"storage": "nf4"})
     assert longest_document_tokens(four_bit, SHAPE, DEVICES["4090"], 0.6) > lengths["4090"]
-    assert longest_document_tokens(config_of(recompute="none"), SHAPE, DEVICES["h200"], 0.6) < lengths["h200"]
-    assert longest_document_tokens(config_of(), SHAPE, DEVICES["t4"], 0.6) == 0
+    assert longest_document_tokens(settings_of(recompute="none"), SHAPE, DEVICES["h200"], 0.6) < lengths["h200"]
+    assert longest_document_tokens(settings_of(), SHAPE, DEVICES["t4"], 0.6) == 0
 
 
 RNG = np.random.default_rng(0)
@@ -186,7 +187,7 @@ LENGTHS = np.clip(np.exp(RNG.normal(6.0, 0.8, 32 * 60)), 32, 2048).astype(int)
 
 def decided(gib, *, parallel_layout=SINGLE_RANK, **sections):
     """The decision before and after weights may be kept transposed, and the plan laid out by each."""
-    config = config_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
+    config = settings_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
     device = Device("a GPU", int(gib * GIB))
     whole = make_plan(LENGTHS, LENGTHS // 2, config.batch, micro_batch_tokens=10**6, seed=0, num_ranks=1)
     tokens = TokenStatistics.of(whole)
@@ -232,8 +233,8 @@ def test_only_fused_float8_weights_are_kept_transposed():
     before, after, *_ = decided(139, parallel_layout=ParallelLayout("fsdp", 2, 1, reshard_after_forward=True))
     assert after is before
     assert decided(139, parallel_layout=ParallelLayout("ddp", 1, 2))[1].transposed_weights
-    on_cpu = choose_micro_batch(config_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
-    assert spend_spare_memory(on_cpu, config_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
+    on_cpu = choose_micro_batch(settings_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
+    assert spend_spare_memory(on_cpu, settings_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
 
 
 def test_gathered_weights_stay_where_memory_is_left():
@@ -266,7 +267,7 @@ def test_a_longest_sample_in_a_step_that_is_not_seen_is_no_error():
     lengths = np.full(5000, 100)
     # one sample a step: 500 of 5,000 steps are looked at, and this is not one of them
     lengths[1] = 3000
-    config = config_of(batch={"samples_per_step": 1, "shuffle": False})
+    config = settings_of(batch={"samples_per_step": 1, "shuffle": False})
     plan = make_plan(lengths, lengths // 2, config.batch, micro_batch_tokens=3000, seed=0, num_ranks=1)
     assert max(step.num_tokens for step in plan.sampled_steps(NUM_STEPS_SEEN)) == 100
     tokens = TokenStatistics.of(plan)
@@ -275,15 +276,15 @@ def test_a_longest_sample_in_a_step_that_is_not_seen_is_no_error():
 
 
 def test_a_gpu_without_bf16_computes_in_fp32():
-    assert memory_model(config_of(), SHAPE, DEVICES["t4"]).precision == "fp32"
-    assert memory_model(config_of(), SHAPE, DEVICES["l4"]).precision == "bf16"
-    half = config_of(model={"name": "m", "precision": "fp16"})
+    assert memory_model(settings_of(), SHAPE, DEVICES["t4"]).precision == "fp32"
+    assert memory_model(settings_of(), SHAPE, DEVICES["l4"]).precision == "bf16"
+    half = settings_of(model={"name": "m", "precision": "fp16"})
     assert memory_model(half, SHAPE, DEVICES["t4"]).precision == "fp16"
 
 
 def test_statistics_are_those_of_the_steps():
     lengths, labels = [10, 2, 9, 4, 30, 7], [5, 1, 4, 2, 15, 3]
-    config = config_of(batch={"samples_per_step": 2, "epochs": 3.0})
+    config = settings_of(batch={"samples_per_step": 2, "epochs": 3.0})
     plan = make_plan(lengths, labels, config.batch, micro_batch_tokens=64, seed=1, num_ranks=2)
     tokens = TokenStatistics.of(plan)
     most = max(sum(batch.num_tokens for batch in rank) for step in plan.steps() for rank in step.by_rank)
@@ -307,18 +308,18 @@ def test_statistics_are_those_of_the_steps():
 )
 def test_a_cpu_takes_the_memory_that_is_there(monkeypatch, free_gib, memory, expected):
     monkeypatch.setattr(budget, "available_host_bytes", lambda: free_gib and free_gib * GIB)
-    decision = choose_micro_batch(config_of(memory=memory), SHAPE, TOKENS, None)
+    decision = choose_micro_batch(settings_of(memory=memory), SHAPE, TOKENS, None)
     assert (decision.micro_batch_tokens, decision.recompute) == expected
     # ranks may see different memory, and must plan alike
     several = ParallelLayout(strategy="ddp", num_replicas=2)
-    assert choose_micro_batch(config_of(), SHAPE, TOKENS, None, several).micro_batch_tokens == 8192
-    kept = config_of(memory=memory, recompute="none", batch={"micro_batch_tokens": 3000})
+    assert choose_micro_batch(settings_of(), SHAPE, TOKENS, None, several).micro_batch_tokens == 8192
+    kept = settings_of(memory=memory, recompute="none", batch={"micro_batch_tokens": 3000})
     assert choose_micro_batch(kept, SHAPE, TOKENS, None).micro_batch_tokens == 3000
 
 
 def test_memory_that_no_plan_of_a_cpu_keeps_is_refused(monkeypatch):
     monkeypatch.setattr(budget, "available_host_bytes", lambda: 200 * GIB)
     with pytest.raises(ResourceError, match=r"memory is 6, but this run takes about ([\d.]+) GiB on the CPU") as raised:
-        choose_micro_batch(config_of(memory=6), SHAPE, TOKENS, None)
+        choose_micro_batch(settings_of(memory=6), SHAPE, TOKENS, None)
     (fix,) = raised.value.fixes
-    assert choose_micro_batch(config_of(**fix.settings), SHAPE, TOKENS, None).recompute == "full"
+    assert choose_micro_batch(settings_of(**fix.settings), SHAPE, TOKENS, None).recompute == "full"

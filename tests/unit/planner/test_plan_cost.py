@@ -10,11 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig as Lora
 from flatout.planner.cost import ATTENTION_BACKWARD, CostModel, make_cost
+from flatout.planner.settings import PlanSettings
 from flatout.trainer.model_shape import make_shape
 
 NUM_TOKENS = 24
-FULL = make_config({"model": {"name": "m"}, "method": "full"})
-LORA = make_config({"model": {"name": "m"}, "lora": {"rank": 4}})
+FULL = PlanSettings.of(make_config({"model": {"name": "m"}, "method": "full"}))
+LORA = PlanSettings.of(make_config({"model": {"name": "m"}, "lora": {"rank": 4}}))
 
 
 def tiny(model_type):

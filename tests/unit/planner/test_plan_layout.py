@@ -12,6 +12,7 @@ from flatout.planner.memory.budget import TokenStatistics, choose_micro_batch, c
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import ParallelLayout
+from flatout.planner.settings import PlanSettings
 from flatout.trainer.model_shape import make_shape
 
 SHAPE = make_shape(QWEN3_8B)
@@ -19,13 +20,13 @@ TOKENS = TokenStatistics(longest_sample=2048, rank_step_tokens=21000, label_shar
 NOTHING = MicroBatchSize(0, 0, 0)
 
 
-def config_of(**sections):
-    return make_config({"model": {"name": "m"}, **sections})
+def settings_of(**sections):
+    return PlanSettings.of(make_config({"model": {"name": "m"}, **sections}))
 
 
 def parallel_layout(device="h100", num_ranks=4, num_nodes=1, **sections):
     gpu = DEVICES[device] if device else None
-    return choose_parallel_layout(config_of(**sections), SHAPE, TOKENS, gpu, num_ranks=num_ranks, num_nodes=num_nodes)
+    return choose_parallel_layout(settings_of(**sections), SHAPE, TOKENS, gpu, num_ranks=num_ranks, num_nodes=num_nodes)
 
 
 def test_auto_replicates_what_fits_and_cuts_what_does_not():
@@ -47,18 +48,18 @@ def test_auto_cuts_a_quantized_base_that_does_not_fit():
     sections = {"method": "lora", "base": {"storage": "nf4"}}
     small = Device("a GPU", 9 * GIB)
     chosen = [
-        choose_parallel_layout(config_of(**sections), SHAPE, TOKENS, gpu, num_ranks=4, num_nodes=1)
+        choose_parallel_layout(settings_of(**sections), SHAPE, TOKENS, gpu, num_ranks=4, num_nodes=1)
         for gpu in (DEVICES["h100"], small)
     ]
     assert [parallel_layout.strategy for parallel_layout in chosen] == ["ddp", "fsdp"]
-    estimate = MemoryModel(config_of(**sections), SHAPE, "bf16", True, chosen[1]).estimate(NOTHING, "full")
+    estimate = MemoryModel(settings_of(**sections), SHAPE, "bf16", True, chosen[1]).estimate(NOTHING, "full")
     assert estimate.state_bytes < 5 * GIB
 
 
 def test_auto_says_that_it_fits_before_why_it_could_not_be_cut():
     low_bits = {"method": "lora", "base": {"storage": "nf4", "compute": "fp8"}}
     fits, small = (
-        choose_parallel_layout(config_of(**low_bits), SHAPE, TOKENS, gpu, num_ranks=2, num_nodes=1)
+        choose_parallel_layout(settings_of(**low_bits), SHAPE, TOKENS, gpu, num_ranks=2, num_nodes=1)
         for gpu in (DEVICES["h100"], Device("a GPU", 9 * GIB))
     )
     assert (fits.strategy, small.strategy) == ("ddp", "ddp")
@@ -115,7 +116,7 @@ def test_settings_that_do_not_go_together(sections, message):
 
 
 def states(strategy, num_shards=4, offload=False, frees=True, **sections):
-    config = config_of(**{"method": "full", **sections})
+    config = settings_of(**{"method": "full", **sections})
     cut = ParallelLayout(strategy, num_shards, 1, frees, offload, sums_late=strategy == "zero1")
     return MemoryModel(config, SHAPE, "bf16", True, cut).estimate(NOTHING, "full")
 
@@ -149,6 +150,6 @@ def test_frozen_weights_are_cut_where_they_are_freed():
 
 
 def test_the_memory_decision_counts_the_spread():
-    config, gpu = config_of(method="full", optim={"name": "adamw"}), Device("a GPU", 79 * GIB)
+    config, gpu = settings_of(method="full", optim={"name": "adamw"}), Device("a GPU", 79 * GIB)
     decision = choose_micro_batch(config, SHAPE, TOKENS, gpu, ParallelLayout("fsdp", 8, 1, True))
     assert decision.estimate(TOKENS.micro_batch(decision.micro_batch_tokens)).total_bytes < 79 * GIB

@@ -15,6 +15,7 @@ from flatout.planner.memory.constants import FLOAT8_LAYERS, FLOAT8_RANK, FLOAT8_
 from flatout.planner.memory.estimate import MemoryModel, activation_elements
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, resolve_layout
+from flatout.planner.settings import PlanSettings
 from flatout.trainer.model_shape import make_shape
 
 SMALL = {
@@ -42,7 +43,7 @@ def estimate(
     *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=SINGLE_RANK,
     accumulates=True, transposed_weights=False, is_hopper=False, **sections,
 ):  # fmt: skip
-    config = make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections)
+    config = PlanSettings.of(make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections))
     model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights, is_hopper)
     return model.estimate(size, recompute, accumulates=accumulates)
 
@@ -167,7 +168,7 @@ def test_totals_are_close_to_measured_peaks(model, settings, measured_gib):
 
 
 def spread_gib(model, size, num_ranks, **sections):
-    config = make_config({"model": {"name": "m"}, "method": "full", **sections})
+    config = PlanSettings.of(make_config({"model": {"name": "m"}, "method": "full", **sections}))
     parallel_layout = resolve_layout(config, config.strategy, num_ranks=num_ranks, num_nodes=1, why="")
     sections |= {
         "parallel_layout": parallel_layout,
@@ -329,7 +330,7 @@ def test_float8_weights_kept_turned():
     few_labels = MicroBatchSize(16384, 100, 32)
 
     def both(**sections):
-        config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, **sections})
+        config = PlanSettings.of(make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, **sections}))
         models = [
             MemoryModel(config, SHAPE, "bf16", True, transposed_weights=transposed) for transposed in (False, True)
         ]

@@ -20,7 +20,7 @@ from flatout.data.tokenizer import load_tokenizer
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import make_shape
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 
 _SIZES = {"hidden_size": 192, "intermediate_size": 768}
 # towers as wide as memory needs to be more than that of tables: with and without rotations
@@ -81,7 +81,7 @@ def test_flops_are_those_that_torch_counts(world: PictureWorld, tmp_path: Path, 
     features, *sizes = features_of(folder, model, (48, 64), 1)
     trained = {} if method == "frozen" else {"freeze_vision_tower": False, "freeze_projector": False}
     own = {"method": "full", "lora": None} if method == "full" else {}
-    tower = plan_run(world.config(family, tmp_path / "run", model=trained, **own), Reporter(), Rank()).shape.tower
+    tower = open_and_plan(world.config(family, tmp_path / "run", model=trained, **own), Reporter(), Rank()).shape.tower
     assert tower is not None
     with torch.set_grad_enabled(method != "frozen"), FlopCounterMode(display=False) as counted:
         total = sum_of(features())
@@ -149,7 +149,7 @@ def test_ranks_are_balanced_by_tower_and_decoder(world: PictureWorld, tmp_path: 
     """Samples of one length, of which a few have a picture: one for each rank, not two for one."""
     batch = {"samples_per_step": 8, "micro_batch_tokens": 1000 if layout == "packed" else 100, "layout": layout}
     config = world.config("qwen2_5_vl", tmp_path / "run", batch=batch)
-    planned = plan_run(config, Reporter(), Rank(0, 2))
+    planned = open_and_plan(config, Reporter(), Rank(0, 2))
     samples = planned.plan.samples
     assert samples.tower_flops is not None
     assert ((samples.tower_flops > 0) == (np.diff(planned.store.picture_offsets) > 0)).all()

@@ -19,7 +19,7 @@ from flatout.rollout import sampler_model
 from flatout.rollout.chat import Sampling, answer
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 
 PROMPTS = ["What is my name?", "Sort from a to z: ibis, cat."]
@@ -38,7 +38,7 @@ def settings(**evaluation: Any) -> dict[str, Any]:
 
 def planned(tiny: Any, folder: Path, said: MemoryCallback | None = None, **sections: Any) -> PlannedRun:
     config = tiny.config(folder / "run", **sections)
-    return plan_run(config, Reporter(*([said] if said else [])), Rank())
+    return open_and_plan(config, Reporter(*([said] if said else [])), Rank())
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_a_run_without_memory_to_answer_says_so_and_trains_on(
     def fail(model: Any, batch: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr("flatout.models.model_with_loss.next_logits", fail)
+    monkeypatch.setattr("flatout.trainer.answers.next_logits", fail)
     train(tiny.config(tmp_path, **settings(prompts=PROMPTS, max_new_tokens=10)))
     log = read_run(tmp_path)
     assert [(one.step, one.answers) for one in log.answers] == [(0, ()), (6, ()), (12, ())]

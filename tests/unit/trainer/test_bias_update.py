@@ -23,7 +23,7 @@ from flatout.models.load.auto_class import auto_class
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup
 from flatout.trainer.step import step_launcher
@@ -67,7 +67,7 @@ def test_biases_are_those_of_a_loop_written_out(tiny: Any, skewed_dir: Path, tmp
         tiny, tmp_path / "run", skewed_dir,
         optim={"name": "sgd", "beta1": 0, "lr": lr, "max_grad_norm": None}, schedule={"kind": "constant"},
     )  # fmt: skip
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(skewed_dir, dtype=torch.float64, **options).train()
     bias, loads = model.get_buffer(BIAS), torch.zeros(8)
@@ -142,7 +142,7 @@ def test_the_load_gets_more_even(tiny: Any, skewed_dir: Path, tmp_path: Path, me
 def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: Path, name: str) -> None:
     config = config_of(tiny, tmp_path / "run", skewed_dir, optim={"name": name})
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(Setup(config, plan_run(config, Reporter(), Rank()), checkpoints, Reporter(), Rank()))
+    run = build_run(Setup(config, open_and_plan(config, Reporter(), Rank()), checkpoints, Reporter(), Rank()))
     step = next(iter(run.plan.steps()))
     before = run.aux_loss.buffers[BIAS].clone()
     step_launcher(run)(step)()

@@ -31,7 +31,7 @@ from flatout.models.packed import flatten_samples, rows_of_positions
 from flatout.models.scoring import last_position
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 
 WORDS = {"good": ["great", "fine", "well"], "bad": ["poor", "awful"], "so-so": ["some", "a bit of"]}
@@ -86,7 +86,7 @@ def config_of(tiny: Any, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def plan(config_of: Callable[..., Config]) -> Plan:
-    return lambda *rows, **sections: plan_run(config_of(*rows, **sections), Reporter(), Rank())
+    return lambda *rows, **sections: open_and_plan(config_of(*rows, **sections), Reporter(), Rank())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -258,7 +258,7 @@ def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: An
         ("some", [*ROWS, empty], ["3 of 4 are trained; no sample has 'fair', whose rows were left out"]),
     ):
         said = MemoryCallback()
-        planned = plan_run(config_of(rows, file=file, **skips), Reporter(said), Rank())
+        planned = open_and_plan(config_of(rows, file=file, **skips), Reporter(said), Rank())
         # the model has a score for each of the labels that are trained, and no other
         assert planned.scoring is not None
         assert planned.store.meta.labels == planned.scoring.labels == used
@@ -269,7 +269,7 @@ def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: An
     with pytest.raises(
         DataError, match="every row has the label 'good': there is nothing to classify; no sample has 'fair'"
     ):
-        plan_run(config_of([*good, empty], file="one", **skips), Reporter(), Rank())
+        open_and_plan(config_of([*good, empty], file="one", **skips), Reporter(), Rank())
 
 
 def test_evaluation_numbers_labels_as_training_does(plan: Plan) -> None:
@@ -350,7 +350,7 @@ def test_an_adapter_goes_on_only_with_its_own_labels(config_of: Any, tmp_path: P
     others = [{**row, "label": "meh" if row["label"] == "bad" else row["label"]} for row in two]
     for file, rows, labels in (("others", others, "good, meh"), ("three", ROWS, "bad, good, so-so")):
         with pytest.raises(UsageError, match=f"final: its scores are bad, good, but the run's {labels}; remove lora"):
-            plan_run(config_of(rows, file=file, run=file, **short), Reporter(), Rank())
+            open_and_plan(config_of(rows, file=file, run=file, **short), Reporter(), Rank())
 
 
 OWN = """
@@ -372,4 +372,4 @@ def test_scores_of_an_own_objective_are_of_whole_texts(config_of: Any, metrics_o
     assert own == pytest.approx(known, rel=1e-6)
     over_ranks = config_of(ROWS, {"format": "classify"}, context={"parallel": 2}, **sections)
     with pytest.raises(UsageError, match=r"context.parallel: 2: objective Own scores the last"):
-        plan_run(over_ranks, Reporter(), Rank(0, 2))
+        open_and_plan(over_ranks, Reporter(), Rank(0, 2))

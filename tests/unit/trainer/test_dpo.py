@@ -23,7 +23,7 @@ from flatout.data.store_writer import new_store
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 
 DPO = Path(__file__).parents[3] / "examples" / "dpo.py"
 NUM_PAIRS, PREFIX, BETA = 12, 70, 0.2
@@ -33,7 +33,7 @@ NUM_PAIRS, PREFIX, BETA = 12, 70, 0.2
 def pairs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root of a data set of pairs whose answers follow a prompt in common, with a reference's log-probabilities."""
     root = tmp_path_factory.mktemp("pairs")
-    built = plan_run(tiny.config(root / "run"), Reporter(), Rank()).store
+    built = open_and_plan(tiny.config(root / "run"), Reporter(), Rank()).store
     shutil.copytree(tiny.root / "data", root / "data")
     folder = root / "data" / built.folder.relative_to(tiny.root / "data")
     shutil.rmtree(folder)
@@ -94,7 +94,7 @@ def plain(tiny: Any, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     from flatout.config.read import load_config
 
     config = load_config(folder / "run.yaml")
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float64)
     store: TokenStore = planned.store
     margins, total = [], torch.zeros((), dtype=torch.float64)

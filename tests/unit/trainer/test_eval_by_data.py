@@ -14,7 +14,7 @@ from flatout.errors import CheckpointError, DataError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 
@@ -71,7 +71,7 @@ def test_a_set_to_evaluate_on_has_its_own_rows_and_the_tokens_of_the_run(tiny: A
 
     def planned(**settings: Any) -> Any:
         config = tiny.config(tmp_path / "run", data=data | settings, eval={"data": "held-out", "prompts": []})
-        return plan_run(config, Reporter(), Rank(0, 1), None)
+        return open_and_plan(config, Reporter(), Rank(0, 1), None)
 
     own = {"dedupe": "near", "num_samples": 30, "shuffle": False, "seed": 4, "on_bad_row": "skip"}
     found = planned(**own)

@@ -18,11 +18,12 @@ from flatout.models.packed import PackedSize, packed_size
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.host_bound import HOST_S_PER_LAYER, is_host_bound
+from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.graph_sizes import best_size_buckets, count_sizes, make_size_buckets, plan_graphs
 from flatout.trainer.model_shape import make_shape
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3",
@@ -42,7 +43,7 @@ EXPERTS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "
 def test_experts_are_recorded_where_their_products_do_not_wait(tiny: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     """Decided before any GPU is asked, so a name of a device is enough here."""
     config = tiny.config(tmp_path / "run", method="lora", compile="off")
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **EXPERTS), dtype=dtype)
     assert experts_modules(model)
     why, _ = plan_graphs(config, planned, model, torch.device("cuda"), 0)
@@ -51,7 +52,7 @@ def test_experts_are_recorded_where_their_products_do_not_wait(tiny: Any, tmp_pa
 
 def plan_of(micro_batch_tokens: int) -> TrainingPlan:
     lengths = np.full(64, 512, np.int32)
-    cost = make_cost(make_config({"model": {"name": "m"}}), SHAPE)
+    cost = make_cost(PlanSettings.of(make_config({"model": {"name": "m"}})), SHAPE)
     return make_plan(
         lengths, lengths // 2, BatchConfig(samples_per_step=32, shuffle=False),
         micro_batch_tokens=micro_batch_tokens, seed=0, num_ranks=1, cost=cost,

@@ -24,7 +24,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Reference
@@ -114,7 +114,7 @@ def test_a_step_is_that_of_plain_torch_however_it_is_cut(
     tiny: Any, root: Path, tmp_path: Path, plain_step: Any, name: str, layout: str
 ) -> None:
     config = config_of(tiny, root, tmp_path / "run", name, **LAYOUTS[layout])
-    planned = with_reference(plan_run(config, Reporter(), Rank()))
+    planned = with_reference(open_and_plan(config, Reporter(), Rank()))
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     run = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
     step = run.plan.step(0)
@@ -156,7 +156,7 @@ def test_ranks_take_that_step_too(tiny: Any, root: Path, tmp_path: Path, plain_s
     jobs = []
     for place, (world, layout, strategy, name) in enumerate(cases):
         config = config_of(tiny, root, tmp_path / str(place), name, **{**LAYOUTS[layout], "micro_batch_tokens": 300})
-        planned = with_reference(plan_run(config, Reporter(), Rank()))
+        planned = with_reference(open_and_plan(config, Reporter(), Rank()))
         loss, gradients, _ = plain_step(planned).gradients(name)
         config.folder.mkdir()
         if REFERENCE in planned.objective.columns:

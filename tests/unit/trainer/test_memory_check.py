@@ -18,6 +18,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
+from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
@@ -27,7 +28,7 @@ from flatout.trainer.memory_check import (
     read_record,
     reason_not_to_measure,
 )
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 
 # a GPU that holds about a third of a step of the tiny model in one pass
@@ -85,7 +86,7 @@ class Start:
         reporter, rank = Reporter(self.told), Rank()
         group = ControlGroup(rank)
         check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks, measure=measure or self.measure)
-        planned = plan_run(config, reporter, rank, check.corrected(gpu))
+        planned = open_and_plan(config, reporter, rank, check.corrected(gpu))
         self.first_plan = planned
         checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
         run = build_run(Setup(config, planned, checkpoints, reporter, rank), memory_check=check)
@@ -143,13 +144,13 @@ def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothi
 
 
 def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Config) -> None:
-    planned = plan_run(config, Reporter(), Rank(), GPU)
+    planned = open_and_plan(config, Reporter(), Rank(), GPU)
     _, _, largest = planned.plan.largest_pass
     steps = choose_passes(planned)
     shares = [step.by_rank[0][0].num_padded_tokens / largest.num_padded_tokens for step in steps]
     assert [share <= bound for share, bound in zip(shares, (0.25, 0.25, 0.5), strict=True)] == [True] * 3
     assert shares[2] > 0.4
-    on_two = plan_run(config, Reporter(), Rank(0, 2), GPU)
+    on_two = open_and_plan(config, Reporter(), Rank(0, 2), GPU)
     assert all(len(step.by_rank) == 2 and step.by_rank[0] == step.by_rank[1] for step in choose_passes(on_two))
 
 
@@ -257,7 +258,7 @@ def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> No
 
 def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:
     alone = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_step": 1})})
-    planned = plan_run(alone, Reporter(), Rank(), GPU)
+    planned = open_and_plan(alone, Reporter(), Rank(), GPU)
     _, _, largest = planned.plan.largest_pass
     need = planned.memory.estimate(largest.size)
     assert need is not None
@@ -315,7 +316,7 @@ def test_corrections_do_not_reach_other_layouts_and_groups(config: Config) -> No
         changed = replace(model, parallel_layout=replace(model.parallel_layout, **changes))
         kinds.add(changed.kind_of_pass("none"))
     rows = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "rows"})})
-    kinds.add(replace(model, config=rows).kind_of_pass("none"))
+    kinds.add(replace(model, settings=PlanSettings.of(rows)).kind_of_pass("none"))
     assert len(kinds) == 6
 
 

@@ -24,7 +24,7 @@ from flatout.objectives.loss_inputs import LossInputs
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 FOCAL = '''
@@ -56,7 +56,7 @@ def focal(tmp_path: Path) -> str:
 def weighted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenStore]:
     """The root of a data set whose tokens have weights: 3 for even ids, 1 for others."""
     root = tmp_path_factory.mktemp("weighted")
-    built = plan_run(tiny.config(root / "run"), Reporter(), Rank()).store.folder
+    built = open_and_plan(tiny.config(root / "run"), Reporter(), Rank()).store.folder
     shutil.copytree(tiny.root / "data", root / "data")
     store = TokenStore.open(root / "data" / built.relative_to(tiny.root / "data"))
     weights = np.where(np.asarray(store.token_ids) % 2 == 0, 3.0, 1.0).astype(np.float32)
@@ -93,7 +93,7 @@ def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set
         config = tiny.config(tmp_path / f"run-{tokens}", batch=batch, **sections)
         train(config)
         found.append(metrics_of(config.folder)[0])
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     step = planned.plan.step(0)
     assert found[0]["num_micro_batches"] > found[1]["num_micro_batches"] == 1
     expected = plain_loss(config, step.sample_ids, planned.store, 3.0)
@@ -332,10 +332,10 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
     (tmp_path / "beside_it.py").touch()
     config = tiny.config(tmp_path / "run", objective={"path": focal, "gamma": 2.5})
     if said is None:
-        assert "(gamma 2.5)" in plan_run(config, Reporter(), Rank()).objective.line
+        assert "(gamma 2.5)" in open_and_plan(config, Reporter(), Rank()).objective.line
         return
     with pytest.raises(UsageError, match=said):
-        plan_run(config, Reporter(), Rank())
+        open_and_plan(config, Reporter(), Rank())
 
 
 @pytest.mark.parametrize(

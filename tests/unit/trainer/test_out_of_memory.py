@@ -21,7 +21,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
 from flatout.trainer.loop import run_steps
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.resume import restore, take_snapshot
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
@@ -70,7 +70,7 @@ def limit_memory(model: Any, tokens: int, where: str) -> None:
 
 def make_run(config: Any, folder: Path) -> tuple[TrainingRun, Events]:
     events = Events()
-    planned = plan_run(config, events, Rank())
+    planned = open_and_plan(config, events, Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=events.event)
     return build_run(Setup(config, planned, checkpoints, events, Rank())), events
 

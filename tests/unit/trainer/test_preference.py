@@ -21,7 +21,7 @@ from flatout.errors import DataError, ProblemsError
 from flatout.objectives.preference import ORPO, Answers
 from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 
 NUM_UNITS, PER_STEP, LR = 10, 5, 0.5
 
@@ -99,7 +99,7 @@ def test_two_steps_of_a_run_are_those_of_plain_torch(
     (tmp_path / "run.yaml").write_text(dump_config(config, only_given=True))
     assert main(["train", str(tmp_path / "run.yaml"), *more]) == 0
     lines = metrics_of(tmp_path / "run")
-    losses, metrics, changes = plain_run(tiny, plan_run(config, Reporter(), Rank()), kind)
+    losses, metrics, changes = plain_run(tiny, open_and_plan(config, Reporter(), Rank()), kind)
     assert lines[-1]["num_micro_batches"] >= least
     assert (lines[-1]["shared_share"] > 0.1) == ("share_prefix" not in batch)
     # rotary cosines are computed in fp32
@@ -148,21 +148,21 @@ def test_only_pairs_are_trained_on(tiny: Any, tmp_path: Path, sizes: list[int], 
     write_units(tmp_path, tiny.model_dir, sizes, name="pairs")
     config = config_of(tiny, tmp_path, tmp_path / "run", objective="simpo")
     if said is None:
-        assert plan_run(config, Reporter(), Rank()).plan.num_units == 4
+        assert open_and_plan(config, Reporter(), Rank()).plan.num_units == 4
         for lr, is_told in (("auto", False), (2e-4, True)):
             recorder = MemoryCallback()
             config = config_of(tiny, tmp_path, tmp_path / "run", objective="simpo", optim={"lr": lr})
-            plan_run(config, Reporter(recorder), Rank())
+            open_and_plan(config, Reporter(recorder), Rank())
             assert ("optim.lr 0.0002 is 200 times the usual 1e-06" in str(recorder.events)) == is_told
         return
     with pytest.raises(DataError, match=said):
-        plan_run(config, Reporter(), Rank())
+        open_and_plan(config, Reporter(), Rank())
 
 
 def test_an_answer_without_a_label_token_is_named(tiny: Any, tmp_path: Path) -> None:
     store = write_units(tmp_path, tiny.model_dir, [2] * 4, name="pairs", unlabelled=5)
     with pytest.raises(DataError, match="sample 5 has no label token, so objective simpo has nothing of"):
-        plan_run(config_of(tiny, tmp_path, tmp_path / "run", objective="simpo"), Reporter(), Rank())
+        open_and_plan(config_of(tiny, tmp_path, tmp_path / "run", objective="simpo"), Reporter(), Rank())
     assert store.num_label_tokens[5] == 0
 
 

@@ -20,7 +20,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.eval_prompts import choose_rows
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "dpo.py"
 PAIRS = [
@@ -42,7 +42,7 @@ def plan(tiny: Any, tmp_path: Path) -> Plan:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"name": "d", "root": str(tmp_path / "data"), "sources": [{"path": str(file), **(source or {})}]}
         config = tiny.config(tmp_path / "run", data=data, **sections)
-        return plan_run(config, Reporter(), Rank())
+        return open_and_plan(config, Reporter(), Rank())
 
     return run
 
@@ -55,7 +55,7 @@ def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_pa
     chosen = plan(PAIRS, {"columns": {"completion": "chosen"}})
     assert (chosen.plan.num_units, chosen.store.unit_offsets) == (24, None)
     with pytest.raises(DataError, match=r"objective simpo needs a chosen and a rejected answer .*120 of 120 have one"):
-        plan_run(tiny.config(tmp_path / "run", objective="simpo"), Reporter(), Rank())
+        open_and_plan(tiny.config(tmp_path / "run", objective="simpo"), Reporter(), Rank())
     with pytest.raises(DataError, match=r"'d' has 8 answers whose label is 0, and objective cross_entropy would learn"):
         plan(JUDGED)
     assert plan([row for row in JUDGED if row["label"]]).plan.num_units == 16
@@ -170,7 +170,7 @@ def test_rows_with_one_prompt_are_held_out_together(tiny: Any, tmp_path: Path, f
     def held_out(**more: Any) -> tuple[set[str], set[str], list[str]]:
         told = Told()
         wanted = {**sections, "eval": {"fraction": 0.25, **sections.get("eval", {}), **more}}
-        planned = plan_run(tiny.config(tmp_path / "run", data=data, **wanted), told, Rank())
+        planned = open_and_plan(tiny.config(tmp_path / "run", data=data, **wanted), told, Rank())
         chosen = planned.eval_sets[0].step.sample_ids
         sides = [{asked[planned.store.rows[k] - 1] for k in range(planned.store.num_samples) if (k in chosen) is side}
                  for side in (True, False)]  # fmt: skip

@@ -23,7 +23,7 @@ from flatout.config.schema import Config
 from flatout.data.token_store import TokenStore
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 NUM_PAIRS, PER_STEP, NUM_STEPS, LR = 10, 4, 10, 0.05
@@ -108,7 +108,7 @@ def score_of(model: Any, store: TokenStore, sample_id: int) -> torch.Tensor:
 def expected(tiny: Any, pairs: Any, adapter: Path, tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
     """Ten steps of plain transformers and PEFT, one sample at a time: losses, the last metrics, and all weights."""
     root, store = pairs
-    plan = plan_run(config_of(tiny, root, tmp_path_factory.mktemp("plan")), Reporter(), Rank()).plan
+    plan = open_and_plan(config_of(tiny, root, tmp_path_factory.mktemp("plan")), Reporter(), Rank()).plan
 
     @cache
     def find(method: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import Result, train
 
 
@@ -146,10 +146,10 @@ def results_of(run_dir: Path) -> list[Path]:
 def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import plan_run
+    from flatout.trainer.planned_run import open_and_plan
 
     config, result = uninterrupted
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     records = metrics_of(result.folder)
     assert [record["step"] for record in records] == list(range(1, 9))
     for record, step in zip(records, planned.plan.steps(), strict=True):
@@ -438,7 +438,7 @@ def test_training_rows_in_an_evaluation_set_are_told(tiny: Any, tmp_path: Path) 
 
 def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
     data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tiny.chats), "weight": 2}], "num_samples": None}
-    planned = plan_run(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Reporter(), Rank())
+    planned = open_and_plan(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Reporter(), Rank())
     held_out = list(planned.eval_sets[0].step.sample_ids)
     trained = np.setdiff1d(np.arange(planned.store.num_samples), held_out)
     assert set(trained) >= {i for step in planned.plan.steps() for i in step.sample_ids}

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, PreemptedError
-from flatout.optim.flat import FlatAdamW, flatten
+from flatout.optim.adamw import FlatAdamW
+from flatout.optim.flat import flatten
 from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer import build, loop, step
-from flatout.trainer.planned_run import plan_run
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
@@ -47,7 +48,7 @@ def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def make_run(config: Any, tmp_path: Path) -> TrainingRun:
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     run = build.build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
     assert supports_found_inf(run.optimizer)

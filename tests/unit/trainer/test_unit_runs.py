@@ -27,7 +27,7 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 from flatout.trainer.state import Setup, TrainingRun
 
@@ -44,7 +44,7 @@ def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
 
 
 def made(config: Any, folder: Path) -> tuple[TrainingRun, PlannedRun]:
-    planned = plan_run(config, Reporter(), Rank())
+    planned = open_and_plan(config, Reporter(), Rank())
     checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
     return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
 

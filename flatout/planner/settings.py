@@ -1,0 +1,77 @@
+"""What a plan reads of the settings: made of a configuration here, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from flatout.config.model import BaseConfig, FullConfig, LoraConfig
+from flatout.config.optim import OptimizerTraits
+from flatout.config.parallel import ShardingConfig, StrategyName
+from flatout.config.schema import BatchConfig, Config, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What decides a run's steps, the memory and FLOPs of their passes, and how ranks share the state."""
+
+    seed: int
+    """Orders the samples."""
+    method: Literal["lora", "full"]
+    batch: BatchConfig
+    lora: LoraConfig
+    base: BaseConfig
+    full: FullConfig
+    sharding: ShardingConfig
+    optimizer: OptimizerTraits
+    precision: Literal["auto", "bf16", "fp16", "fp32"]
+    compiles: bool
+    """Whether layers are compiled where they can be."""
+    records_graphs: bool
+    """Whether CUDA graphs are recorded where they can be."""
+    memory: Literal["auto"] | float
+    """GiB of a GPU, or of a process on the CPU."""
+    recompute: Literal["auto"] | Recompute
+    strategy: Literal["auto"] | StrategyName
+    deepspeed: dict[str, Any] | None
+    expert_ranks: int
+    """Ranks that share each layer's experts."""
+    context_ranks: int
+    """Ranks that share each micro-batch's tokens."""
+    groups_experts: bool
+    """Whether experts are computed by grouped products where they can be."""
+    trained_parts: frozenset[str]
+    """Parts that read pictures and are trained (`ModelConfig.trained_parts`)."""
+    num_new_tokens: int
+    """Tokens that `data.new_tokens` adds to the vocabulary."""
+    computes_in_fp8: bool
+    reason_against_sharding: str | None
+    """The setting that needs whole weights on every rank, or None."""
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Take what a plan reads of a configuration."""
+        return cls(
+            seed=config.seed,
+            method=config.method,
+            batch=config.batch,
+            lora=config.lora,
+            base=config.base,
+            full=config.full,
+            sharding=config.sharding,
+            optimizer=config.optim.traits,
+            precision=config.model.precision,
+            compiles=config.compile != "off" and not config.deterministic,
+            records_graphs=config.cuda_graphs == "auto",
+            memory=config.memory,
+            recompute=config.recompute,
+            strategy=config.strategy,
+            deepspeed=config.deepspeed,
+            expert_ranks=config.experts.parallel,
+            context_ranks=config.context.parallel,
+            groups_experts=config.model.experts == "auto",
+            trained_parts=frozenset(config.model.trained_parts),
+            num_new_tokens=len(config.data.added_tokens),
+            computes_in_fp8=config.computes_in_fp8,
+            reason_against_sharding=config.reason_against_sharding,
+        )

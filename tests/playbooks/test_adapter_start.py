@@ -1,0 +1,74 @@
+"""The playbook of an adapter's start in docs/extending.md, followed in a file outside of the package."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flatout.config.model import ADAPTER_STARTS, LoraConfig
+from flatout.config.read import make_config
+from flatout.errors import ProblemsError, UsageError
+from flatout.track.callback import MemoryCallback
+from flatout.trainer.run import train
+from flatout.verifier.run import verify
+
+PRINCIPAL = """
+import torch
+
+def principal(place, generator):
+    *_, rows = torch.linalg.svd(place.weight(), full_matrices=False)
+    return rows[: place.num_rows].contiguous()
+"""
+
+
+@pytest.fixture
+def principal(tmp_path: Path) -> str:
+    (tmp_path / "start.py").write_text(PRINCIPAL)
+    return f"{tmp_path / 'start.py'}:principal"
+
+
+def config_of(tiny: Any, folder: Path, **lora: Any) -> Any:
+    return tiny.config(folder, lora={"rank": 4, "targets": ["q_proj"], **lora}, batch={"max_steps": 1})
+
+
+def test_an_adapter_starts_from_values_of_ones_own(tiny: Any, tmp_path: Path, principal: str) -> None:
+    told = MemoryCallback()
+    # without a learning rate to speak of, the adapter is saved as it began
+    config = config_of(tiny, tmp_path / "run", init_path=principal)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 1e-30})})
+    train(config, callbacks=[told])
+    state = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    base = load_file(next(Path(tiny.model_dir).glob("*.safetensors")))
+    name = "model.layers.0.self_attn.q_proj"
+    *_, rows = torch.linalg.svd(base[f"{name}.weight"].float(), full_matrices=False)
+    assert torch.equal(state[f"base_model.model.{name}.lora_A.weight"], rows[:4].contiguous())
+    # B begins with zeros, so that the model is its base: PEFT reads the same
+    assert any("PEFT" in str(line) for line in told.stages)
+
+
+def test_verify_starts_from_the_same_values(tiny: Any, tmp_path: Path, principal: str) -> None:
+    rows, _ = verify(config_of(tiny, tmp_path / "run", init_path=principal), num_ranks=1)
+    assert rows
+    assert all(row.verdict != "FAIL" for row in rows)
+
+
+def test_a_start_that_cannot_be_used_is_refused(tiny: Any, tmp_path: Path, principal: str) -> None:
+    with pytest.raises(UsageError, match="no such function"):
+        train(config_of(tiny, tmp_path / "run", init_path=principal.replace(":principal", ":minor")))
+    (tmp_path / "start.py").write_text(PRINCIPAL.replace("[: place.num_rows]", "[:1]"))
+    with pytest.raises(UsageError, match="returned a tensor of shape"):
+        train(config_of(tiny, tmp_path / "run", init_path=principal))
+    with pytest.raises(ProblemsError, match="continue_from"):
+        make_config({"model": "m", "lora": {"init_path": principal, "continue_from": str(tmp_path)}})
+
+
+def test_every_row_is_whole() -> None:
+    assert set(get_args(LoraConfig.model_fields["init"].annotation)) == set(ADAPTER_STARTS)
+    for name, place in ADAPTER_STARTS.items():
+        module, _, function = place.partition(".")
+        assert callable(getattr(import_module(f"flatout.models.lora.{module}"), function)), name
