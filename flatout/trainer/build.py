@@ -143,7 +143,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
         setting = batch.share_prefix if shared else batch.layout
         if setting != "auto" or setup.planned.plan.batch_layout.is_padded:
             raise
-        reason = error.text.partition("; ")[0]
+        reason = error.text
     # here no frame of the failed check holds the model any more
     free_memory(setup.device)
     reasons = setup.planned.inexact_reasons._replace(**{"sharing" if shared else "packing": reason})
