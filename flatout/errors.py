@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shlex
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,19 +31,37 @@ class Fix:
     """What mends a mistake. The door through which it came spells it: see config/spelling.py."""
 
     settings: Mapping[str, Any]
-    """What to set, together: dotted names or a verb's options such as `--out`, with plain values."""
+    """What to set, together: dotted names or a verb's options such as `--out`, with plain values. Empty for a way out
+    that is no setting, such as another model."""
     why: str = ""
-    """What that does, in a few words; "for example" where the person has to choose the value."""
+    """What that does, in a few words; "for example" where the person has to choose the value. Without settings, what to
+    do."""
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={as_text(value)}" for name, value in self.settings.items())
+        return shlex.join(words_of(self.settings)) or self.why
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings and options as words of a command: `lora.rank=8 --restart`."""
+    return [word for name, value in settings.items() for word in _words(name, value)]
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    if name[:2] != "--":
+        yield f"{name}={as_yaml_word(value)}"
+    elif isinstance(value, list | dict):  # such as --special-token, once for each
+        parts = value if isinstance(value, list) else [f"{key}={as_text(part)}" for key, part in value.items()]
+        for part in parts:
+            yield from (name.removesuffix("s"), as_text(part))
+    else:
+        yield from [name] if value is True else (name, as_text(value))
 
 
 class FlatoutError(Exception):
     """Base of all errors that are shown without a traceback; `exit_code` is the process's exit status.
 
     `text` says where and what is wrong, in one sentence; each of `fixes` is one way out, which `spell` writes as the
-    door does through which the mistake came: config/spelling.py.
+    door does through which the mistake came: config/spelling.py. Without a door, it is written as words of a command.
     """
 
     exit_code = 1
@@ -53,14 +72,21 @@ class FlatoutError(Exception):
         self.text, self.fixes = text, tuple(fixes)
 
     def __str__(self) -> str:
-        steps = ((self.spell(fix), fix.why) for fix in self.fixes)
-        return self.text + "".join(f"\n  try {step}" + (f"  # {why}" if why else "") for step, why in steps if step)
+        spelled = [(self.spell(fix), fix.why) for fix in self.fixes if fix.settings]
+        steps = [f"\n  try {step}" + (f"  # {why}" if why else "") for step, why in spelled if step]
+        rest = [fix.why for fix in self.fixes if not fix.settings]
+        return self.text + "".join(steps) + "".join(f"\n  or {way}" if steps else f"; {way}" for way in rest)
 
     def at(self, place: object) -> Self:
         """Return the same error with the name of a file or a field before its text."""
         error = type(self).__new__(type(self), f"{place}: {self.text}")
         error.__dict__.update(self.__dict__, text=f"{place}: {self.text}")
         return error
+
+    @property
+    def kind(self) -> str:
+        """The name of its class, or of the one of this file that it is derived from, for `of_kind`."""
+        return next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
 
 
 class SettingError(ValueError):
@@ -80,6 +106,17 @@ def as_text(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_inner_text(key)}: {_inner_text(inner)}' for key, inner in value.items())}}}"
     return str(value)
+
+
+def as_yaml_word(value: Any) -> str:
+    """Return a value as YAML on one line: a text in quotes if YAML would take it for something else."""
+    import yaml  # lazy: only errors need it
+
+    try:
+        is_plain = not isinstance(value, str) or yaml.safe_load(value) == value
+    except yaml.YAMLError:
+        is_plain = False
+    return as_text(value) if is_plain else json.dumps(value)
 
 
 def _inner_text(value: Any) -> str:
@@ -129,11 +166,14 @@ class ResourceError(FlatoutError):
 class PeerLostError(FlatoutError):
     """Another rank of this run died or stopped answering.
 
-    `rank` is its number and `step` its last reported number of completed steps; None if unknown. If the lost rank
-    failed with its own error, that exit code is passed on, so that all ranks exit with the same code.
+    If the lost rank failed with its own error, that exit code is passed on, so that all ranks exit with the same code.
     """
 
     exit_code = 7
+    rank: int | None = None
+    """The number of the lost rank; None if unknown."""
+    step: int | None = None
+    """Its last reported number of completed steps; None if unknown."""
 
     def __init__(
         self, text: str, rank: int | None = None, *, step: int | None = None, exit_code: int = exit_code
@@ -149,9 +189,11 @@ class SecurityError(FlatoutError):
 
 
 class PreemptedError(FlatoutError):
-    """The run was asked to stop, by this `signal` if it is known, saved a checkpoint and can be resumed."""
+    """The run was asked to stop, saved a checkpoint and can be resumed."""
 
     exit_code = 75
+    signal: int | None = None
+    """The signal that asked for it, if it is known."""
 
     def __init__(self, message: str, signal: int | None = None) -> None:
         self.signal = signal
@@ -161,10 +203,23 @@ class PreemptedError(FlatoutError):
 class ProblemsError(UsageError):
     """Several problems of `what`, reported at once, one per line."""
 
+    problems: Sequence[str] = ()
+
     def __init__(self, what: str, problems: Sequence[str], fixes: Sequence[Fix] = ()) -> None:
         self.problems = problems
         lines = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{what}: {counted(len(problems), 'problem')}{lines}", fixes)
+
+
+_KINDS = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, FlatoutError)]
+
+
+def of_kind(kind: str | int, text: str, fixes: Sequence[Fix] = ()) -> FlatoutError:
+    """Make an error again that another process had, by its `kind` or its exit code; what only it knew is None."""
+    error_class = next((one for one in _KINDS if kind in (one.__name__, one.exit_code)), FlatoutError)
+    error = error_class.__new__(error_class, text)
+    FlatoutError.__init__(error, text, fixes)
+    return error
 
 
 def exit_refused(error: BaseException) -> UsageError | None:

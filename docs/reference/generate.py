@@ -6,15 +6,14 @@ python docs/reference/generate.py && zensical build
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from flatout.cli.main import VERBS
-from flatout.cli.parser import EXAMPLES
+from flatout.cli.parser import Parser
+from flatout.cli.verbs import VERBS
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
 from flatout.config.template import ADVANCED, Setting, describe_setting
@@ -74,13 +73,12 @@ def _row(setting: Setting, name: str, *more: str) -> str:
 def commands() -> Iterator[str]:
     """Yield the page of all commands, with the text of their --help."""
     yield "# Commands\n\nEvery command with its options, as `flatout COMMAND --help` prints them.\n"
-    for verb, what in VERBS.items():
-        parser = argparse.ArgumentParser(
-            prog=f"flatout {verb}", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80)
-        )
-        importlib.import_module(f"flatout.cli.{verb}").add_arguments(parser)
-        yield f"## flatout {verb}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{parser.format_help().rstrip()}\n\n"
-        yield f"example: {' '.join(['flatout', verb, EXAMPLES[verb]]).rstrip()}\n```\n"
+    for name, verb in VERBS.items():
+        parser = Parser(prog=f"flatout {name}", example=f"flatout {name} {verb.example}")
+        parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=80)
+        verb.arguments(parser)
+        yield f"## flatout {name}\n\n{verb.help[0].upper()}{verb.help[1:]}.\n\n```text"
+        yield f"{parser.format_help().rstrip()}\n```\n"
 
 
 def python() -> Iterator[str]:

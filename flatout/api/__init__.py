@@ -1,1 +1,3 @@
-"""What `import flatout` offers: training, planning and finished runs from Python."""
+"""What `import flatout` offers: training, planning and finished runs from Python; and what adds a verb to it."""
+
+from flatout.api.verb import Verb as Verb

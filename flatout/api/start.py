@@ -25,7 +25,7 @@ from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
 from flatout.config.spelling import in_python, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
-from flatout.errors import OF_OWN_CODE, FlatoutError, PreemptedError, ResourceError, UsageError, exit_refused
+from flatout.errors import OF_OWN_CODE, Fix, PreemptedError, ResourceError, UsageError, exit_refused, of_kind
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
@@ -159,10 +159,8 @@ def train(
         raise following.error
     if exit_code != 0:
         end = read_side_files(resolved.folder).end
-        error = _error_of(exit_code, (end and end.why) or f"see the logs in {resolved.folder / 'logs'}", stopped_by)
-        if isinstance(error, FlatoutError):
-            error.fixes = end.fixes if end else ()
-        raise error
+        why = (end and end.why) or f"see the logs in {resolved.folder / 'logs'}"
+        raise _error_of(exit_code, why, end.fixes if end else (), stopped_by)
     return Run(resolved.folder)
 
 
@@ -191,16 +189,16 @@ def _launch_mode(config: Config) -> LaunchMode:
     return SpawnRanks(1, Nodes(), visible_devices(env, gpus=config.gpus, on_cpu=on_cpu))
 
 
-def _error_of(exit_code: int, why: str, stopped_by: int | None) -> BaseException:
-    """Return the error of the class that has this exit code."""
-    if exit_code == PreemptedError.exit_code:
-        return PreemptedError(why, stopped_by)
+def _error_of(exit_code: int, why: str, fixes: Sequence[Fix], stopped_by: int | None) -> BaseException:
+    """Return the error that a run in other processes ended with, by its exit code."""
     if exit_code == SIGNAL_EXIT_CODE + signal.SIGINT:
         return KeyboardInterrupt()
     if exit_code > SIGNAL_EXIT_CODE:
-        return ResourceError(f"a rank was ended by signal {exit_code - SIGNAL_EXIT_CODE}: {why}")
-    kinds = {kind.exit_code: kind for kind in FlatoutError.__subclasses__()}
-    return kinds.get(exit_code, FlatoutError)(why)
+        return ResourceError(f"a rank was ended by signal {exit_code - SIGNAL_EXIT_CODE}: {why}", fixes)
+    error = of_kind(exit_code, why, fixes)
+    if isinstance(error, PreemptedError):
+        error.signal = stopped_by
+    return error
 
 
 def start_ranks(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
+from flatout.cli.parser import Parser
 from flatout.cli.screen import COLUMN_FORM, import_without_gc, pairs_of, progress_console, with_columns
 from flatout.config.data import Format
 from flatout.config.problems import Problem, problem_of, problems_error
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 _WIDE = "=" * 80
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the verb's options; the defaults are those of the configuration's `data` section."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add = actions.add_parser("build", help="tokenize sources into a named data set").add_argument
+    what = "tokenize sources into a named data set"
+    add = actions.add_parser("build", help=what, example=parser.example).add_argument
     add("paths", nargs="+", metavar="PATH_OR_ID", help="files, folders, globs or hub ids")
     add("--tokenizer", required=True, help="hub id or folder of the tokenizer")
     add("--name", required=True, help="name of the data set")

@@ -1,72 +1,117 @@
-"""The parser of a command line, whose errors are one sentence with the example of the verb."""
+"""The parser of a verb: its errors are one sentence with an example, and unknown options say what there is instead."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 
-# what follows the verb in the example of its help
-EXAMPLES = {
-    "demo": "",
-    "init": "run.yaml --model Qwen/Qwen3-0.6B --data chats.jsonl",
-    "convert": "axolotl.yaml --to run.yaml",
-    "data": "build chats.jsonl --tokenizer Qwen/Qwen3-0.6B --name chats",
-    "plan": "run.yaml --device 4090",
-    "verify": "run.yaml --ranks 2",
-    "doctor": "run.yaml",
-    "train": "run.yaml optim.lr=1e-4 lora.rank=32",
-    "watch": "run",
-    "launch": "run.yaml --slurm --nodes 2 --out job.sh",
-    "runs": "--sort loss",
-    "report": "run run-2",
-    "chat": "run --prompt Hello",
-    "track": "run --to tensorboard",
-    "eval": "run --tasks arc_easy",
-    "merge": "run --out merged",
-    "export": "run --to gguf --out gguf --quantize q8_0",
-    "push": "run my-model --private",
-    "studio": "",
-}
-_ACTION_EXAMPLES = {
-    "data show": "show chats -n 5",
-    "data list": "list",
-    "data template": "template Qwen/Qwen3-0.6B",
-}
+OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
+_NUMBERS = {int: "a whole number", float: "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are as all others, with the example of the verb.
+    """A parser of `flatout VERB`, or of one of its actions."""
 
-    `verb_words` are those of the command line that the first parser leaves to those of verbs.
-    """
-
-    verb_words: Sequence[str] = ()
+    def __init__(self, *, example: str | None = None, **settings: Any) -> None:
+        """`example` is the whole command that help and errors show."""
+        self.example = example and example.strip()
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(epilog=example and f"example: {self.example}", formatter_class=form, **settings)
+        self.set_defaults(parser=self)  # of an action's parser, if there is one
 
     def error(self, message: str) -> NoReturn:
-        words = self.prog.split()[1:] or self.verb_words
-        raise UsageError(f"{' '.join(words) or 'flatout'}: {message}{example_of(words[:2])}")
+        raise UsageError(f"{self._words}: {message}" + (f"\n  example: {self.example}" if self.example else ""))
+
+    @property
+    def _words(self) -> str:
+        return self.prog.removeprefix("flatout ")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)  # type: ignore[misc]
+        except argparse.ArgumentError:
+            raise self._no_choice(action, value) from None
+
+    def _no_choice(self, action: argparse.Action, value: Any) -> UsageError:
+        from flatout.config.names import value_meant  # lazy, so that --help stays instant
+
+        choices = [*map(str, action.choices or ())]
+        meant = str(next(iter(value_meant(action.dest, value).settings.values())))
+        near = [meant] if meant in choices else difflib.get_close_matches(str(value).lower(), choices, n=1)
+        what, option = _name_of(action), next(iter(action.option_strings), None)
+        hint = f"; did you mean {near[0]}?" if near and not option else ""
+        fixes = [Fix({option: near[0]})] if near and option else []
+        return UsageError(f"{self._words}: {what} is {value!r}; expected {', '.join(choices)}{hint}", fixes)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # type: ignore[misc]
+        except argparse.ArgumentError:
+            if (kind := _NUMBERS.get(action.type)) is None:  # type: ignore[call-overload]
+                raise
+            raise UsageError(f"{self._words}: {_name_of(action)} is {arg_string!r}; expected {kind}") from None
+
+
+def _name_of(action: argparse.Action) -> str:
+    return next(iter(action.option_strings), None) or str(action.metavar or action.dest)
 
 
 def options_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the options of a parser, and of those for the verb and action in `words`."""
-    for action in arguments_of(parser, words):
-        yield from action.option_strings
-
-
-def arguments_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[argparse.Action]:
-    """Yield what a parser, and those for the verb and action in `words`, take."""
+    """Yield the options of a parser, and of those for the actions in `words`."""
     for action in parser._actions:
-        yield action
+        yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for word in {*words} & {*action.choices}:
-                yield from arguments_of(action.choices[word], words)
+                yield from options_of(action.choices[word], words)
 
 
-def hint_for(option: str, known: Sequence[str], verb: str) -> str:
+def refuse_unknown_options(verb: str, words: Sequence[str], parser: Parser, *, settings: bool) -> None:
+    """Raise UsageError for options that a verb does not have, even if a required argument is missing.
+
+    Those that are settings here, such as `--lr 1e-4`, are told all at once if the verb takes settings.
+    """
+    known = [*options_of(parser, words)]
+    if settings:
+        _refuse_settings_as_options(words, known)
+    for word in words[: words.index("--") if "--" in words else None]:
+        option = word.partition("=")[0]
+        if option[:2] == "--" and not any(one.startswith(option) for one in known):
+            raise UsageError(f"{verb}: there is no option {option}; {_hint_for(option, known, verb)}")
+
+
+def _refuse_settings_as_options(words: Sequence[str], known: Sequence[str]) -> None:
+    from flatout.config.names import default_of, from_yaml, resolve_alias
+    from flatout.config.problems import Problem, together
+
+    refused = list[Problem]()
+    for index, word in enumerate(words):
+        option, equals, given = (f"-{word}" if re.match(r"-[a-z]{2}", word) else word).partition("=")
+        if option[:2] != "--" or option == "--" or any(one.startswith(option) for one in known):
+            continue
+        after = next(iter(words[index + 1 : index + 2]), "-")
+        is_value = after[:1] != "-" and not OVERRIDE.match(after) and not after.endswith((".yaml", ".yml", ".py"))
+        name = option[2:].replace("-", "_")
+        value = from_yaml(given) if equals else from_yaml(after) if is_value else True
+        off = name.removeprefix("no_") if value is True else name  # --no-packing
+        alias = resolve_alias(off, value if off == name else False, is_option=True)
+        if isinstance(alias, str):
+            raise UsageError(f"there is no option {option}; {alias}")
+        if alias is not None:
+            (setting, meant), *_ = alias.settings.items()
+            needs = meant is True and not isinstance(default_of(setting), bool)
+            fix = Fix({setting: default_of(setting)}, "for example") if needs else alias
+            refused.append(Problem(option, (fix,)))
+    if refused:
+        options = ", ".join(problem.text for problem in refused)
+        raise UsageError(f"there is no option {options}: a setting is written without dashes", together(refused))
+
+
+def _hint_for(option: str, known: Sequence[str], verb: str) -> str:
     """Say what there is for an option that a verb does not have: another name, another way, or its help."""
     from flatout.config.names import FOREIGN_NAMES, FOREIGN_OPTIONS, WITHOUT_OPTION
 
@@ -79,10 +124,3 @@ def hint_for(option: str, known: Sequence[str], verb: str) -> str:
     if not near:
         return f"`flatout {verb} --help` lists all options"
     return f"write {near[0]} right after {verb}" if near[0].isupper() else f"did you mean {near[0]}?"
-
-
-def example_of(verb: Sequence[str]) -> str:
-    """Return the last line of an error or a help: an example of a verb, or of a verb and an action."""
-    named = " ".join(verb)
-    words = _ACTION_EXAMPLES.get(named) or EXAMPLES.get(named.partition(" ")[0])
-    return "" if words is None else f"\n  example: {' '.join(['flatout', named.partition(' ')[0], words]).strip()}"

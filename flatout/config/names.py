@@ -36,6 +36,14 @@ WITHOUT_OPTION: Mapping[str, Mapping[str, str]] = {
     for verb, options in _TABLE["without"].items()
 }
 """By verb: an option of another tool -> what there is instead."""
+FOREIGN_VERBS: Mapping[str, str] = {
+    other: ours for ours, others in _TABLE["verbs"].items() for other in others.lower().split()
+}
+"""A verb of another tool -> ours, with its action."""
+WITHOUT_VERB: Mapping[str, str] = {
+    other: why for why, others in _TABLE["without_verb"].items() for other in others.split()
+}
+"""A verb of another tool -> what there is instead."""
 _WHEN_FALSE: Mapping[str, str] = _TABLE["when_false"]
 _WHY: Mapping[str, str] = _TABLE["why"]
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from flatout.errors import PackingError, UsageError, first_line
+from flatout.errors import Fix, PackingError, UsageError, first_line
 from flatout.kernels.attention.flash import varlen_problem
 from flatout.kernels.attention.tower import TOWER, register_tower
 from flatout.models.arch_quirks import ATTENDING, picture_kinds
@@ -20,6 +20,8 @@ from flatout.models.load.model import LoadedModel
 from flatout.models.packed import PackedBatch, flatten_samples
 from flatout.models.probe import MODEL_ERRORS, has_experts, relative_error, widened
 from flatout.models.selftest import OFF_WIDTH, tolerance_of, transformers_attention
+
+_OTHERWISE = Fix({}, "choose a different model, or train on rows without pictures")
 
 
 class PictureDocument(NamedTuple):
@@ -72,7 +74,8 @@ def check_pictures(loaded: LoadedModel, documents: Sequence[PictureDocument], ot
     except MODEL_ERRORS as error:
         raise PackingError(
             f"model type {kind} fails on {_layout(loaded)} documents with pictures ({type(error).__name__}: "
-            f"{first_line(error)}); choose a different model, or train on rows without pictures"
+            f"{first_line(error)})",
+            [_OTHERWISE],
         ) from error
     finally:
         model.train(was_training)
@@ -80,7 +83,8 @@ def check_pictures(loaded: LoadedModel, documents: Sequence[PictureDocument], ot
         if not value <= tolerance:
             raise PackingError(
                 f"model type {kind}: hidden states of {_layout(loaded)} documents with pictures {what} by {value:.1e} "
-                f"(limit {tolerance:.1e}); choose a different model, or train on rows without pictures"
+                f"(limit {tolerance:.1e})",
+                [_OTHERWISE],
             )
     return f"pictures: {_layout(loaded)} = alone within {difference:.1e}, no leak between documents"
 

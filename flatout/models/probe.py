@@ -57,8 +57,9 @@ def checking(loaded: LoadedModel, failure: type[PackingError], what: str, *fixes
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as error:
-        failed = f"({type(error).__name__}: {first_line(error)}){'' if fixes else '; choose a different model'}"
-        raise failure(f"model type {model.config.model_type} fails on {what} {failed}", fixes) from error
+        failed = f"({type(error).__name__}: {first_line(error)})"
+        ways = fixes or (Fix({}, "choose a different model"),)
+        raise failure(f"model type {model.config.model_type} fails on {what} {failed}", ways) from error
 
 
 def random_batch(

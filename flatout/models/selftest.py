@@ -106,6 +106,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     layout, document = _kind(loaded), torch.arange(len(PROBE_LENGTHS)).repeat_interleave(torch.tensor(PROBE_LENGTHS))
     # plain avoids kernel faults; any other fault is in the model's code, such as computing its own positions
     fixes = [] if loaded.attention in ("sdpa", "plain") else [Fix({"model.attention": "plain"})]
+    fixes.append(Fix({}, "choose a different model"))
     batch = random_batch(model, PROBE_LENGTHS, row_length=sum(PROBE_LENGTHS) if loaded.is_padded else None)
     # documents (T,) of the tokens; -1 for padding
     owner = torch.full_like(batch.token_ids, -1)
@@ -118,7 +119,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     if not error <= tolerance:
         raise PackingError(
             f"model type {kind}: {layout} logits differ from those of single documents by {error:.1e} "
-            f"(limit {tolerance:.1e}) with attention {loaded.attention}; choose a different model",
+            f"(limit {tolerance:.1e}) with attention {loaded.attention}",
             fixes,
         )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
@@ -133,7 +134,7 @@ def _check(loaded: LoadedModel) -> tuple[float, float]:
     if not leak <= (tolerance if experts else 0.0):
         raise PackingError(
             f"model type {kind}: one {layout} document changes the logits of another by {leak:.1e} with "
-            f"attention {loaded.attention}; choose a different model",
+            f"attention {loaded.attention}",
             fixes,
         )
     _check_head(loaded, batch, ours, is_real)

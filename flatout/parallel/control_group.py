@@ -67,15 +67,14 @@ class ControlGroup:
             answer = {"value": work()}
         except Exception as error:
             # whatever the error, the others must not wait for this rank
-            text, fixes = (error.text, error.fixes) if isinstance(error, errors.FlatoutError) else (str(error), ())
-            self.all_gather({"error": [type(error).__name__, text, [asdict(fix) for fix in fixes]]})
+            known = error if isinstance(error, errors.FlatoutError) else errors.FlatoutError(str(error))
+            self.all_gather({"error": [known.kind, known.text, [asdict(fix) for fix in known.fixes]]})
             raise
         answers = self.all_gather(answer)
         for index, other in enumerate(answers):
             if "error" in other:
-                name, text, fixes = other["error"]
-                kind = getattr(errors, name, errors.FlatoutError)
-                raise kind(f"rank {index}: {text}", [errors.Fix(**fix) for fix in fixes])
+                kind, text, fixes = other["error"]
+                raise errors.of_kind(kind, f"rank {index}: {text}", [errors.Fix(**fix) for fix in fixes])
         return [other["value"] for other in answers]
 
     def run_on_first_rank(self, work: Callable[[], Any]) -> Any:

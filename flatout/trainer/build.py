@@ -146,7 +146,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
             setting = batch.share_prefix if is_sharing else batch.layout
             if setting != "auto" or planned.plan.batch_layout.is_padded:
                 raise
-            inexact = {"sharing" if is_sharing else "packing": error.text.partition("; ")[0]}
+            inexact = {"sharing" if is_sharing else "packing": error.text}
         # here no frame of the failed check holds the model any more
         free_memory(setup.device)
         setup = setup.plan_again(planned.device, planned.inexact_reasons._replace(**inexact))

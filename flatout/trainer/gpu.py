@@ -47,7 +47,7 @@ def weakest_gpu(config: Config, group: ControlGroup) -> Device | None:
     if config.model.precision == "auto" and 0 < len(without) < len(gpus):
         index = without[0]
         raise UsageError(
-            f"rank {index} on {gathered[index][0]}: its {gpus[index].name} has no bf16, the others have; or exclude it",
-            [Fix({"model.precision": one}) for one in ("fp16", "fp32")],
+            f"rank {index} on {gathered[index][0]}: its {gpus[index].name} has no bf16, the others have",
+            [*(Fix({"model.precision": one}) for one in ("fp16", "fp32")), Fix({}, "exclude this GPU")],
         )
     return weakest(gpus)

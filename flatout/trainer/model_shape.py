@@ -85,8 +85,8 @@ def build_empty(
         use_scoring(config, None if labels == ONE_SCORE else labels, origin)
     elif is_scoring(config):
         raise UsageError(
-            f"{origin}: a {config.architectures[0]} scores texts and does not write; or choose the model it came from",
-            [Fix({"objective": one}) for one in ("reward", "classify")],
+            f"{origin}: a {config.architectures[0]} scores texts and does not write",
+            [*(Fix({"objective": one}) for one in ("reward", "classify")), Fix({}, "choose the model it came from")],
         )
     if num_rows:
         text = config.get_text_config()

@@ -108,10 +108,10 @@ def _require_good_answers(objective: Objective, store: TokenStore) -> None:
     counts, name = store.meta.counts, store.meta.name
     if num_pairs := counts.get("pairs", 0):
         kinds = [kind for kind in OBJECTIVES if class_of_kind(kind).unit_size == 2]
+        chosen = "build it with columns={completion: chosen}, or of conversations {messages: chosen}"
         raise DataError(
-            f"data set {name!r} has {num_pairs:,} pairs, of which objective {objective.name} would learn the rejected "
-            "answers too; or build it with columns={completion: chosen}, or of conversations {messages: chosen}",
-            [Fix({"objective": kinds[0]}, f"or {', '.join(kinds[1:])}")],
+            f"data set {name!r} has {num_pairs:,} pairs; objective {objective.name} would learn rejected answers, too",
+            [Fix({"objective": kinds[0]}, f"or {', '.join(kinds[1:])}"), Fix({}, chosen)],
         )
     if store.meta.labels:
         raise DataError(

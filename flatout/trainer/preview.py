@@ -85,7 +85,7 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
         try:
             plan, layout, decision = fit_plan(settings, planned.shape, planned.plan, rank, device)
         except ResourceError as error:
-            fits[device.name] = f"cannot train: {error.text.partition(';')[0]}"
+            fits[device.name] = f"cannot train: {error.text}"
             continue
         largest = plan.largest_pass
         estimate = None if largest is None else decision.estimate(largest[2].size)

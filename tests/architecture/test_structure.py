@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from flatout.cli.verbs import VERBS
 from flatout.config.objective import OBJECTIVES
 from flatout.config.parallel import STRATEGIES
 from flatout.track.trackers import TRACKERS
@@ -178,7 +179,7 @@ def test_no_definition_that_only_tests_use() -> None:
     used = uses()
     unused = {f"{path}: {name}" for path, tree in trees().items() for name in definitions(tree) if not used[name]}
     # the entry point of the package, and what other code finds by name
-    entry_points = {f"flatout/cli/{verb}.py: {name}" for verb in verbs() for name in ("add_arguments", "run")}
+    entry_points = {f"flatout/cli/{verb}.py: {name}" for verb in VERBS for name in ("add_arguments", "run")}
     classes = (traits.class_path.split(".") for traits in STRATEGIES.values())
     entry_points |= {f"flatout/parallel/strategies/{module}.py: {name}" for module, name in classes}
     kinds = (class_path.split(".") for class_path in OBJECTIVES.values())
@@ -186,12 +187,6 @@ def test_no_definition_that_only_tests_use() -> None:
     trackers = (class_path.rpartition(".") for _, class_path in TRACKERS.values())
     entry_points |= {f"{module.replace('.', '/')}.py: {name}" for module, _, name in trackers}
     assert unused - entry_points == set(KNOWN_UNUSED), "delete what nothing uses, tests aside, or use it"
-
-
-def verbs() -> list[str]:
-    from flatout.cli.main import VERBS
-
-    return list(VERBS)
 
 
 def test_a_strategy_with_an_engine_of_its_own_has_no_if_outside_its_files() -> None:

@@ -1,4 +1,4 @@
-"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a callback, a tracker."""
+"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a verb, a callback, a tracker."""
 
 import ast
 import json
@@ -104,6 +104,49 @@ def test_a_row_format_is_one_function_and_one_rule(tiny: Any, tmp_path: Path, mo
     store = open_or_build(data, str(tiny.model_dir))
     assert store.num_samples == 3
     assert int(store.num_label_tokens.sum()) > 0
+
+
+GREET = """
+from flatout.api import Verb
+from flatout.errors import Fix, UsageError
+
+def arguments(parser):
+    parser.add_argument("name")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--loud", action="store_true")
+
+def run(args):
+    if args.name == "nobody":
+        raise UsageError("nobody is there", [Fix({"--loud": True}, "calls")])
+    print(f"hello {args.name}", args.words, args.loud)
+    return 0
+
+VERB = Verb("greet", "Use", "greet somebody", arguments, run, "you --loud", takes_overrides=True, needs_file=True)
+"""
+
+
+def test_a_verb_is_one_value_and_one_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "greeting.py").write_text(GREET)
+    installed = tmp_path / "greeting-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[flatout.verbs]\ngreet = greeting:VERB\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["greet", "--loud", "you", "lora.rank=8"]) == 0
+    assert capsys.readouterr().out == "hello you ['lora.rank=8'] True\n"
+    assert main(["greet", "nobody"]) == 2
+    assert "try --loud  # calls" in capsys.readouterr().err
+    assert main(["greet", "you", "--lod"]) == 2
+    assert "did you mean --loud?" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "  greet     greet somebody\n" in capsys.readouterr().out
+    assert main(["gret", "you"]) == 2
+    assert "example: flatout greet you --loud" in capsys.readouterr().err
+    (installed / "entry_points.txt").write_text("[flatout.verbs]\ntrain = greeting:run\n")
+    assert main(["--help"]) == 2
+    assert "train (greeting:run)" in capsys.readouterr().err
 
 
 class Listener(Callback):

@@ -213,8 +213,8 @@ def read_config(name: str, revision: str | None, storage: str, scoring: Scoring 
         )
     if storage != "nf4":
         raise UsageError(
-            f"model.name: {name} has bitsandbytes NF4 weights, which only adapters train on; or use the 16-bit model",
-            [Fix({"method": "lora", "base.storage": "nf4"})],
+            f"model.name: {name} has bitsandbytes NF4 weights, which only adapters train on",
+            [Fix({"method": "lora", "base.storage": "nf4"}), Fix({}, "use the 16-bit model")],
         )
     return config
 

@@ -313,8 +313,11 @@ def choose_targets(
     if experts := [name for name, target in chosen.items() if isinstance(target, tuple)]:
         for setting in (name for name, used in unsupported.items() if used):
             raise UsageError(
-                f"{setting}: adapters of fused experts ({experts[0]}) lack it, as in PEFT; or leave experts out",
-                [Fix({setting: 0 if setting == "lora.dropout" else False})],
+                f"{setting}: adapters of fused experts ({experts[0]}) lack it, as in PEFT",
+                [
+                    Fix({setting: 0 if setting == "lora.dropout" else False}),
+                    Fix({}, "leave experts out of lora.targets"),
+                ],
             )
     ranks = {name: config.of_layer(name).rank for name in chosen}
     largest = max(

@@ -166,7 +166,8 @@ def choose_micro_batch(
     if settings.computes_in_fp8 and not device.has_fp8:
         raise ResourceError(
             f"{_fp8_setting(settings)} needs a GPU with float8 arithmetic (compute capability 8.9 or newer), which "
-            f"{device.name} does not have; leave it out"
+            f"{device.name} does not have",
+            [Fix({}, "leave it out")],
         )
     model = memory_model(settings, shape, device, parallel_layout)
     for level in _levels(settings, compiled=model.compiled):
@@ -186,12 +187,12 @@ def choose_micro_batch(
             size = memory_model(half, shape, device, parallel_layout).estimate(tokens.micro_batch(num_tokens), level)
             fixes.insert(0, Fix({"model.precision": "fp16"}, f"{size.total_bytes / (1 - MARGIN) / GIB:.1f} GiB"))
         fixes += [Fix({"strategy": "fsdp"}, "shards its state over several GPUs")] * (not parallel_layout.shards_state)
-        share = "" if whole_step else " or share samples among ranks (context.parallel)"
+        share = "" if whole_step else ", or share samples among ranks (context.parallel)"
         has = budget_bytes(settings, device) / (1 - MARGIN)
         raise ResourceError(
             f"{what} has {num_tokens:,} tokens, which need about {need / GIB:.1f} GiB with recompute={level}; "
-            f"{device.name} has {has / GIB:.1f}; lower data.max_tokens{share}",
-            fixes,
+            f"{device.name} has {has / GIB:.1f}",
+            [*fixes, Fix({}, f"lower data.max_tokens{share}")],
         )
     return decision
 

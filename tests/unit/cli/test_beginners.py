@@ -16,10 +16,11 @@ import torch
 import yaml
 
 import flatout
-from flatout.cli.main import VERBS, main
+from flatout.cli.main import main
+from flatout.cli.verbs import VERBS
 from flatout.config.read import make_config
 from flatout.config.schema import Config
-from flatout.config.spelling import as_data_options, as_init_options, in_python, on_command_line
+from flatout.config.spelling import in_python
 from flatout.errors import Fix, FlatoutError
 
 MISTAKES = yaml.load((Path(__file__).parent / "mistakes.yaml").read_text(), yaml.CSafeLoader)
@@ -91,7 +92,7 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spelled(verb: str, fixes: list[dict[str, Any]]) -> list[str]:
-    spell = {"data": as_data_options, "init": as_init_options}.get(verb, on_command_line)
+    spell = VERBS[verb].spell if verb in VERBS else str
     return [spell(Fix(settings)) for settings in fixes]
 
 
@@ -126,7 +127,7 @@ def test_each_fix_is_accepted(
         for _ in range(3):
             named = {name: value for name, value in settings.items() if name[:2] != "--"}
             try:
-                make_config({"model": "model"}, shlex.split(on_command_line(Fix(named))))
+                make_config({"model": "model"}, shlex.split(str(Fix(named))))
                 break
             except FlatoutError as error:
                 settings = {**settings, **error.fixes[0].settings}

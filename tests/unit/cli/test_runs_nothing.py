@@ -6,7 +6,6 @@ A foreign file leaves a canary when it is executed in any of the ways that other
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
 import os
@@ -25,8 +24,9 @@ import numpy as np
 import pytest
 import yaml
 
-from flatout.cli.main import VERBS, WITH_OVERRIDES, main
+from flatout.cli.main import main
 from flatout.cli.parser import Parser
+from flatout.cli.verbs import VERBS
 
 # where foreign code says that it ran
 CANARIES = "CANARIES"
@@ -244,14 +244,14 @@ EXTRA = {"chat": ["--prompt", "Hi", "--max-new-tokens", "1"], "eval": ["--answer
 
 def parsers() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
     """Yield the words and the parser of every verb and action, from the command line's own table."""
-    for verb in VERBS:
-        parser = Parser(prog=f"flatout {verb}")
-        importlib.import_module(f"flatout.cli.{verb}").add_arguments(parser)
+    for name, verb in VERBS.items():
+        parser = Parser(prog=f"flatout {name}")
+        verb.arguments(parser)
         actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
         if not actions:
-            yield [verb], parser
+            yield [name], parser
         for action in actions:
-            yield from (([verb, name], inner) for name, inner in action.choices.items())
+            yield from (([name, word], inner) for word, inner in action.choices.items())
 
 
 def commands(foreign: str) -> Iterator[list[str]]:
@@ -272,7 +272,7 @@ def commands(foreign: str) -> Iterator[list[str]]:
             plain = [value for other, value in values.items() if other[0] != "-"]
             options = [word for other, value in values.items() if other[0] == "-" for word in (other, value)]
             yield [*words, *plain, *options, *EXTRA.get(words[0], ())]
-    for verb in {*WITH_OVERRIDES} - {"convert", "verify", "launch"}:
+    for verb in ("plan", "doctor", "train"):
         for setting in SETTINGS:
             yield [verb, "run.yaml", f"{setting}={foreign}", "run_dir=other", "batch.max_steps=1"]
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from flatout.config.read import make_config
-from flatout.config.spelling import as_data_options, in_python, in_studio, on_command_line, spelled_for
+from flatout.config.spelling import as_data_options, in_python, in_studio, spelled_for
 from flatout.errors import Fix, UsageError
 
 
@@ -32,7 +32,7 @@ from flatout.errors import Fix, UsageError
 )  # fmt: skip
 def test_each_door_spells_a_fix(settings: dict[str, Any], command: str, python: str, studio: str) -> None:
     fix = Fix(settings)
-    assert (on_command_line(fix), in_python(fix), in_studio(fix)) == (command, python, studio)
+    assert (str(fix), in_python(fix), in_studio(fix)) == (command, python, studio)
 
 
 def test_a_data_set_is_built_with_options() -> None:
@@ -52,7 +52,7 @@ def test_a_data_set_is_built_with_options() -> None:
 )  # fmt: skip
 def test_what_is_spelled_is_accepted_and_means_the_fix(settings: dict[str, Any]) -> None:
     fix, name = Fix(settings), next(iter(settings))
-    words = on_command_line(fix).strip("'")
+    words = str(fix).strip("'")
 
     def value_of(config: Any) -> Any:
         for part in name.split("."):
@@ -70,7 +70,7 @@ def test_what_is_spelled_is_accepted_and_means_the_fix(settings: dict[str, Any])
 
 def test_an_error_is_spelled_for_its_door_and_keeps_its_values() -> None:
     error = UsageError("rank 0 is too small", [Fix({"lora.rank": 8}, "the default"), Fix({"--restart": True})])
-    assert str(error) == "rank 0 is too small\n  try lora.rank=8  # the default\n  try --restart=true"
+    assert str(error) == "rank 0 is too small\n  try lora.rank=8  # the default\n  try --restart"
     with pytest.raises(UsageError) as caught, spelled_for(in_studio):
         raise error.at("run.yaml")
     assert str(caught.value) == "run.yaml: rank 0 is too small\n  try lora.rank: 8  # the default"
