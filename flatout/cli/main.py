@@ -11,19 +11,21 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from flatout import __version__
 from flatout.cli.parser import Parser, example_of, hint_for, options_of
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, path_error
+from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, install_beside, path_error
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
 from flatout.io.stop_signals import end_threads_at_exit
 from flatout.track.tolerant_stream import tolerant_output
 
-# verb -> what it does; flatout/cli/<verb>.py has add_arguments(parser) and run(args) -> exit code
+# verb -> what it does; flatout/cli/<verb>.py, or the entry point of a verb of GUESTS, has add_arguments(parser) and
+# run(args) -> exit code
 VERBS = {
     "demo": "generate data and a tiny model, train, evaluate and chat, in minutes",
     "init": "write a commented config file that runs unmodified",
@@ -74,6 +76,8 @@ GROUPS = {
 }
 WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
 _NEED_A_FILE = ("convert",)
+# verb of another distribution, in its entry points of the group `flatout.verbs` -> its folder in a clone
+GUESTS = {"convert": "migrate"}
 LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 # in the place of a configuration file: all settings are on the command line
@@ -119,7 +123,7 @@ def _parse_and_run(argv: list[str]) -> int:
             _refuse_verb(argv)
         verb, what = argv[0], VERBS[argv[0]]
         # only the requested verb's file is imported, so that the overview stays instant
-        module = importlib.import_module(f"flatout.cli.{verb}")
+        module = _module_of(verb)
         verbs = parser.add_subparsers(dest="verb", parser_class=Parser)
         example = "\n".join(line.strip() for line in example_of([verb]).splitlines() if line)
         form = argparse.RawDescriptionHelpFormatter
@@ -134,6 +138,20 @@ def _parse_and_run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     with exits_refused():
         return int(module.run(args))
+
+
+def _module_of(verb: str) -> ModuleType:
+    """Import the file of a verb. Raises UsageError if the distribution that has it is not installed."""
+    if verb not in GUESTS:
+        return importlib.import_module(f"flatout.cli.{verb}")
+    from importlib.metadata import entry_points  # lazy: no other verb needs it
+
+    entry = next(iter(entry_points(group="flatout.verbs", name=verb)), None)
+    if entry is None:
+        folder = GUESTS[verb]
+        raise UsageError(f"{verb} is in flatout-{folder}, which is not installed: {install_beside(folder)}")
+    module: ModuleType = entry.load()
+    return module
 
 
 def _overview() -> str:

@@ -426,7 +426,7 @@ def test_modules_of_the_working_folder_are_not_imported(world: Path, tmp_path: P
     shutil.copytree(world, here)
     for name in ("yaml", "torch", "numpy", "json", "pydantic", "transformers", "gguf", "conftest", "sitecustomize"):
         written(here / f"{name}.py", python_of(canary))
-    written(here / "flatout_frontdoors" / "__init__.py", python_of(canary))
+    written(here / "flatout_migrate" / "__init__.py", python_of(canary))
     written(here / ".env", f"X=$(touch {canary})\n")
     rows = (here / "chats.jsonl").read_text()
     written(here / "many.jsonl", rows * 200)
