@@ -6,13 +6,15 @@ FROM python:3.11-slim AS wheel
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY flatout ./flatout
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+COPY migrate ./migrate
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . ./migrate
 
 FROM python:3.11-slim AS gpu
 COPY --from=wheel /wheels /wheels
 # Triton compiles its launchers
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-RUN wheel="$(ls /wheels/flatout-*.whl)" && pip install --no-cache-dir "${wheel}[gpu]" && useradd --create-home flatout
+RUN wheel="$(ls /wheels/flatout-*.whl)" && pip install --no-cache-dir "${wheel}[gpu]" /wheels/flatout_migrate-*.whl \
+    && useradd --create-home flatout
 USER flatout
 WORKDIR /home/flatout
 ENTRYPOINT ["flatout"]
@@ -22,7 +24,7 @@ COPY --from=wheel /wheels /wheels
 COPY constraints.txt /
 ARG TORCH=torch
 RUN pip install --no-cache-dir -c /constraints.txt ${TORCH} \
-    && pip install --no-cache-dir -c /constraints.txt /wheels/flatout-*.whl && useradd --create-home flatout
+    && pip install --no-cache-dir -c /constraints.txt /wheels/*.whl && useradd --create-home flatout
 USER flatout
 WORKDIR /home/flatout
 ENTRYPOINT ["flatout"]

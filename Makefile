@@ -29,7 +29,7 @@ test-gpu: $(VENV)/.ready-gpu
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy flatout $(filter-out %/example_training_config.py,$(wildcard frontdoors/flatout_frontdoors/*.py))
+	$(BIN)/mypy flatout $(filter-out %/names %/example_training_config.py,$(wildcard migrate/flatout_migrate/*.py migrate/flatout_migrate/*/*.py))
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -37,7 +37,7 @@ format: $(VENV)/.ready
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt make_venv.py
+$(VENV)/.ready: pyproject.toml migrate/pyproject.toml constraints.txt make_venv.py
 	@$(PYTHON) make_venv.py $(VENV) dev
 	@touch $@
 

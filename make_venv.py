@@ -155,6 +155,8 @@ def main(venv: Path, extra: str) -> int:
     if index:
         run("Installing torch", [*pip, "--no-deps", *index, "torch"])
     run(f"Installing flatout with its extra `{extra}`", [*pip, "-e", f".[{extra}]"])
+    # its one dependency is flatout
+    run("Installing flatout-migrate", [*pip, "--no-deps", "-e", "migrate"])
     # pip compiles in one process, and what few programs import too; a few files of other packages are no Python 3
     compile_all = [python, "-m", "compileall", "-j", "0", "-x", _RARE, str(venv / "lib")]
     run("Compiling", compile_all, check=False)

@@ -273,6 +273,12 @@ def install(extras: str) -> str:
     return f"pip install {' '.join(needed)}" if needed else f"install flatout with its extra {extras}"
 
 
+def install_beside(folder: str) -> str:
+    """Return the command that installs a distribution which is a folder of flatout's clone, such as `migrate`."""
+    path = Path(__file__).parents[1] / folder
+    return f"pip install -e '{path}'" if (path / "pyproject.toml").is_file() else f"pip install flatout-{folder}"
+
+
 _REFUSED_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 
 

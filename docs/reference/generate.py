@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from flatout.cli.parser import Parser
-from flatout.cli.verbs import VERBS
+from flatout.cli.verbs import all_verbs
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
 from flatout.config.template import ADVANCED, Setting, describe_setting
@@ -73,7 +73,7 @@ def _row(setting: Setting, name: str, *more: str) -> str:
 def commands() -> Iterator[str]:
     """Yield the page of all commands, with the text of their --help."""
     yield "# Commands\n\nEvery command with its options, as `flatout COMMAND --help` prints them.\n"
-    for name, verb in VERBS.items():
+    for name, verb in all_verbs().items():
         parser = Parser(prog=f"flatout {name}", example=f"flatout {name} {verb.example}")
         parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=80)
         verb.arguments(parser)

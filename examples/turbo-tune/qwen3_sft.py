@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout_frontdoors.turbo_tune import main
+from flatout_migrate.doors.turbo_tune import main
 
 sys.exit(main())

@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout_frontdoors.unsloth_cli import main
+from flatout_migrate.doors.unsloth_cli import main
 
 sys.exit(main())

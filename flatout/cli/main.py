@@ -14,10 +14,10 @@ from typing import NoReturn
 from flatout import __version__
 from flatout.api.verb import Verb
 from flatout.cli.parser import OVERRIDE, Parser, refuse_unknown_options
-from flatout.cli.verbs import VERBS, all_verbs, find_verb
+from flatout.cli.verbs import GUESTS, VERBS, all_verbs, find_verb
 from flatout.config.spelling import spelled
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, path_error
+from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, install_beside, path_error
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
@@ -96,6 +96,9 @@ def _refuse_verb(words: Sequence[str]) -> NoReturn:
     if other in ("resume", "continue", "restart"):
         settings = shlex.quote(f"runs/{words[1] if words[1:] else 'RUN'}/config.yaml")
         raise UsageError(f"{verb}: training a run's config.yaml continues it, such as `flatout train {settings}`")
+    if other in GUESTS:
+        folder = GUESTS[other]
+        raise UsageError(f"{other} is in flatout-{folder}, which is not installed", [Fix({}, install_beside(folder))])
     if other in WITHOUT_VERB:
         raise UsageError(f"{verb}: {WITHOUT_VERB[other]}")
     named, verbs = FOREIGN_VERBS.get(other), all_verbs()

@@ -28,8 +28,6 @@ _ROWS = (
     _verb("demo", "Start", "generate data and a tiny model, train, evaluate and chat, in minutes"),
     _verb("init", "Start", "write a commented config file that runs unmodified",
           "run.yaml --model Qwen/Qwen3-0.6B --data chats.jsonl", spell=as_init_options),
-    _verb("convert", "Start", "translate a config or script from Axolotl, LLaMA-Factory, ms-swift, TRL or Unsloth",
-          "axolotl.yaml --to run.yaml", takes_overrides=True, needs_file=True),
     _verb("studio", "Start", "do all of it in a browser: data, plan, training, chat"),
     _verb("data", "Before a run", "build, show or list tokenized data sets",
           "build chats.jsonl --tokenizer Qwen/Qwen3-0.6B --name chats", spell=as_data_options),
@@ -59,6 +57,8 @@ _ROWS = (
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _ROWS}
 """The verbs of flatout itself, in the order of `flatout --help`."""
 ENTRY_POINTS = "flatout.verbs"
+GUESTS = {"convert": "migrate"}
+"""Verbs of flatout's own other distributions, and the folder that has each in a clone."""
 
 
 def all_verbs() -> dict[str, Verb]:

@@ -14,10 +14,10 @@ _BELOW_TRAIN = {"config", "data", "planner", "models", "objectives", "optim", "p
 _BELOW_TRAIN |= {"rollout", "track"}
 _VERBS = {"demo", "doctor", "eval", "profile", "studio", "verifier"}
 MAY_IMPORT = {
-    "cli": _BELOW_TRAIN | _VERBS | {"api", "compat", "export", "launch", "trainer", "view"},
+    "cli": _BELOW_TRAIN | _VERBS | {"api", "export", "launch", "trainer", "view"},
     "api": _BELOW_TRAIN | {"export", "launch", "trainer", "verifier", "view"},
     "export": {"checkpoint", "data", "models", "track", "view"},
-    "compat": {"api", "config", "data", "export", "launch", "models", "parallel", "track"},
+    "compat": set(),
     "eval": {"data", "models", "rollout"},
     "studio": _BELOW_TRAIN | {"export", "launch", "trainer", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
@@ -92,11 +92,11 @@ def test_every_package_has_a_row_in_the_layer_table() -> None:
     assert packages - {"__init__", "__main__"} == set(MAY_IMPORT)
 
 
-def test_verbs_are_imported_by_nobody_but_the_front_doors() -> None:
+def test_verbs_are_imported_by_nobody() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for path, tree in trees()
-        if package_of(path) not in ("cli", "compat") and path.name != "__main__.py"
+        if package_of(path) != "cli" and path.name != "__main__.py"
         for module in imported_modules(tree)
         if module.startswith("flatout.cli")
     ]
@@ -162,8 +162,6 @@ def test_the_environment_is_read_in_one_file() -> None:
 # files that write by themselves, and why they may
 WRITERS = {
     "api/inputs.py": "the folder is synced when it is whole",
-    "compat/unsloth/models.py": "its own save_pretrained, which syncs the folder",
-    "compat/unsloth/trainer.py": "the same",
     "data/pictures/processor.py": "its own save_pretrained, whose caller syncs the folder",
     "demo/write.py": "the folder is synced when it is whole",
     "models/lora/adapter.py": "the folder is synced when it is whole",

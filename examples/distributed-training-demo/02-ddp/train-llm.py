@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout_frontdoors.distributed_demo import main
+from flatout_migrate.doors.distributed_demo import main
 
 sys.exit(main("ddp"))

@@ -2,6 +2,6 @@
 
 import sys
 
-from flatout_frontdoors.hypersloth_commands import build_dataset
+from flatout_migrate.doors.hypersloth_commands import build_dataset
 
 sys.exit(build_dataset())

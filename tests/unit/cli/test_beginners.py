@@ -17,7 +17,7 @@ import yaml
 
 import flatout
 from flatout.cli.main import main
-from flatout.cli.verbs import VERBS
+from flatout.cli.verbs import all_verbs
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.config.spelling import in_python
@@ -92,7 +92,7 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spelled(verb: str, fixes: list[dict[str, Any]]) -> list[str]:
-    spell = VERBS[verb].spell if verb in VERBS else str
+    spell = all_verbs()[verb].spell if verb in all_verbs() else str
     return [spell(Fix(settings)) for settings in fixes]
 
 
@@ -157,7 +157,7 @@ def test_an_object_that_is_no_setting_is_named(
         flatout.train(model="model", data="chats.jsonl", device="cpu", **given)
 
 
-@pytest.mark.parametrize("verb", list(VERBS))
+@pytest.mark.parametrize("verb", list(all_verbs()))
 def test_an_empty_word_ends_no_verb_in_a_traceback(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:

@@ -26,7 +26,7 @@ import yaml
 
 from flatout.cli.main import main
 from flatout.cli.parser import Parser
-from flatout.cli.verbs import VERBS
+from flatout.cli.verbs import all_verbs
 
 # where foreign code says that it ran
 CANARIES = "CANARIES"
@@ -244,7 +244,7 @@ EXTRA = {"chat": ["--prompt", "Hi", "--max-new-tokens", "1"], "eval": ["--answer
 
 def parsers() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
     """Yield the words and the parser of every verb and action, from the command line's own table."""
-    for name, verb in VERBS.items():
+    for name, verb in all_verbs().items():
         parser = Parser(prog=f"flatout {name}")
         verb.arguments(parser)
         actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
@@ -426,7 +426,7 @@ def test_modules_of_the_working_folder_are_not_imported(world: Path, tmp_path: P
     shutil.copytree(world, here)
     for name in ("yaml", "torch", "numpy", "json", "pydantic", "transformers", "gguf", "conftest", "sitecustomize"):
         written(here / f"{name}.py", python_of(canary))
-    written(here / "flatout_frontdoors" / "__init__.py", python_of(canary))
+    written(here / "flatout_migrate" / "__init__.py", python_of(canary))
     written(here / ".env", f"X=$(touch {canary})\n")
     rows = (here / "chats.jsonl").read_text()
     written(here / "many.jsonl", rows * 200)

@@ -100,7 +100,7 @@ ENTRIES = [
     "from flatout.cli.main import main; main(['--version'])",
     "import flatout; flatout.train",
     "import flatout; flatout.load",
-    "import flatout.compat.unsloth",
+    "import flatout_migrate.unsloth",
     "from flatout.environment import prepare_torch; prepare_torch({})",
 ]
 OWN = [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "5"}]

@@ -1,1 +1,0 @@
-from flatout_frontdoors.hypersloth import run_multiprocess_training, setup_envs

@@ -1,1 +1,0 @@
-from flatout_frontdoors.opensloth import run_mp_training, setup_envs

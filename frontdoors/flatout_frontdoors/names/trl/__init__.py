@@ -1,1 +1,0 @@
-from flatout.compat.unsloth.trl import *

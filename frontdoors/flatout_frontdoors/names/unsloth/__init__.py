@@ -1,2 +1,0 @@
-from flatout.compat.unsloth import *
-from flatout.compat.unsloth import FastModel

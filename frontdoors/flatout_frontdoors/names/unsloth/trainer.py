@@ -1,7 +1,0 @@
-from flatout.compat.unsloth.trainer import (
-    SFTConfig,
-    SFTTrainer,
-    UnslothTrainer,
-    UnslothTrainingArguments,
-    UnslothVisionDataCollator,
-)

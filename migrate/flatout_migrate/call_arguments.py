@@ -1,0 +1,121 @@
+"""What the arguments of Unsloth's and TRL's calls become, besides those of TrainingArguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from flatout.track.callback import Callback
+from flatout_migrate import translation as t
+from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
+from flatout_migrate.translation import Became, Given, RefusedError, Rule
+
+_PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
+# what get_peft_model trains without being told
+PEFT_DEFAULTS = {
+    "r": 16, "lora_alpha": 16,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
+_ENDS = ("embed_tokens", "lm_head")
+COLLATORS = (
+    "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType",
+    "UnslothVisionDataCollator",
+)  # fmt: skip
+
+
+def _dtype(given: Given) -> Became:
+    name = str(given.value).removeprefix("torch.")
+    if name not in _PRECISION:
+        raise RefusedError(f"{given.value!r:.40} is not supported; write bfloat16, float16, float32 or None")
+    return Became({"model.precision": _PRECISION[name]} if name != "None" else {})
+
+
+def _storage(given: Given) -> Became:
+    wanted = next((name for name in _STORAGE if given.all.get(name)), "")
+    if not wanted and given.all.get("load_in_8bit"):
+        raise RefusedError("flatout stores frozen weights in 4 bits or as fp8: write load_in_4bit or load_in_fp8")
+    return Became(_STORAGE.get(wanted, {"base.storage": "nf4"} if given.all.get("load_in_4bit") else {}))
+
+
+def _targets(given: Given) -> Became:
+    value, experts = given.all.get("target_modules"), [*(given.all.get("target_parameters") or ())]
+    if value is None and not experts:
+        raise RefusedError("name linear layers of the decoder, or write all-linear")
+    if isinstance(value, str):
+        return Became({"lora.targets": [value, *experts] if experts else value})
+    return Became({"lora.targets": sorted({*(value or ())} - {*_ENDS}) + experts, **_saved(given).settings})
+
+
+def _saved(given: Given) -> Became:
+    """Translate modules_to_save, with embeddings and head that are among target_modules: they are trained in full."""
+    targets = given.all.get("target_modules")
+    ends = [] if isinstance(targets, str | None) else [name for name in _ENDS if name in targets]
+    names = [*dict.fromkeys([*(given.all.get("modules_to_save") or ()), *ends])]
+    tying = bool(given.all.get("ensure_weight_tying"))
+    return Became({"lora.modules_to_save": names, "lora.keep_tied": tying} if names else {})
+
+
+def _collator(given: Given) -> Became:
+    if type(given.value).__name__ not in COLLATORS or getattr(given.value, "mlm", False):
+        raise RefusedError("batches are made without padding; use train_on_responses_only for masks")
+    return Became()
+
+
+def _callbacks(given: Given) -> Became:
+    settings: dict[str, Any] = {}
+    for callback in given.value:
+        if type(callback).__name__ == "EarlyStoppingCallback":
+            settings["eval.patience"] = callback.early_stopping_patience
+            settings["eval.min_delta"] = callback.early_stopping_threshold
+        elif not isinstance(callback, Callback):
+            raise RefusedError(f"{type(callback).__name__} would never be called; derive it from flatout.Callback")
+    return Became(settings)
+
+
+ARGUMENTS: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **t.rules_of("unsloth"),
+    # from_pretrained
+    "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
+    "dtype": _dtype,
+    **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
+    "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
+    # get_peft_model, and PEFT's LoraConfig
+    **t.each("target_modules target_parameters", _targets),
+    "modules_to_save": _saved,
+    "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
+    # trainers
+    "data_collator": _collator,
+    **t.each("optimizers optimizer_cls_and_kwargs model_init", t.only((None, (None, None)), "write optim= instead")),
+    "callbacks": _callbacks,
+}
+
+
+def settings_of(
+    given: Mapping[str, Any],
+    call: str,
+    defaults: Mapping[str, Any] | None = None,
+    num_gpus: int = 1,
+    table: Mapping[str, Rule] = ARGUMENTS,
+) -> dict[str, Any]:
+    """Return flatout's settings by a table of arguments; warn of those that differ in some cases.
+
+    Raises ProblemsError that names every argument that flatout cannot honour.
+    """
+    nullable = NULLABLE | {"target_modules"}
+    became = t.translate(given, table, defaults=defaults, nullable=nullable, num_gpus=num_gpus)
+    for one in became.outcomes:
+        if one.check and not one.is_default:
+            warnings.warn(f"{call}: {one.name}: {one.note}", stacklevel=3)
+    return became.checked(call)
+
+
+def changed_fields(options: Any, **needed: Any) -> dict[str, Any]:
+    """Return the fields of another library's dataclass that differ from its defaults, and those that are needed."""
+    fresh = type(options)(**needed)
+    names = [name for name in type(options).__dataclass_fields__ if hasattr(fresh, name)]
+    values = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(fresh, name)}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in {**values, **needed}.items()}

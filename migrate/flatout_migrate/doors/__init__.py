@@ -1,0 +1,41 @@
+"""Commands of other trainers, on flatout; `names/` has the packages that their scripts import."""
+
+import shutil
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+
+# command -> the function in flatout that does it
+COMMANDS = {
+    "hypersloth-build-dataset": "flatout_migrate.doors.hypersloth_commands:build_dataset",
+    "hypersloth-init": "flatout_migrate.doors:write_example",
+    "hypersloth-train": "flatout_migrate.doors.hypersloth_commands:train",
+    "hypersloth-export": "flatout_migrate.doors.hypersloth_commands:export",
+}
+
+
+def run_command() -> int:
+    """Run the command that this process was started as, unless another installed package has one of that name."""
+    name = Path(sys.argv[0]).stem
+    for one in entry_points(group="console_scripts", name=name):
+        if one.dist is not None and one.dist.name != "flatout-migrate":
+            print(
+                f"error: {name} is also a command of {one.dist.name} {one.dist.version}, which is installed here; keep "
+                f"one: pip uninstall {one.dist.name}, or pip uninstall flatout-migrate and reinstall the other",
+                file=sys.stderr,
+            )
+            return 2
+    module, _, function = COMMANDS[name].partition(":")
+    return int(getattr(import_module(module), function)())
+
+
+def write_example() -> int:
+    """`hypersloth-init`: write example_training_config.py into the working folder; never over another file."""
+    target = Path("example_training_config.py")
+    if target.exists():
+        print(f"error: {target} exists already; remove it, or work in another folder", file=sys.stderr)
+        return 2
+    shutil.copyfile(Path(__file__).with_name(target.name), target)
+    print(f"wrote {target}; next: hypersloth-train ./{target}")
+    return 0

@@ -1,0 +1,109 @@
+"""The Distributed Training Demo's three train-llm.py: their flags become flatout's settings, and flatout trains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import xxhash
+
+from flatout.config.schema import Config, SourceConfig
+from flatout.environment import environment, set_environment
+from flatout.errors import UsageError
+from flatout_migrate.doors.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
+
+STRATEGIES = {"single-gpu": "single", "ddp": "ddp", "fsdp": "fsdp"}
+# what names a run to Comet, and what its own variables are for
+COMET = {"comet_project_name": "distributed-training-demo", "comet_workspace": "intro-ai"}
+# a configured key, or Comet's offline mode
+COMET_VARIABLES = ("COMET_API_KEY", "COMET_START_ONLINE")
+
+
+def _parser(script: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train-llm.py", description=f"Fine-tune ({script}).", allow_abbrev=False)
+    add = parser.add_argument
+    add("-e", "--experiment-name", help="name of the run; without it, Comet is off and nothing is resumed by name")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="file, folder or hub id (tatsu-lab/alpaca)")
+    add("--dataset-subset", help="configuration name of a hub data set")
+    add("-m", "--model-name", default="meta-llama/llama-3.2-1B", help="folder or hub id (meta-llama/llama-3.2-1B)")
+    add("--save-dir", default="../outputs", help="folder of the experiments (../outputs)")
+    add("--seed", type=int, default=0)
+    add("--num-epochs", type=int, default=100, help="passes over the data (100)")
+    add("--lr", type=float, default=3e-5, help="peak learning rate (3e-5)")
+    add("-b", "--batch-size", type=int, default=16, help="rows of --seq-length tokens per GPU and step (16)")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens of a row, and the most of a sample (1024)")
+    add("--log-freq", type=int, default=1, help="steps between records (1)")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints (500)")
+    add("--comet-project-name", help="Comet project (distributed-training-demo)")
+    add("--comet-workspace", help="Comet workspace (intro-ai)")
+    if script == "single-gpu":
+        add("--device", choices=["cpu", "cuda"], default="cpu" if device() == "cpu" else "cuda")
+        add("--dtype", choices=["fp32", "fp16", "bf16"], default="bf16")
+    if script == "fsdp":
+        add("--cpu-offload", action="store_true", help="keep the state in host memory")
+    add("overrides", nargs="*", default=[], metavar="section.name=value", help=OVERRIDES_HELP)
+    return parser
+
+
+def to_config(script: str, args: argparse.Namespace) -> Config:
+    """Return flatout's configuration. Raises a UsageError that names what it cannot honor, and DataError."""
+    settings: dict[str, Any] = {
+        "seed": args.seed,
+        "device": getattr(args, "device", device()),
+        "method": "full",
+        "strategy": STRATEGIES[script],
+        "log_every_steps": args.log_freq,
+        "model": {"name": args.model_name, "precision": getattr(args, "dtype", "bf16")},
+        "data": _data(args.dataset_name, args.dataset_subset, args.seq_length),
+        "batch": {"epochs": args.num_epochs},
+        "optim": {"lr": args.lr, "weight_decay": 0.01, "max_grad_norm": None},
+        "schedule": {"kind": "cosine", "warmup_steps": 0, "min_lr_ratio": 0.01},
+        "checkpoint": {"every_steps": args.ckpt_freq},
+        "track": _track(args, script),
+    }
+    if getattr(args, "cpu_offload", False):
+        settings["sharding"] = {"offload": True}
+    # without a name, a run of the same settings is the same run, and no other is in its way
+    given = json.dumps([settings, args.batch_size, args.overrides], sort_keys=True)
+    name = args.experiment_name or f"{script}-{xxhash.xxh3_64_hexdigest(given.encode())[:8]}"
+    settings |= {"name": name, "run_dir": f"{args.save_dir}/{name}"}
+    return with_rows_per_step(settings, args.overrides, args.batch_size, per_rank=True)
+
+
+def _data(path: str, subset: str | None, max_tokens: int) -> dict[str, Any]:
+    """Return the `data` section: documents of the column `text`, else alpaca rows, else of the first column."""
+    from flatout.data.rows.sources import open_source
+
+    source: dict[str, Any] = {} if subset is None else {"subset": subset}
+    row: Mapping[str, Any] = next(iter(open_source(SourceConfig(path=path, **source)).rows())).columns
+    if "text" not in row and {"instruction", "output"} <= row.keys():
+        data = data_of(path, max_tokens, format="alpaca", **source)
+        return {**data, "template": "alpaca", "loss_type": "all", "too_long": "split"}
+    column = "text" if "text" in row else next(iter(row))
+    source |= {"format": "text", "columns": {} if column == "text" else {"text": column}}
+    return {**data_of(path, max_tokens, **source), "loss_type": "all", "too_long": "split"}
+
+
+def _track(args: argparse.Namespace, script: str) -> dict[str, Any]:
+    """Return the `track` section: Comet for a named run with a key, or whose project or workspace is given."""
+    env, given = environment(), {name: value for name in COMET if (value := getattr(args, name)) is not None}
+    if args.experiment_name is None:
+        if given:
+            flag = f"--{min(given).replace('_', '-')}"
+            raise UsageError(f"{flag} has no effect without --experiment-name, which turns Comet on; add that")
+        return {}
+    if not given and not any(name in env for name in COMET_VARIABLES):
+        say("Comet is off: COMET_API_KEY is not set")
+        return {}
+    if "comet_workspace" in given or "COMET_WORKSPACE" not in env:
+        set_environment({"COMET_WORKSPACE": given.get("comet_workspace", COMET["comet_workspace"])})
+    project = given.get("comet_project_name") or env.get("COMET_PROJECT_NAME", COMET["comet_project_name"])
+    return {"to": ["comet"], "project": project, "tags": [script, "llm-training", "pytorch"]}
+
+
+def main(script: Literal["single-gpu", "ddp", "fsdp"]) -> int:
+    """`train-llm.py` of 01-single-gpu, 02-ddp or 03-fsdp: train, alone or as the rank that torchrun started."""
+    args = _parser(script).parse_intermixed_args()
+    return run(lambda: to_config(script, args))

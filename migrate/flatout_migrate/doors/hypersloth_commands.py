@@ -1,0 +1,82 @@
+"""HyperSloth's commands: each calls the verb of `flatout` that does it."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+
+from flatout.cli.main import exit_code_of, main
+from flatout.config.read import dump_config, run_python
+from flatout.data import registry
+from flatout.io.durable_io import DurableIO
+from flatout_migrate.doors.hypersloth import HOW, HyperConfig, TrainingArgsConfig
+
+
+def build_dataset() -> int:
+    """`hypersloth-build-dataset`, and `scripts/build_dataset.py NAME`: tokenize rows into a named data set."""
+    parser = ArgumentParser(prog="hypersloth-build-dataset")
+    where, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
+    where.add_argument("dataset", nargs="?", help="hub id, as --hf_dataset")
+    where.add_argument("--hf_dataset", help="hub id of a data set")
+    where.add_argument("--local_path", help="local file with conversations")
+    add("-n", "--num_samples", type=int, help="rows to draw with --seed (1000 of a hub data set, all of a file)")
+    add("--seed", type=int, default=3407, help="seed for drawing rows (3407)")
+    add("--split", help="split of a hub data set (train)")
+    add("--output_path", type=Path, default=Path("data/built_dataset"), help="folder (data/built_dataset)")
+    add("--tokenizer_name", "--tokenizer", required=True, help="hub id or folder of the tokenizer")
+    add("--name", help="name of the data set")
+    add("--print_samples", action="store_true", help="print the first samples as text")
+    args = parser.parse_args()
+    hub, path = args.hf_dataset or args.dataset, args.output_path
+    root = path.parent if path.name == "built_dataset" else path
+    number = args.num_samples or (1000 if hub else None)
+    name = args.name or f"{'hf_dataset' if hub else 'sharegpt'}_{number or 'all'}_samples"
+    words = ["data", "build", hub or args.local_path, "--tokenizer", args.tokenizer_name, "--name", name, "--replace"]
+    words += ["--max-tokens=0", f"--seed={args.seed}", f"--root={root}"]
+    words += [f"--num-samples={number}"] * (number is not None) + [f"--split={args.split}"] * (args.split is not None)
+
+    def run() -> int:
+        if code := main(words + ["--print-samples"] * args.print_samples):
+            return code
+        how = {"dataset_name" if hub else "path": hub or args.local_path, "split": args.split, "num_samples": number}
+        how |= {"seed": args.seed, "tokenizer_name": args.tokenizer_name}
+        registry.upsert(root, registry.find(root, name), {HOW: how})
+        return 0
+
+    return exit_code_of(run)
+
+
+def train() -> int:
+    """`hypersloth-train CONFIG.py [--tmux NAME] [section.name=value ...]`: train on the GPUs that it names."""
+    parser = ArgumentParser(prog="hypersloth-train")
+    parser.add_argument("config", type=Path, help="a Python file, which runs as code, with HyperSloth's classes")
+    parser.add_argument("--tmux", metavar="NAME", help="run in a tmux session NAME, with a window NAME_gpu_N per GPU")
+    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings of flatout")
+    args = parser.parse_args()
+
+    def run() -> int:
+        variables = run_python(args.config)
+        hyper = variables.get("hyper_config_model") or HyperConfig(**variables.get("hyper_config", {}))
+        training = variables.get("training_config_model") or TrainingArgsConfig(**variables.get("training_config", {}))
+        config, now = hyper.to_config(training), time.strftime("%H:%M:%S")
+        for rank, gpu in enumerate(gpus := hyper.training.gpus):
+            print(f"{now} | INFO | 🔧 GPU {gpu} (Rank {rank}/{len(gpus) - 1}) | Model: {config.model.name}")
+        print(f"{now} | INFO | 🚀 Starting total training timer", flush=True)
+        DurableIO().make_dir(config.folder)
+        file = config.folder / "hypersloth.yaml"
+        DurableIO().write_bytes(file, dump_config(config, only_given=True).encode())
+        return main(["train", str(file), *args.overrides, *(["--tmux", args.tmux] if args.tmux else [])])
+
+    return exit_code_of(run)
+
+
+def export() -> int:
+    """`hypersloth-export LORA_PATH`: merge an adapter into its base model."""
+    parser = ArgumentParser(prog="hypersloth-export")
+    parser.add_argument("lora_path", help="run folder, or adapter folder")
+    parser.add_argument("--base_model_name_or_path", help="base model to use instead of the adapter's own")
+    parser.add_argument("--output_path", help="output folder (LORA_PATH/merged)")
+    args = parser.parse_args()
+    base = ["--base", args.base_model_name_or_path] if args.base_model_name_or_path else []
+    return main(["merge", args.lora_path, "--out", args.output_path or f"{args.lora_path}/merged", *base])

@@ -1,0 +1,283 @@
+"""Configurations of LLaMA-Factory, with the dataset_info.json that names its data sets."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout.io.json_file import read_json
+from flatout_migrate import translation as t
+from flatout_migrate.preference import require_kind
+from flatout_migrate.training_arguments import (
+    NULLABLE,
+    PACKED,
+    TRAINING_ARGUMENTS,
+    TRANSFORMERS_DEFAULTS,
+    evaluated_apart,
+    evaluation,
+)
+from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+from flatout_migrate.trl import SHARED, held_out, lora_rules, names_of, saved_modules, template
+
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label"} | {
+    name: name for name in ("messages", "history", "system", "tools", "chosen", "rejected")
+}
+# the format of the rows of a stage that compares or judges answers
+_JUDGED = {"dpo": "preference", "rm": "preference", "kto": "kto"}
+_KTO = ("kto",)
+# its loss of pairs -> the kind of objective, and its settings -> the field of the objective and the kinds that have it
+_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "pref_beta": ("beta", (*_LOSSES.values(), *_KTO)),
+    "pref_ftx": ("sft_weight", tuple(_LOSSES.values())),
+    "kto_chosen_weight": ("desirable_weight", _KTO),
+    "kto_rejected_weight": ("undesirable_weight", _KTO),
+    "simpo_gamma": ("gamma", ("simpo",)),
+    "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
+}
+_SWITCHES = {"train_on_prompt": {"data.loss_type": "all"}, "pure_bf16": {"full.weights": "bf16"}}
+# an entry of dataset_info.json -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    **t.each("file_name hf_hub_url", t.to("path")),
+    **t.each("ms_hub_url om_hub_url", t.any_value("other hubs")),
+    **{name: t.to(name) for name in ("subset", "split")},
+    "formatting": t.one_of(
+        "format", {"alpaca": "alpaca"} | dict.fromkeys(("sharegpt", "openai"), "sharegpt"), "write it"
+    ),
+    "columns": t.nested(
+        {name: t.to(f"columns.{ours}") for name, ours in _COLUMNS.items()}
+        | {"images": t.off("pictures are read at the processor's own size, not image_max_pixels; write data.sources")}
+        | t.each("videos audios", t.off("only text and pictures can be trained on"))
+    ),
+    "tags": t.nested(
+        {
+            "role_tag": t.to("columns.from"),
+            "content_tag": t.to("columns.value"),
+            "user_tag": lambda given: Became({f"roles.{given.value}": "user"}),
+            "assistant_tag": lambda given: Became({f"roles.{given.value}": "assistant"}),
+            "observation_tag": lambda given: Became({f"roles.{given.value}": "tool"}),
+            "function_tag": lambda given: Became({f"roles.{given.value}": "function_call"}),
+            "system_tag": lambda given: Became({f"roles.{given.value}": "system"}),
+        }
+    ),
+    "ranking": t.any_value("read with the format"),
+}
+
+
+def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
+    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in `folder`.
+
+    Raises UsageError for a file that merges or answers, with the command that does it.
+    """
+    _require_training(given)
+    defaults: dict[str, Any] = {
+        **TRANSFORMERS_DEFAULTS, "stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "save_steps": 500,
+    }  # fmt: skip
+    if given.get("finetuning_type", "lora") == "lora":
+        defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(given.get("lora_rank") or 8)}
+    if given.get("stage") in ("dpo", "kto"):
+        defaults |= {"pref_beta": 0.1}
+    if given.get("stage") == "dpo":
+        defaults |= {"pref_loss": "sigmoid", "pref_ftx": 0.0}
+        defaults |= {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
+    data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
+    table = {**LLAMA_FACTORY, **data}
+    return t.translate(given, table, defaults=defaults, nullable=NULLABLE - {"max_length"}, num_gpus=num_gpus)
+
+
+def _require_training(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a file of `llamafactory-cli export`, chat, webchat or api."""
+    if given.keys() & {"stage", "do_train", "dataset"} or not given.keys() & {"export_dir", "infer_backend"}:
+        return
+    model, adapter = (str(given.get(name) or "") for name in ("model_name_or_path", "adapter_name_or_path"))
+    out = str(given.get("export_dir") or "")
+    if out and (not adapter or "," in adapter or given.get("export_quantization_bit")):
+        raise UsageError(
+            f"export_dir: {out}: no single adapter is merged; `flatout merge` merges one, and `flatout export --to "
+            "gguf --quantize` writes 8 bits, with llama.cpp 4"
+        )
+    step = ["merge", adapter, "--out", out] if out else ["chat", adapter or model]
+    command = shlex.join(["flatout", *step])
+    raise UsageError(f"a file that {'merges' if out else 'answers'} and trains nothing is a command here: {command}")
+
+
+def _sources(given: Given, folder: Path) -> Became:
+    """Look the names of `dataset` up in dataset_info.json."""
+    where = Path(str(given.all.get("dataset_dir", "data")))
+    root = next((each for each in (where, folder / where) if (each / "dataset_info.json").is_file()), None)
+    if root is None:
+        raise RefusedError(f"{where}/dataset_info.json is needed to find the data; copy it, or set dataset_dir")
+    try:
+        known = read_json(root / "dataset_info.json", UsageError)
+    except UsageError as error:
+        raise RefusedError(error.text) from None
+    named = given.all.get("dataset", "")
+    names = [str(name).strip() for name in (named if isinstance(named, list) else str(named).split(","))]
+    if missing := [name for name in names if not isinstance(known.get(name), Mapping)]:
+        raise RefusedError(f"{missing[0]!r:.60} is not in {root}/dataset_info.json")
+    sources = [_source(known[name], name, root) for name in names]
+    if given.all.get("stage") == "pt" and any(source["format"] != "text" for source in sources):
+        raise RefusedError("stage: pt needs rows of text; set data.sources")
+    for name, source in zip(names, sources, strict=True):
+        _check_stage(str(given.all.get("stage")), name, source["format"])
+    if given.name != "max_samples":
+        return Became({"data.sources": sources})
+    limit = int(given.number())
+    if len(sources) == 1:
+        return Became({"data.num_samples": limit, "data.shuffle": False})
+    if any(_num_rows(source["path"]) > limit for source in sources):
+        raise RefusedError(
+            "it counts each data set, data.num_samples counts all, and a file has more rows or is not here to count: "
+            "leave it out, or cut the files"
+        )
+    return Became(note="no data set has more rows")
+
+
+def _check_stage(stage: str, name: str, rows: str) -> None:
+    """Raise RefusedError for rows that the stage does not take."""
+    wanted = _JUDGED.get(stage)
+    if wanted and rows != wanted:
+        what = "ranking: true" if wanted == "preference" else "a column kto_tag"
+        raise RefusedError(f"{name}: stage: {stage} needs data sets with {what}")
+    if not wanted and rows in _JUDGED.values():
+        needed = "dpo or rm" if rows == "preference" else "kto"
+        raise RefusedError(f"{name}: its rows compare or judge answers, for stage: {needed}")
+
+
+def _num_rows(path: str) -> float:
+    """Return the number of rows of a local JSON file; infinity for anything else."""
+    try:
+        return len(read_json(Path(path), UsageError))
+    except (UsageError, TypeError):
+        return float("inf")
+
+
+def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
+    try:
+        source = {"format": "alpaca"} | t.inner(entry, _DATASET).settings
+    except RefusedError as reason:
+        raise RefusedError(f"{name}: {reason}") from None
+    if "file_name" in entry:
+        source["path"] = str(root / entry["file_name"])
+    if entry.get("ranking"):
+        source["format"] = "preference"
+    elif "label" in source.get("columns", {}):
+        source["format"] = "kto"
+    if source["format"] == "alpaca" and set(source.get("columns", ())) == {"instruction"}:
+        source |= {"format": "text", "columns": {"text": source["columns"]["instruction"]}}
+    return source
+
+
+def _stage(given: Given) -> Became:
+    if given.value == "pt":
+        return Became({"data.loss_type": "all", "data.too_long": "split"}, PACKED, check=True)
+    if given.value in _JUDGED:
+        # pref_loss names the loss of dpo
+        kinds = {"rm": "reward", "kto": "kto"}
+        kind = {"objective.kind": require_kind(kinds[given.value])} if given.value in kinds else {}
+        return Became(
+            {**kind, "data.too_long": "drop"}, "answers over cutoff_len are left out whole, not cut", check=True
+        )
+    if given.value != "sft":
+        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft, pt, {', '.join(_JUDGED)}")
+    return Became(
+        {"data.too_long": "truncate"},
+        "of a row over cutoff_len, its prompt is cut too there; here it loses its end",
+        check=True,
+    )
+
+
+def _adapter(given: Given) -> Became:
+    if len(names_of(given.value)) > 1:
+        raise RefusedError("one adapter is trained on; merge the others into the model first: flatout merge")
+    loss = given.all.get("pref_loss") if given.all.get("stage") == "dpo" else given.all.get("stage")
+    has_reference = loss in ("sigmoid", "ipo", "kto")
+    note = "the reference is the model without this adapter there, with it here" if has_reference else ""
+    return Became({"lora.continue_from": given.value}, note, check=has_reference)
+
+
+def _preference(given: Given) -> Became:
+    """Translate a setting of stage: dpo or kto, which no other stage reads."""
+    stage = given.all.get("stage")
+    if stage not in ("dpo", "kto"):
+        return Became(note="only stage: dpo and kto read it")
+    kind = "kto" if stage == "kto" else _LOSSES.get(str(given.all["pref_loss"]))
+    if kind is None:
+        raise RefusedError(f"pref_loss: {given.all['pref_loss']!r:.40} is not one of {', '.join(_LOSSES)}")
+    if given.name == "pref_loss" and stage == "dpo":
+        return Became({"objective.kind": kind})
+    field, kinds = _FIELDS.get(given.name, ("", ()))
+    if kind not in kinds:
+        if given.name == "pref_ftx" and given.number():
+            raise RefusedError(f"{kind} has no cross-entropy of the good answers beside its loss here; write 0")
+        return Became(note=f"{kind} does not read it")
+    # ORPO's loss has the chosen answer's cross-entropy of itself
+    return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
+
+
+def _projector(given: Given) -> Became:
+    if given.all.get("finetuning_type") == "lora":
+        is_named = given.all.get("lora_target", "all") != "all" and not given.value
+        also = "; if lora_target names layers of it, set model.freeze_projector=false" * is_named
+        return Became(note=f"adapters leave the projector as it is{also}", check=is_named)
+    trains_one = bool(given.value) != bool(given.all.get("freeze_vision_tower", True))
+    note = "deepstack mergers of Qwen3-VL count as projector here, as tower there" if trains_one else ""
+    return Became({"model.freeze_projector": given.value}, note, check=trains_one)
+
+
+def _packing(given: Given) -> Became:
+    if given.all.get("packing") and not given.all.get("neat_packing"):
+        raise RefusedError("samples of a pack attend to each other there; set neat_packing: true")
+    return Became(note="steps are always packed, and samples kept apart")
+
+
+def _targets(given: Given) -> Became:
+    names = [name.strip() for name in names_of(given.value)]
+    return Became({"lora.targets": "all-linear" if names == ["all"] else names})
+
+
+def _new_tokens(given: Given) -> Became:
+    ours = "data.new_tokens" if given.name == "add_tokens" else "data.new_special_tokens"
+    tokens: dict[str, Any] = {ours: [text.strip() for text in names_of(given.value)]}
+    if given.all.get("finetuning_type") != "lora" or given.all.get("additional_target"):
+        return Became(tokens)
+    # a resized vocabulary is trained in full there
+    return Became({**tokens, "lora.modules_to_save": ["embed_tokens", "lm_head"], "lora.keep_tied": False})
+
+
+def _resize(given: Given) -> Became:
+    if given.value and not (given.all.get("add_tokens") or given.all.get("add_special_tokens")):
+        raise RefusedError("the model only grows for add_tokens and add_special_tokens; name the new tokens there")
+    return Became(note="the model grows with its new tokens")
+
+
+def _bits(given: Given) -> Became:
+    if int(given.number()) != 4:
+        raise RefusedError("only 4 bits are supported; write quantization_bit: 4, or set base.storage=fp8")
+    return Became({"base.storage": "nf4"})
+
+
+LLAMA_FACTORY: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **SHARED,
+    **t.rules_of("llamafactory"),
+    "eval_dataset": evaluated_apart,
+    **evaluation(lambda values: values.get("val_size")),
+    **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
+    "adapter_name_or_path": _adapter,
+    "stage": _stage,
+    **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
+    "lora_target": _targets,
+    "freeze_multi_modal_projector": _projector,
+    "additional_target": saved_modules,
+    **t.each("add_tokens add_special_tokens", _new_tokens),
+    "resize_vocab": _resize,
+    "quantization_bit": _bits,
+    **{name: t.switch(sets) for name, sets in _SWITCHES.items()},
+    "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
+    "val_size": held_out,
+    **t.each("packing neat_packing", _packing),
+}  # fmt: skip

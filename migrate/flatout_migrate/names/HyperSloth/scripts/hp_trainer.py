@@ -1,0 +1,1 @@
+from flatout_migrate.doors.hypersloth import run_multiprocess_training, setup_envs

@@ -1,0 +1,1 @@
+from flatout_migrate.doors.opensloth import run_mp_training, setup_envs

@@ -1,0 +1,1 @@
+from flatout_migrate.unsloth.trl import *

@@ -1,0 +1,2 @@
+from flatout_migrate.unsloth import *
+from flatout_migrate.unsloth import FastModel

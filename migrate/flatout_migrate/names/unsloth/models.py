@@ -1,0 +1,1 @@
+from flatout_migrate.unsloth.models import FastLanguageModel, FastVisionModel, is_bfloat16_supported

@@ -1,0 +1,7 @@
+from flatout_migrate.unsloth.trainer import (
+    SFTConfig,
+    SFTTrainer,
+    UnslothTrainer,
+    UnslothTrainingArguments,
+    UnslothVisionDataCollator,
+)

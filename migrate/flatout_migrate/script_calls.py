@@ -1,0 +1,229 @@
+"""What the calls of a Python script that trains with TRL, transformers or Unsloth become."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError
+from flatout_migrate import translation as t
+from flatout_migrate.call_arguments import ARGUMENTS, COLLATORS, PEFT_DEFAULTS
+from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method
+from flatout_migrate.script import Call, Script
+from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS, evaluated_apart
+from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation, Unread
+from flatout_migrate.trl import OF_DATA, SHARED, TRL, held_out, judged, template
+
+# a trainer or its arguments -> TRL's method, "" for supervised training
+_METHODS = {"SFT": "", "DPO": "dpo", "CPO": "cpo", "ORPO": "orpo", "KTO": "kto", "Reward": "reward"}
+_TRAINERS = {f"{name}Trainer": method for name, method in _METHODS.items()} | {"UnslothTrainer": "", "Trainer": ""}
+_CONFIGS = {f"{name}Config": method for name, method in _METHODS.items()}
+_PLAIN_CONFIGS = {"TrainingArguments", "UnslothTrainingArguments"}
+_UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
+_MODELS = ("ForCausalLM", "ForImageTextToText", "ForConditionalGeneration", "ForSequenceClassification")
+# a call whose arguments are those of the run -> the names of the arguments without one, "" for an object
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_CONFIGS, *_PLAIN_CONFIGS), ("output_dir",)),
+    **dict.fromkeys((f"{name}.from_pretrained" for name in _UNSLOTH), ("model_name",)),
+    **dict.fromkeys((f"{name}.get_peft_model" for name in _UNSLOTH), ("",)),
+    **dict.fromkeys(("AutoTokenizer.from_pretrained", "AutoProcessor.from_pretrained"), ("tokenizer_name_or_path",)),
+    **dict.fromkeys(("LoraConfig", "BitsAndBytesConfig"), ()),
+    **dict.fromkeys(("SFTTrainer", "CPOTrainer", "ORPOTrainer", "RewardTrainer", "Trainer"), ("model", "")),
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer"), ("model", "ref_model", "")),
+    "get_chat_template": ("", "chat_template"),
+    "train_test_split": ("test_size",),
+    "EarlyStoppingCallback": ("early_stopping_patience", "early_stopping_threshold"),
+}
+# arguments of these calls that other calls are about, or that another name means
+_OBJECTS = {"args", "train_dataset", "tokenizer", "processing_class", "quantization_config"}
+_ALIASES = {"model_name": "model_name_or_path", "pretrained_model_name_or_path": "model_name_or_path"} | {
+    "test_size": "test_split_size"
+}
+_TEMPLATES = ("chatml", "mistral", "zephyr", "alpaca", "gemma", "llama-3", "qwen3", "phi")
+_FILES = ("json", "csv", "parquet", "text")
+_OTHER_SPLITS = ("test", "val", "valid", "validation", "eval", "dev")
+_ROWS = "it is not run: flatout reads the rows as they are in data.sources, which may name columns"
+_WEIGHTS = "it is not run, and changes what is trained; leave it out and see `flatout init --all` for a setting"
+
+
+def _refused(why: str) -> Rule:
+    def rule(given: Given) -> Became:
+        raise RefusedError(f"{given.value}: {why}")
+
+    return rule
+
+
+_NOT_RUN: Mapping[str, Rule] = {
+    **t.each(
+        "map filter select take skip rename_column rename_columns add_column concatenate_datasets to_sharegpt "
+        "interleave_datasets from_list from_dict from_pandas from_generator load_from_disk",
+        _refused(_ROWS),
+    ),
+    **t.each(
+        "add_special_tokens add_tokens setup_chat_format add_callback requires_grad_ requires_grad", _refused(_WEIGHTS)
+    ),
+}
+# attributes and calls that change no update of the weights here
+_HARMLESS = {"pad_token", "pad_token_id", "padding_side", "truncation_side", "use_cache", "pretraining_tp"} | {
+    "GenerationConfig", "GenerationConfig.from_pretrained",
+}  # fmt: skip
+_OF_SCRIPTS: Mapping[str, Rule] = {
+    **SHARED,
+    **{name: TRL[name] for name in (*OF_DATA.split(), "dataset_text_field", "tokenizer_name_or_path")},
+    "model_name_or_path": t.to("model.name"),
+    "chat_template": template(
+        {name: name for name in ["chatml", "mistral", "zephyr", "alpaca", "gemma", "llama-3", "qwen3", "phi"]}
+    ),
+    "test_split_size": held_out,
+    "eval_dataset": evaluated_apart,
+    "formatting_func": t.off(_ROWS),
+    "device_map": t.any_value("set gpus to train on several"),
+    **t.each("token cache_dir local_files_only", t.any_value("the environment says it: HF_TOKEN, HF_HOME")),
+    **t.each("use_fast padding_side model_max_length", t.any_value("there is no padding")),
+    **_NOT_RUN,
+}
+
+
+def read_script(file: Path) -> tuple[dict[str, Any], Set[str]]:
+    """Return the arguments of a script's calls by name, and the names of the calls. The script is never run.
+
+    Raises UsageError for a file without a trainer that is known here.
+    """
+    script = Script(file)
+    calls = script.calls()
+    names = {call.name for call in calls}
+    refuse_rollouts(str(file), *sorted(names))
+    trainers, known = sorted(name for name in names if name.endswith("Trainer")), ", ".join(_TRAINERS)
+    if len(trainers) > 1 or not {*trainers} <= {*_TRAINERS}:
+        raise UsageError(f"{file}: calls {' and '.join(trainers)}; one of {known} can be read")
+    if not names & {*_TRAINERS, *_CONFIGS, *_PLAIN_CONFIGS}:
+        if "flatout" in script.modules:
+            raise UsageError(f"{file} imports flatout, so it needs no translation; see docs/front-doors.md")
+        raise UsageError(f"{file}: calls none of {known}, whose arguments can be read without running it")
+    return _Arguments(script, calls).given, names
+
+
+def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 1) -> Translation:
+    """Translate what `read_script` found, by the defaults of the libraries whose calls these are."""
+    given, known = dict(given), {**_CONFIGS, **_TRAINERS}
+    method = max(known.get(name, "") for name in calls)
+    defaults = defaults_of(method, given) if method else {**SFT_DEFAULTS}
+    defaults |= TRANSFORMERS_DEFAULTS if not method and calls & _PLAIN_CONFIGS else {}
+    table = {**ARGUMENTS, **(rules_of_method(method) if method else {}), **_OF_SCRIPTS}
+    table |= {**judged(row_format(method)), "task_type": t.any_value("the objective decides it")} if method else {}
+    is_unsloth = any(name.startswith(_UNSLOTH) for name in calls)
+    if is_unsloth:
+        is_whole = any(given.get(name) is True for name in ("full_finetuning", "load_in_16bit", "load_in_fp8"))
+        defaults |= {"load_in_4bit": not is_whole, "max_length": 2048}
+    if {"max_length", "max_seq_length"} & {*given}:  # the trainer's counts, else the model's, else a default
+        unread = "max_seq_length" if "max_length" in given else "max_length"
+        defaults.pop(unread, None)
+        given.pop(unread, None)
+    if "LoraConfig" in calls:
+        defaults |= {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    elif is_unsloth and given.get("full_finetuning") is not True:
+        defaults |= PEFT_DEFAULTS
+        if "FastVisionModel.from_pretrained" in calls:
+            defaults |= {"target_modules": "all-linear", "finetune_vision_layers": True}
+            table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
+    else:
+        defaults["full_finetuning"] = True
+    return t.translate(given, table, defaults=defaults, nullable=NULLABLE | {"target_modules"}, num_gpus=num_gpus)
+
+
+class _Arguments:
+    """Collects the arguments of all calls that are known; what is not known of one is Unread."""
+
+    def __init__(self, script: Script, calls: list[Call]) -> None:
+        self.script, self.given, self._where = script, dict[str, Any](), dict[str, str]()
+        for call in calls:
+            name, line = call.name, call.node.lineno
+            if name in _PLACES or name.removesuffix(".from_pretrained").endswith(_MODELS):
+                self._read(call, _PLACES.get(name, ("model_name_or_path",)))
+            elif name == "train_on_responses_only":
+                self._put("assistant_only_loss", True, line, call.condition)
+            elif name in _NOT_RUN:
+                self.given[name] = f"line {line}"
+            elif name.endswith((".from_pretrained", "Config")) and name not in _HARMLESS:
+                self.given[name] = Unread(f"line {line}: this call is not known here")
+        for one in (one for one in script.classes if {script.name_of(base) for base in one.bases} & _TRAINERS.keys()):
+            self.given[one.name] = Unread(f"line {one.lineno}: it is not run; pass an objective to flatout.train")
+        self._read_rows([call for call in calls if call.name == "load_dataset"])
+        for target, value in script.attributes():
+            if target.attr in _NOT_RUN:
+                self.given[target.attr] = f"line {target.lineno}"
+            elif target.attr not in _HARMLESS | _OBJECTS:
+                self._put(target.attr, script.value(value), target.lineno)
+
+    def _put(self, name: str, value: Any, line: int, condition: str = "") -> None:
+        where, name = f"line {line}", _ALIASES.get(name, name)
+        if condition and not isinstance(value, Unread):
+            value = Unread(f"{where}: set only {condition}; leave one branch in the file")
+        before = self.given.get(name, value)
+        if isinstance(before, Unread) or isinstance(value, Unread):
+            value = before if isinstance(before, Unread) else value
+        elif before != value:
+            value = Unread(f"{self._where[name]} and {where} give different values; keep one")
+        self.given[name], self._where[name] = value, where
+
+    def _arguments(self, call: Call, places: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:
+        """Yield the arguments of a call by name; those of a `**` are put as they are."""
+        for place, node in enumerate(call.node.args):
+            if place >= len(places) or isinstance(node, ast.Starred):
+                unread = Unread(f"line {node.lineno}: write the argument with its name")
+                self._put(f"{call.name}[{place}]", unread, node.lineno)
+            elif places[place]:
+                yield places[place], node
+        for each in call.node.keywords:
+            if each.arg:
+                yield each.arg, each.value
+                continue
+            values = self.script.value(each.value)
+            named = values if isinstance(values, dict) else {f"**{ast.unparse(each.value):.40}": values}
+            for name, value in named.items():
+                self._put(name, value, each.value.lineno, call.condition)
+
+    def _read(self, call: Call, places: tuple[str, ...]) -> None:
+        is_trainer, is_transformers = call.name in _TRAINERS, call.name.endswith(".from_pretrained")
+        for name, node in self._arguments(call, places):
+            value: Any = self.script.value(node)
+            made = self.script.bound_to(node)
+            made_by = self.script.name_of(made.func) if isinstance(made, ast.Call) else ""
+            if name == "callbacks" and isinstance(made, ast.List):
+                others = [
+                    one for one in made.elts if not ast.unparse(self.script.bound_to(one)).startswith("EarlyStop")
+                ]
+                value = self.script.value(made) if others else []
+            elif name == "data_collator" and made_by in COLLATORS and "mlm=True" not in ast.unparse(made):
+                continue
+            elif name == "eval_dataset":
+                value = value is not None
+            is_object = is_trainer and isinstance(value, Unread) and name in ("model", "ref_model", "peft_config")
+            if name in _OBJECTS or is_object:
+                continue
+            if is_transformers and not call.name.startswith(_UNSLOTH):
+                name = {"dtype": "torch_dtype"}.get(name, name)
+                name = places[0] if name == "pretrained_model_name_or_path" else name
+            self._put(
+                "model_name_or_path" if is_trainer and name == "model" else name, value, node.lineno, call.condition
+            )
+
+    def _read_rows(self, calls: list[Call]) -> None:
+        """Read the data set that is trained on: the one whose split is not for evaluation."""
+        names = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+        for call in calls:
+            line = call.node.lineno
+            one = {name: self.script.value(node) for name, node in self._arguments(call, ("path", "name"))}
+            split = one.get("split")
+            if isinstance(split, str) and split.split("[")[0].split("_")[0] in _OTHER_SPLITS:
+                self._put("eval_dataset", True, line)
+                continue
+            files = one.get("data_files")
+            if isinstance(one.get("path"), str) and one["path"] in _FILES and files is not None:
+                files = files.get("train", files) if isinstance(files, dict) else files
+                each = files if isinstance(files, list) else [files]
+                one = {"datasets": files if isinstance(files, Unread) else [{"path": file} for file in each]}
+            for name, value in one.items():
+                self._put(names.get(name, name), value, line, call.condition)

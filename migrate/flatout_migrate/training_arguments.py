@@ -1,0 +1,284 @@
+"""transformers' TrainingArguments and TRL's SFTConfig, translated into flatout's settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout_migrate import translation as t
+from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+
+# what these systems do without being told, where flatout's default differs
+TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {
+    "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "warmup_steps": 0,
+}  # fmt: skip
+SFT_DEFAULTS: Mapping[str, Any] = {
+    **TRANSFORMERS_DEFAULTS, "learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start",
+    "assistant_only_loss": False, "router_aux_loss_coef": "model",
+}  # fmt: skip
+PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
+# names whose null is a value of its own
+NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
+_OPTIMIZERS = {
+    "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused paged_adamw paged_adamw_32bit",
+    "adamw8bit": "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit",
+    "sgd": "sgd",
+}
+OPTIMIZER_NAMES = {other: ours for ours, others in _OPTIMIZERS.items() for other in others.split()}
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet"} | {
+    "trackio": "trackio"
+}
+_FSDP_WORDS = {"true": "fsdp", "full_shard": "fsdp", "shard_grad_op": "zero2", "hybrid_shard": "hsdp"}
+_FSDP_CONFIG = (
+    "activation_checkpointing auto_wrap_policy backward_prefetch cpu_ram_efficient_loading final_state_dict_type "
+    "forward_prefetch limit_all_gathers min_num_params offload_params reshard_after_forward sharding_strategy "
+    "state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version xla xla_fsdp_v2 "
+    "xla_fsdp_grad_ckpt"
+)
+
+
+def translate_training_arguments(
+    given: Mapping[str, Any], *, num_gpus: int = 1, defaults: Mapping[str, Any] = TRANSFORMERS_DEFAULTS
+) -> Translation:
+    """Translate names of TrainingArguments or SFTConfig and their values; nothing is ignored silently.
+
+    `num_gpus` is the number of GPUs of that run: batch sizes there are per GPU, flatout's is global. `defaults` apply
+    where no value is given: TRANSFORMERS_DEFAULTS, SFT_DEFAULTS, or {} for flatout's own.
+    """
+    return t.translate(given, TRAINING_ARGUMENTS, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+
+
+def samples_per_step(given: Given) -> Became:
+    """Multiply the batch size of one GPU, the accumulated micro-batches and the number of GPUs."""
+    sizes = [int(given.number(name, 1)) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    samples = {"batch.samples_per_step": sizes[0] * sizes[1] * given.num_gpus}
+    if any(given.all.get(name) for name in ("packing", "sample_packing", "neat_packing")):
+        return Became(samples, PACKED, check=True)
+    return Became(samples, f"{sizes[0]} x {sizes[1]} x {given.num_gpus} GPU{'s' * (given.num_gpus > 1)}")
+
+
+def _router_loss(given: Given) -> Became:
+    """Translate the factor of the routers' loss; `model`, the default of TRL, is that of the model's config."""
+    if given.value == "model":
+        return Became({"experts.balance_loss": "model"}, "with experts, TRL adds the loss of the model's config")
+    return Became({"experts.balance_loss": given.number()})
+
+
+def warmup(given: Given) -> Became:
+    """Translate warmup_steps and warmup_ratio: steps win, and a number of steps below 1 is a ratio."""
+    if given.all.get("lr_scheduler_type") == "constant":
+        return Became({"schedule.warmup_steps": 0}, "constant has no warm-up there")
+    steps = given.number("warmup_steps", 0)
+    if steps < 1 and (ratio := steps or given.number("warmup_ratio", 0)):
+        return Became({"schedule.warmup_ratio": ratio})
+    return Became({"schedule.warmup_steps": int(steps)})
+
+
+def interval(setting: str, kind_name: str, name: str, *, kind: str = "steps", fallback: str = "") -> Rule:
+    """Translate a strategy (no, steps, epoch, best) and its steps, of which a number below 1 is a share of the run."""
+
+    def rule(given: Given) -> Became:
+        strategy = given.all.get(kind_name, kind)
+        strategy = str(getattr(strategy, "value", strategy)).lower()
+        if strategy in ("no", "false", "best"):
+            best = "the best evaluated state is always kept" if strategy == "best" else ""
+            return Became({setting: None} if setting.startswith("checkpoint") else {}, best)
+        if strategy == "epoch":
+            return Became({setting: _share_of_one_epoch(given)}, "each epoch, as a share of the run")
+        if strategy != "steps":
+            raise RefusedError(f"{strategy:.40} is not supported; write no, steps or epoch")
+        steps = given.number(name if name in given.all or fallback not in given.all else fallback, 500)
+        return Became({setting: steps if steps < 1 else int(steps)})
+
+    return rule
+
+
+def _share_of_one_epoch(given: Given) -> float | None:
+    if given.number("max_steps", 0) > 0:
+        raise RefusedError("epoch with max_steps: only the data tells the steps of an epoch; write a number of steps")
+    epochs = given.number("num_train_epochs", 1)
+    return 1 / epochs if epochs > 1 else None
+
+
+def _optimizer(given: Given) -> Became:
+    if given.value not in OPTIMIZER_NAMES:
+        raise RefusedError(f"{given.value!r:.40} is not supported; flatout has adamw, adamw_8bit and sgd")
+    ours = OPTIMIZER_NAMES[given.value]
+    return Became({"optim.name": ours, **({"optim.beta1": 0.0} if ours == "sgd" else {})})
+
+
+def _unless_sgd(rule: Rule) -> Rule:
+    return lambda given: Became(note="sgd does not read it") if given.all.get("optim") == "sgd" else rule(given)
+
+
+def _schedule_arguments(given: Given) -> Became:
+    settings: dict[str, Any] = {}
+    for name, value in dict(given.value).items():
+        inner = Given(name, value, {**given.all, name: value})
+        if name in ("min_lr", "min_lr_rate"):
+            peak = given.number("learning_rate") if name == "min_lr" else 1.0
+            settings["schedule.min_lr_ratio"] = inner.number(name) / peak
+        elif name != "num_cycles" or value != (1 if "restarts" in str(given.all.get("lr_scheduler_type")) else 0.5):
+            raise RefusedError(f"{name}: {value!r:.40} is not supported; set schedule.kind and its settings")
+    return Became(settings)
+
+
+def precision(given: Given) -> Became:
+    """Translate bf16 and fp16; without either, model.precision stays auto."""
+    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true")), None)
+    if name is not None:
+        return Became({"model.precision": name}, "trained weights are fp32 copies")
+    if given.value not in (False, "false", "auto"):
+        raise RefusedError(f"{given.value!r:.40} is not supported; write true, false or auto")
+    note = "model.precision=auto is bf16 where the GPU has it; set fp32 to compute in fp32"
+    return Became(note=note, check=given.name == "bf16" and given.value is False)
+
+
+def _loss_type(given: Given) -> Became:
+    if given.all.get("assistant_only_loss") or given.all.get("completion_only_loss"):
+        return Became({"data.loss_type": "response_only"})
+    depends = given.all.get("completion_only_loss") is None
+    note = "response_only if rows have prompt and completion" if depends else ""
+    return Became({"data.loss_type": "all"}, note, check=depends)
+
+
+def report_to(given: Given) -> Became:
+    """Translate names of trackers; the run folder and the report are always written."""
+    names = [given.value] if isinstance(given.value, str) else list(given.value)
+    names = [name for name in names if name not in ("none", "None")]
+    unknown = [str(name) for name in names if name not in TRACKERS]
+    note = f"no figures are sent to {', '.join(unknown)}; there are {', '.join(TRACKERS)}" if unknown else ""
+    return Became({"track.to": [TRACKERS[name] for name in names if name in TRACKERS]}, note, check=bool(unknown))
+
+
+def run_name(given: Given) -> Became:
+    """Make a name that flatout allows: letters, digits, dots, dashes, at most 64."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(given.value)).strip("-._")[:64]
+    return Became({"name": name}, "" if name == given.value else "letters, digits and . _ - only")
+
+
+def fsdp(given: Given) -> Became:
+    """Translate `fsdp` (true, or words such as full_shard) and the `fsdp_config` beside it."""
+    words = set(re.findall(r"[a-z_]+", str(given.all.get("fsdp") or "").lower())) - {"auto_wrap", "false"}
+    config = given.all.get("fsdp_config") or {}
+    if not words:
+        return Became(note="off, as here")
+    if not isinstance(config, Mapping):
+        raise RefusedError("a path is not read here; write the entries of fsdp_config out")
+    config = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+    words |= {str(config["sharding_strategy"]).lower()} if config.get("sharding_strategy") else set()
+    if unknown := sorted(words - {*_FSDP_WORDS, "offload"}) or sorted(config.keys() - {*_FSDP_CONFIG.split()}):
+        raise RefusedError(f"{unknown[0]} is not supported; set strategy=ddp, zero2, fsdp or hsdp")
+    strategy = next((ours for word, ours in reversed(_FSDP_WORDS.items()) if word in words), "fsdp")
+    settings: dict[str, Any] = {
+        "strategy": "zero2" if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else strategy
+    }
+    if config.get("reshard_after_forward") is False:
+        settings["sharding.reshard_after_forward"] = False
+    if "offload" in words or config.get("offload_params") is True:
+        settings["sharding.offload"] = True
+    return Became(settings)
+
+
+def evaluation(is_held_out: Callable[[Mapping[str, Any]], object]) -> dict[str, Rule]:
+    """Return the rules of when to evaluate, which count only if `is_held_out` says so of all values."""
+
+    def rule(given: Given) -> Became:
+        return TRAINING_ARGUMENTS[given.name](given) if is_held_out(given.all) else Became(note="no rows are held out")
+
+    return t.each("eval_steps eval_strategy evaluation_strategy", rule)
+
+
+def deepspeed_file(given: Given) -> Became:
+    """Translate the path of a DeepSpeed file; of one that is not here, the stage of ZeRO that its name tells."""
+    value = given.value
+    stage = re.search(r"z(?:ero)?[_-]?([0-3])", Path(str(value)).stem.lower())
+    if not isinstance(value, str) or not value or stage is None or Path(value).exists():
+        return TRAINING_ARGUMENTS["deepspeed"](given)
+    offload = {"sharding.offload": True} if "offload" in value else {}
+    note = f"{value} is not here, its name says ZeRO stage {stage[1]}"
+    return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
+
+
+def evaluated_apart(given: Given) -> Became:
+    """Say how to evaluate on a data set of its own. Raises RefusedError where that decides when training ends."""
+    if not given.value:
+        return Became(note="off, as here")
+    if given.all.get("early_stopping_patience") or given.all.get("early_stop_interval"):
+        raise RefusedError("it decides when training ends: " + _APART)
+    return Became({}, "not evaluated yet: " + _APART, check=True)
+
+
+_APART = "build it with `flatout data build`, and name it in eval.data"
+
+
+def _data_seed(given: Given) -> Became:
+    if given.value != given.all.get("seed", 42):
+        raise RefusedError("one seed decides the order of samples and dropout; remove it, or set it to seed")
+    return Became(note="as seed")
+
+
+def _attention(given: Given) -> Became:
+    if given.value == "eager":
+        return Became({"model.attention": "plain"})
+    if given.value not in ("sdpa", "flex_attention", "xformers") and "flash" not in str(given.value):
+        raise RefusedError(f"{given.value!r:.40} is not supported; remove it for model.attention=auto")
+    return Became(note="model.attention=auto takes the fastest kernel that is exact")
+
+
+_SPEED = t.any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
+MODEL_ARGUMENTS: Mapping[str, Rule] = {
+    "attn_implementation": _attention,
+    "trust_remote_code": t.switch(
+        {}, "code from repositories is never run; a model that needs it is refused when it is loaded", check=True
+    ),
+    "revision": t.to("model.revision"),
+    **t.each("use_cache low_cpu_mem_usage", _SPEED),
+    **t.each("dtype torch_dtype", t.any_value("trained weights are fp32; model.precision sets the computation")),
+}
+_DATASET_ARGUMENTS = {
+    "skip_prepare_dataset": t.any_value("conversations and rows of token ids are read as they are"),
+    **t.each("add_special_tokens append_concat_token", t.any_value("the template writes special tokens once")),
+}
+TRAINING_ARGUMENTS: Mapping[str, Rule] = {
+    **MODEL_ARGUMENTS,
+    **t.rules_of("training_arguments"),
+    **t.renamed("output_dir early_stopping_patience full_determinism"),
+    **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
+    "max_steps": lambda given: (
+        Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
+    ),
+    "data_seed": _data_seed,
+    "router_aux_loss_coef": _router_loss,
+    "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
+    "optim": _optimizer,
+    **{name: _unless_sgd(rule) for name, rule in t.renamed("adam_beta1 adam_beta2 adam_epsilon").items()},
+    "lr_scheduler_kwargs": _schedule_arguments,
+    **t.each("warmup_steps warmup_ratio", warmup),
+    **t.each("bf16 fp16", precision),
+    "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
+    **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
+    "accelerator_config": t.nested(
+        {
+            **t.each(
+                "split_batches dispatch_batches gradient_accumulation_kwargs", t.off("batch.samples_per_step decides")
+            ),
+            **t.each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
+        }
+    ),
+    **t.each("assistant_only_loss completion_only_loss", _loss_type),
+    "dataset_kwargs": t.nested(_DATASET_ARGUMENTS),
+    "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
+    **t.each(
+        "eval_strategy evaluation_strategy eval_steps",
+        interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
+    ),
+    **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
+    "report_to": report_to,
+    "run_name": run_name,
+    "project": lambda given: Became({} if given.value == "huggingface" else {"track.project": given.value}),
+    **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
+    "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
+}

@@ -1,0 +1,241 @@
+"""Configurations of `trl sft` and of the alignment handbook; names of LoRA and of models that dialects share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flatout_migrate import translation as t
+from flatout_migrate.preference import defaults_of, row_format, rules_of_method
+from flatout_migrate.training_arguments import (
+    MODEL_ARGUMENTS,
+    NULLABLE,
+    SFT_DEFAULTS,
+    TRAINING_ARGUMENTS,
+    deepspeed_file,
+    evaluated_apart,
+    evaluation,
+)
+from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+
+_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora"
+_TARGETS = ("lora_target_modules", "lora_target_parameters")
+
+
+def names_of(value: object) -> list[str]:
+    """Return names from a list or from text with commas."""
+    return [str(name) for name in value] if isinstance(value, list | tuple | set) else str(value).split(",")
+
+
+def saved_modules(given: Given) -> Became:
+    """Translate PEFT's modules_to_save, which trains tied modules each on its own unless ensure_weight_tying is set."""
+    if not given.value:
+        return Became(note="off, as here")
+    tying = bool(given.all.get("ensure_weight_tying"))
+    names = [name.strip() for name in names_of(given.value)]
+    return Became({"lora.modules_to_save": names, "lora.keep_tied": tying})
+
+
+def with_experts(modules: str, parameters: str) -> Rule:
+    """Translate names of linear layers, and beside them the fused matrices of experts, as PEFT's target_parameters."""
+
+    def rule(given: Given) -> Became:
+        layers, experts = given.all.get(modules), given.all.get(parameters)
+        if not experts:
+            return Became({"lora.targets": layers} if layers else {})
+        named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+        return Became({"lora.targets": [*named, *names_of(experts)]})
+
+    return rule
+
+
+def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
+    """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
+
+    def if_lora(rule: Rule) -> Rule:
+        return lambda given: rule(given) if is_lora(given.all) else Became(note="read only with LoRA")
+
+    rules = {
+        **t.renamed(_SHAPE),
+        "lora_bias": t.only(("none",), "biases are not trained"),
+        **t.each("lora_modules_to_save modules_to_save", saved_modules),
+        **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
+        "init_lora_weights": t.only((True,), "B starts at zero; other starts are not supported"),
+        **t.each("lora_task_type lora_fan_in_fan_out lora_on_cpu", t.any_value("read from the model")),
+        **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),
+    }
+    return {name: if_lora(rule) for name, rule in rules.items()} | {
+        "load_in_4bit": if_lora(t.switch({"base.storage": "nf4"})),
+        "load_in_8bit": if_lora(t.switch({"base.storage": "fp8"}, "8-bit floats, not integers", check=True)),
+        "bnb_4bit_quant_type": t.only(("nf4",), "only nf4 is supported"),
+        **t.each("bnb_4bit_compute_dtype bnb_4bit_quant_storage", t.any_value("model.precision decides")),
+        **t.each("use_bnb_nested_quant bnb_4bit_use_double_quant", t.any_value("nf4 is always double quantized")),
+    }
+
+
+def held_out(given: Given) -> Became:
+    """Translate a share of the rows to hold out; numbers of rows are refused."""
+    share = given.number()
+    if share > 0.5:
+        raise RefusedError(f"{share:g} rows: write the share of the data set, up to 0.5, or build a set for eval.data")
+    return Became({"eval.fraction": share})
+
+
+# a peer's copy of what the models of a family have
+OWN_TEMPLATE = "the tokenizer's own template stands in for it; `flatout data template MODEL` shows that"
+
+
+_FAMILIES = (
+    *("qwen", "llama", "mistral", "gemma", "phi", "deepseek", "glm", "yi", "intern", "baichuan", "granite", "cohere"),
+    "falcon",
+)
+
+
+def _is_folder(model: str) -> bool:
+    """Return whether a model is a folder whose path names no family."""
+    is_path = model.count("/") != 1 or model.startswith((".", "~")) or "\\" in model
+    return is_path and not any(family in model.lower() for family in _FAMILIES)
+
+
+def template(names: Mapping[str, str | None]) -> Rule:
+    """Translate a named template, or the text or file of one. A text is written to a file beside the configuration."""
+
+    def rule(given: Given) -> Became:
+        text = str(given.value)
+        if text not in names and "{%" not in text and not text.endswith(".jinja"):
+            model = str(
+                given.all.get("model_name_or_path") or given.all.get("base_model") or given.all.get("model") or ""
+            )
+            family = re.match("[a-z]{3,}", text)
+            # a checkpoint's folder tells no family
+            is_its_own = family and (family[0] in model.lower() or (_is_folder(model) and family[0] in _FAMILIES))
+            if is_its_own and all(kind in model.lower() for kind in re.findall("vl|vision|omni|audio", text)):
+                return Became({}, OWN_TEMPLATE, check=True)
+            known = ", ".join(names)
+            raise RefusedError(f"{text!r:.40} is not one of {known}; leave it out to use the tokenizer's own")
+        ours = names.get(text, text)
+        return Became({"data.template": ours} if ours else {}, "" if ours else "the tokenizer's own")
+
+    return rule
+
+
+OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
+# an entry of `datasets` or of `dataset_mixture` -> one of data.sources
+_DATASET: Mapping[str, Rule] = {
+    **t.each("path id", t.to("path")),
+    **t.each("name config", t.to("subset")),
+    **{name: t.to(name) for name in ("split", "weight")},
+    "columns": t.any_value("the row format reads its own columns"),
+}
+
+
+def _sources(given: Given) -> Became:
+    values = given.all
+    one = {"path": values.get("dataset_name"), "name": values.get("dataset_config") or _only_config(values)}
+    entries = values.get("datasets") or _mixer(values) or [one | {"split": values.get("dataset_train_split", "train")}]
+    text = values.get("dataset_text_field", "text")
+    columns = {"columns": {"text": text}} if text != "text" else {}
+    return Became({"data.sources": [t.inner(entry, _DATASET).settings | columns for entry in entries]})
+
+
+def _only_config(values: Mapping[str, Any]) -> str | None:
+    configs = values.get("dataset_configs") or [None]
+    if len(configs) > 1 and not values.get("dataset_mixer"):
+        raise RefusedError("dataset_configs: name one of one data set")
+    name: str | None = configs[0]
+    return name
+
+
+def _mixer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of the alignment handbook's `dataset_mixer`: a share of each set, of its splits for training.
+
+    Raises RefusedError for a share below 1: it is the first rows there, and drawn ones here.
+    """
+    mixer: Mapping[str, float] = values.get("dataset_mixer") or {}
+    if not mixer:
+        return []
+    configs = values.get("dataset_configs") or [None] * len(mixer)
+    if part := [name for name, share in mixer.items() if float(share) != 1]:
+        raise RefusedError(f"{part[0]}: the first rows of a data set are not taken; name the split, as train[:10%]")
+    splits = [name.strip() for name in names_of(values.get("dataset_splits") or "train,test") if "train" in name]
+    if not splits:
+        raise RefusedError("dataset_splits: none has train in its name; name one, as train or train_sft")
+    entries = zip(mixer, configs, strict=True)
+    return [{"path": path, "name": name, "split": split} for path, name in entries for split in splits]
+
+
+_MIXTURE: Mapping[str, Rule] = {"datasets": _sources, "seed": t.to("data.seed"), "test_split_size": held_out}
+
+
+def _evaluates_there(values: Mapping[str, Any]) -> bool:
+    return str(values.get("eval_strategy") or values.get("evaluation_strategy") or "no") not in ("no", "False")
+
+
+def _evaluates(given: Given) -> Became:
+    if not _evaluates_there(given.all) or given.all.get("dataset_mixture"):
+        return Became(note="not evaluated there")
+    return evaluated_apart(given)
+
+
+def _callbacks(given: Given) -> Became:
+    if other := [name for name in names_of(given.value) if name != "push_to_hub_revision"]:
+        raise RefusedError(f"{other[0]!r:.40} is not known; pass callbacks to flatout.train in Python")
+    return Became(note="push the finished run with `flatout push`")
+
+
+def _tokenizer(given: Given) -> Became:
+    same = given.value == given.all.get("model_name_or_path")
+    return Became({} if same else {"data.tokenizer": given.value}, "the model's" if same else "")
+
+
+# names that TRL, LLaMA-Factory and Axolotl share, and that are no mistake in a file as they are in a call
+SHARED: Mapping[str, Rule] = {
+    "push_to_hub": t.switch({}, "not uploaded: push the finished run with `flatout push`", check=True),
+    "deepspeed": deepspeed_file,
+}
+
+
+TRL: Mapping[str, Rule] = {
+    **TRAINING_ARGUMENTS,
+    **t.rules_of("trl"),
+    **SHARED,
+    **lora_rules(lambda values: bool(values.get("use_peft"))),
+    "model_name_or_path": t.to("model.name"),
+    "model_revision": MODEL_ARGUMENTS["revision"],
+    "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
+    "tokenizer_name_or_path": _tokenizer,
+    **t.each(OF_DATA + " dataset_text_field", _sources),
+    "callbacks": _callbacks,
+    "dataset_test_split": _evaluates,
+    **evaluation(
+        lambda values: values.get("test_split_size") or (values.get("dataset_mixture") or {}).get("test_split_size")
+    ),
+    "dataset_mixture": t.nested(_MIXTURE),
+    "test_split_size": held_out,
+    "chat_template": template({}),
+}
+
+
+def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "") -> Translation:
+    """Translate a YAML of `trl sft` or of the alignment handbook, or of a trainer of preferences (`LOSSES`)."""
+    defaults: dict[str, Any] = {**(defaults_of(method, given) if method else SFT_DEFAULTS), "use_peft": False}
+    if given.get("use_peft"):
+        defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    if _evaluates_there(given):
+        defaults["dataset_test_split"] = "test"
+    if given.get("max_seq_length"):
+        defaults.pop("max_length")
+    table = {**TRL, **rules_of_method(method), **judged(row_format(method))} if method else TRL
+    return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+
+
+def judged(name: str) -> dict[str, Rule]:
+    """Return the rules of data sets whose rows have this format."""
+
+    def rule(given: Given) -> Became:
+        became = TRL[given.name](given).settings
+        sources = [{**source, "format": name} for source in became.get("data.sources", ())]
+        return Became({**became, **({"data.sources": sources} if sources else {})})
+
+    return t.each(OF_DATA + " dataset_mixture", rule)

@@ -1,0 +1,121 @@
+"""Unsloth's `chat_templates`: templates by its names, ShareGPT turns as messages, loss on answers only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flatout.config.schema import SourceConfig
+from flatout.data.conversation import Conversation, Origin, PreferenceRow, is_empty
+from flatout.data.loss_mask.mask import Masker
+from flatout.data.rows.formats.conversations import CHAT_COLUMNS
+from flatout.data.rows.formats.parser import make_parser
+from flatout.data.rows.read import RawRow
+from flatout.data.templates.template import OURS, ChatTemplate, template_text
+from flatout.errors import UsageError
+from flatout_migrate.translation import any_value, each, off, translate
+
+if TYPE_CHECKING:
+    from flatout_migrate.unsloth.trainer import SFTTrainer
+
+_NAMES = {"llama3": "llama-3", "qwen-3": "qwen3", "phi-3": "phi", "phi-3.5": "phi", "phi-35": "phi", "gemma2": "gemma"}
+# a template that comes with its models: the start of its names, and text that the tokenizer's own must contain
+_SHIPPED = {
+    "llama": "<|start_header_id|>", "qwen": "<|im_start|>", "gemma": "<start_of_turn>", "phi-4": "<|im_sep|>",
+    "mistral": "[INST]",
+}  # fmt: skip
+# lets a template read turns with other keys and roles, and adds a system turn where there is none
+_PRELUDE = """{%%- set told = namespace(turns=[]) -%%}{%%- set roles = %(roles)s -%%}
+{%%- for turn in messages -%%}{%%- if %(role)s in turn and 'role' not in turn -%%}
+{%%- set turn = {'role': roles.get(turn[%(role)s], turn[%(role)s]), 'content': turn[%(content)s]} -%%}{%%- endif -%%}
+{%%- if loop.first and %(system)s and turn['role'] != 'system' -%%}
+{%%- set told.turns = [{'role': 'system', 'content': %(system)s}] -%%}{%%- endif -%%}
+{%%- set told.turns = told.turns + [turn] -%%}{%%- endfor -%%}{%%- set messages = told.turns -%%}
+"""
+
+
+def get_chat_template(
+    tokenizer: Any,
+    chat_template: str | tuple[str, str] = "chatml",
+    mapping: Mapping[str, str] | None = None,
+    map_eos_token: bool = True,
+    system_message: str | None = None,
+) -> Any:
+    """Give a tokenizer, or the one of a processor, a template, by Unsloth's name or as (Jinja, end of turn); return it.
+
+    `mapping` names other keys and roles of turns. With `map_eos_token`, the end of turn becomes the eos token. Raises
+    UsageError for a template that flatout lacks, or an end of turn that is no token, and DataError for a broken one.
+    """
+    if (inner := getattr(tokenizer, "tokenizer", tokenizer)) is not tokenizer:
+        tokenizer.chat_template = get_chat_template(
+            inner, chat_template, mapping, map_eos_token, system_message
+        ).chat_template
+        return tokenizer
+    source, end = (chat_template, None) if isinstance(chat_template, str) else chat_template
+    if end is None:
+        name, own = _NAMES.get(source.lower(), source.lower()), tokenizer.chat_template or ""
+        mark = next((mark for start, mark in _SHIPPED.items() if name.startswith(start)), None)
+        if name not in OURS and (mark is None or mark not in own):
+            raise UsageError(
+                f"chat_template: {source!r} is neither one of {', '.join(OURS)} nor what this tokenizer came with; "
+                "name one of them, or pass (JINJA, END_OF_TURN)"
+            )
+        source = template_text(tokenizer, name, "")[1] if name in OURS else own
+    keys = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", **(mapping or {})}
+    if mapping or system_message:
+        roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
+        settings = {"roles": roles, "role": keys["role"], "content": keys["content"], "system": system_message or ""}
+        source = _PRELUDE % {name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()} + source
+    template = ChatTemplate.checked(str(chat_template), source, tokenizer)
+    end = Masker(template).end_of_turn() if end is None else end
+    if map_eos_token and end and end != tokenizer.eos_token:
+        if end not in tokenizer.get_vocab():
+            raise UsageError(
+                f"chat_template: {chat_template!r} ends turns by {end!r}, which is no token of this tokenizer; pass "
+                "map_eos_token=False to write it in several tokens, or take the model's own template"
+            )
+        tokenizer.eos_token = end
+    tokenizer.chat_template = source
+    return tokenizer
+
+
+def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
+    """Return a data set whose turns have `role` and `content`.
+
+    Raises DataError for a bad row, UsageError for one with tool calls, reasoning, variables or flags of loss, which do
+    not fit into these two keys. Such sets go into a trainer as they are: flatout reads ShareGPT itself.
+    """
+    translate(options, each("tokenizer batch_size num_proc", any_value("speed"))).checked("standardize_sharegpt")
+    column = next((name for name in CHAT_COLUMNS if name in dataset.column_names), CHAT_COLUMNS[0])
+    parser = make_parser(SourceConfig(path="dataset"), RawRow(Origin("dataset", 1), dataset[0]))
+
+    def standardize(row: dict[str, Any], index: int) -> dict[str, Any]:
+        sample = parser.parse(RawRow(Origin("dataset", index + 1), row))
+        if isinstance(sample, PreferenceRow):
+            raise UsageError(f"dataset:{index + 1} has {parser.format} rows; pass the data set to the trainer as it is")
+        turns = sample.messages if isinstance(sample, Conversation) else ()
+        is_flagged = any(turn.silent or (turn.train is not None and not is_empty(turn)) for turn in turns)
+        has_more = any(turn.tool_calls or turn.reasoning for turn in turns)
+        if has_more or is_flagged or (isinstance(sample, Conversation) and sample.template_args):
+            what = "flags of what carries loss" if is_flagged else "tool calls, reasoning or chat_template_kwargs"
+            raise UsageError(f"dataset:{index + 1} has {what}; pass the data set to the trainer as it is")
+        return {column: [{"role": turn.role, "content": turn.content} for turn in turns]}
+
+    return dataset.map(standardize, with_indices=True, remove_columns=list({"system"} & {*dataset.column_names}))
+
+
+standardize_data_formats = standardize_sharegpt
+
+
+def train_on_responses_only(
+    trainer: SFTTrainer, instruction_part: str | None = None, response_part: str | None = None, **options: Any
+) -> SFTTrainer:
+    """Give loss to answers only: exactly by turns where the data has them, else from each response part on.
+
+    An answer ends at the next instruction part. Raises UsageError if texts without turns come without both parts.
+    """
+    rules = {**each("force_match num_proc tokenizer", any_value("the same")), "return_function": off("pass a trainer")}
+    translate(options, rules).checked("train_on_responses_only")
+    trainer.answers_only(instruction_part, response_part)
+    return trainer
