@@ -1,4 +1,4 @@
-"""Writes the reference pages of the documentation: settings from the schema, commands from the parsers.
+"""Writes the reference pages of the documentation: settings, commands and metrics from what the program reads.
 
 python docs/reference/generate.py && zensical build
 """
@@ -17,6 +17,7 @@ from flatout.cli.verbs import all_verbs
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
 from flatout.config.template import ADVANCED, Setting, describe_setting
+from flatout.track.record import EVAL, EVAL_OF_DATA, STEP
 
 PYTHON = {
     "flatout": ["train", "load", "plan", "verify", "build_data"],
@@ -88,6 +89,27 @@ def python() -> Iterator[str]:
         yield from (f"::: {module}.{name}\n" for name in names)
 
 
+def metrics() -> Iterator[str]:
+    """Yield the page of all figures, a table a kind of record."""
+    yield (
+        "# Metrics\n\nEvery figure of `metrics.jsonl`, from the table in `flatout/track/record.py`. A line of kind "
+        "`step` is one optimizer step over all ranks, a line of kind `eval` one evaluation. `metrics` in both has the "
+        "figures that [an objective](../objectives.md) names.\n\n"
+        "* **ranks**: how the ranks' values become one; same: all ranks have this value; mean of busy: of ranks that "
+        "had a pass\n"
+        "* **steps**: how the steps since the last record become one (`log_every_steps`): the last one's value, the "
+        "mean per step, the sum per second, or the sum\n"
+        "* **better**: which of two runs a comparison marks"
+    )
+    kinds = {"step": STEP, "eval": EVAL, "eval: by_data": EVAL_OF_DATA}
+    for kind, table in kinds.items():
+        yield f"\n## {kind}\n\n| name | unit | ranks | steps | better | chart | |\n|---|---|---|---|---|---|---|"
+        for name, row in table.items():
+            cells = (f"`{name}`", row.unit, row.ranks, row.steps, row.better, row.chart, row.meaning)
+            yield "| " + " | ".join(cells) + " |"
+
+
 if __name__ == "__main__":
-    for page, lines in (("settings", settings()), ("commands", commands()), ("python", python())):
+    pages = {"settings": settings, "commands": commands, "metrics": metrics, "python": python}
+    for page, lines in ((page, make()) for page, make in pages.items()):
         Path(__file__).with_name(f"{page}.md").write_text("\n".join(lines), encoding="utf-8")

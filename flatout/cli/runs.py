@@ -87,13 +87,15 @@ def _write_notes(args: argparse.Namespace) -> None:
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
-    from flatout.track.summary import short_count, short_time
+    from flatout.track.figures import short_count, short_time
+    from flatout.track.record import EVAL
 
     def shown(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else form(value)
 
-    best = "-" if row.best is None else f"{row.best:.4f} @{row.best_step:,}"
-    losses = (shown(loss, "{:.4f}".format) for loss in (row.loss_before, row.loss_after))
+    write = EVAL["eval_loss"].write
+    best = "-" if row.best is None else f"{write(row.best)} @{row.best_step:,}"
+    losses = (shown(loss, write) for loss in (row.loss_before, row.loss_after))
     steps = f"{row.steps:,}" if row.steps == row.planned_steps else f"{row.steps:,}/{row.planned_steps:,}"
     size = f"{short_count(row.size_bytes)}B"
     model, data = shown(row.model, lambda name: Path(name).name), shown(row.data, str)

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -21,9 +21,10 @@ from flatout.errors import DataError, counted, reason_of
 from flatout.io.redact import printable
 from flatout.track.callback import deliver
 from flatout.track.console import ConsoleCallback
-from flatout.track.record import EvalRecord, StepRecord, describe_event
+from flatout.track.figures import named, short_time
+from flatout.track.record import EVAL, STEP, STEP_PARTS, EvalRecord, StepRecord, describe_event
 from flatout.track.run_log import RunFollower, RunLog
-from flatout.track.summary import next_commands, short_count, short_time, summarize, summary_lines
+from flatout.track.summary import next_commands, summarize, summary_lines
 
 POLL_S = 1.0
 # the exit code that shells give to a program ended by Ctrl-C
@@ -32,9 +33,7 @@ INTERRUPTED = 130
 QUIET_STEPS, QUIET_S = 10, 60.0
 NUM_EVENTS, TAIL_BYTES = 5, 4096
 SPARKS = "▁▂▃▄▅▆▇█"
-PARTS = (("data_wait_s", "data", "red"), ("forward_s", "forward", "green"), ("backward_s", "backward", "blue"),
-         ("gradient_sum_s", "sum", "magenta"), ("optimizer_s", "optimizer", "yellow"),
-         ("checkpoint_wait_s", "saving", "cyan"))  # fmt: skip
+COLORS = ("red", "green", "blue", "magenta", "cyan", "yellow")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,26 +144,27 @@ def _figures(log: RunLog, width: int) -> Iterator[tuple[str, RenderableType]]:
     room = max(10, width - 45)
     if log.steps:
         last = log.steps[-1]
-        yield "loss", f"{last.loss:<8.4f} {sparkline([step.loss for step in log.steps], room)}"
+        yield "loss", f"{STEP['loss'].write(last.loss):<8} {sparkline([step.loss for step in log.steps], room)}"
         for name, value in last.metrics.items():
-            yield name, f"{value:<8.4g} {sparkline([step.metrics.get(name, value) for step in log.steps], room)}"
+            line = sparkline([step.metrics.get(name, value) for step in log.steps], room)
+            yield name, f"{named(name).write(value):<8} {line}"
     if log.evals:
-        last_eval = log.evals[-1]
+        last_eval, write = log.evals[-1], EVAL["eval_loss"].write
         # by eval.best, which need not be the loss
         best = next((one for one in reversed(log.evals) if one.is_best), last_eval)
         line = sparkline([one.eval_loss for one in log.evals], room)
-        yield "eval", f"{last_eval.eval_loss:<8.4f} {line}  best {best.eval_loss:.4f}, step {best.step:,}"
+        yield "eval", f"{write(last_eval.eval_loss):<8} {line}  best {write(best.eval_loss)}, step {best.step:,}"
         for name, value in last_eval.metrics.items():
-            yield "", f"{value:<8.4g} {name}"
+            yield "", f"{named(name).write(value):<8} {name}"
     if log.steps:
-        mfu = "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
-        memory = f"  memory {last.memory_bytes / 2**30:.1f} GiB, peak {last.peak_memory_bytes / 2**30:.1f}"
-        yield "speed", f"{short_count(last.tokens_per_s)} tok/s{mfu}{memory}"
+        shown = [STEP[name].text(value) for name in ("tokens_per_s", "mfu") if (value := getattr(last, name))]
+        now, peak = (STEP[name].write(getattr(last, name)) for name in ("memory_bytes", "peak_memory_bytes"))
+        yield "speed", "  ".join((*shown, f"memory {now.removesuffix(' GiB')}, peak {peak}"))
         parts = Text(f"{last.step_s:.3g} s ")
-        for name, label, color in PARTS:
+        for color, (name, row) in zip(cycle(COLORS), STEP_PARTS.items(), strict=False):
             # no clock has measured a part of 0 s
             if share := round(getattr(last, name) / (last.step_s or 1.0), 2):
-                parts.append(f" {label} {share:.0%}", style=color)
+                parts.append(f" {row.label} {share:.0%}", style=color)
         yield "step", parts
 
 

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, RLock, Thread
 from typing import Any, Self, TextIO, cast
@@ -20,9 +20,10 @@ from rich.text import Text
 
 from flatout.io.redact import printable
 from flatout.track.callback import Callback
-from flatout.track.record import EvalRecord, RunEnd, StepRecord, describe_event, describe_record
+from flatout.track.figures import console_figures, short_time
+from flatout.track.record import STEP, EvalRecord, RunEnd, StepRecord, describe_event, describe_record
 from flatout.track.run_log import LineFollower, record_of
-from flatout.track.summary import WIDTH, short_count, short_time
+from flatout.track.summary import WIDTH
 from flatout.track.tolerant_stream import TolerantStream
 
 # without a terminal, at least this many steps of a run are printed, and the next step after so many seconds
@@ -140,7 +141,7 @@ class ConsoleCallback(Callback):
                 or self._recorded_s - self._shown_at_s >= self._step_line_s
             ):
                 self._shown_step, self._shown_at_s = record.step, self._recorded_s
-                self.on_stage("step", fit(step_figures(record, record.eta_s), self._console.width - INDENT))
+                self.on_stage("step", fit(step_parts(record), self._console.width - INDENT))
 
     def on_end(self, end: RunEnd) -> None:
         with self._lock:
@@ -207,7 +208,7 @@ class ConsoleCallback(Callback):
         if record is not None:
             done, total = record.step, record.num_steps
             waited_s = now_s - self._recorded_s if self._phase == "step" else 0.0
-            figures = step_figures(record, max(0.0, record.eta_s - waited_s))
+            figures = step_parts(replace(record, eta_s=max(0.0, record.eta_s - waited_s)))
             parts = figures if self._phase in ("", "step") else [figures[0], *parts, *figures[1:]]
         line = Table.grid(padding=(0, 1))
         bar: list[RenderableType] = [ProgressBar(total, done, width=BAR_WIDTH)] if total else []
@@ -262,18 +263,9 @@ class RankOutput:
         self._stream.flush()
 
 
-def step_figures(record: StepRecord, eta_s: float) -> list[str]:
-    """Return a step's figures for one line, the most important ones first; train.log and metrics.jsonl have all."""
-    figures = [
-        f"{record.step}/{record.num_steps}",
-        f"loss {record.loss:.4f}",
-        f"{short_time(eta_s)} left",
-        f"{short_count(record.tokens_per_s)} tok/s",
-    ]
-    if record.mfu is not None:
-        figures.append(f"MFU {record.mfu:.0%}")
-    figures.append(f"{record.peak_memory_bytes / 2**30:.1f} GiB")
-    return [*figures, *(f"{name} {value:.4g}" for name, value in record.metrics.items())]
+def step_parts(record: StepRecord) -> list[str]:
+    """Return the parts of a step's line, the most important ones first; train.log and metrics.jsonl have all."""
+    return [f"{record.step}/{record.num_steps}", *console_figures(record, STEP)]
 
 
 def fit(parts: Sequence[str], width: int) -> str:

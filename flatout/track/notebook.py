@@ -10,10 +10,12 @@ from rich.console import Console
 
 from flatout.io.redact import printable
 from flatout.track.console import INDENT, PLAIN_LINES, ConsoleCallback
-from flatout.track.record import EvalRecord, RunEnd, StepRecord
-from flatout.track.summary import short_count, short_time
+from flatout.track.figures import short_time
+from flatout.track.record import EVAL, STEP, EvalRecord, RunEnd, StepRecord
 
-_HEAD = ("step", "loss", "evaluation", "tokens/s", "left")
+# columns of the table: what stands above, and the figure of a step or of an evaluation below
+_STEP_COLUMNS = {"loss": "loss", "tokens/s": "tokens_per_s", "left": "eta_s"}
+_HEAD = ("step", *_STEP_COLUMNS, "evaluation")
 
 
 def in_notebook() -> bool:
@@ -119,11 +121,9 @@ class NotebookConsole(ConsoleCallback):
         cells = "".join(f"<th>{name}</th>" for name in _HEAD)
         lines = []
         for step, (record, evaluation) in sorted(self._rows.items()):
-            row = [f"{step:,}", "", "", "", ""]
-            if record is not None:
-                row[1], row[3] = f"{record.loss:.4f}", short_count(record.tokens_per_s)
-                row[4] = short_time(record.eta_s)
-            if evaluation is not None:
-                row[2] = f"{evaluation.eval_loss:.4f}{' (best)' if evaluation.is_best else ''}"
+            row = [f"{step:,}"]
+            row += [STEP[name].write(getattr(record, name)) if record else "" for name in _STEP_COLUMNS.values()]
+            best = " (best)" if evaluation and evaluation.is_best else ""
+            row.append(f"{EVAL['eval_loss'].write(evaluation.eval_loss)}{best}" if evaluation else "")
             lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

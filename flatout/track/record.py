@@ -4,105 +4,182 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from flatout.errors import Fix
+from flatout.track.figures import Figure, figures_of, gib, log_line, short_time
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import describe_start
 
 # all loads of 48 layers with 128 experts are 30 kB
 MAX_EXPERT_MAPS = 16
 
+_loss, _percent, _count = "{:.4f}".format, "{:.1%}".format, "{:,.0f}".format
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step over all ranks. `step` counts completed steps from 1; a later line replaces the same step's.
+    """One optimizer step over all ranks. A later line of metrics.jsonl replaces an earlier one of the same step."""
 
-    `loss` is the objective's over the global step, such as the mean over label tokens; `token_accuracy` is None and
-    `metrics` has other figures by name where the objective says so. `grad_norm` is the global L2 norm before clipping,
-    `num_tokens` real tokens without padding, `padding_avoided` the share of what a naive loader would have made that is
-    padding and was not computed, `padding_share` the share of padding in what was (rows), `shared_share` the share of
-    `num_tokens` that was not computed again, as samples share it. `flops_per_s` are achieved over all ranks: real
-    tokens, those that samples share once, attention by document, the head on label tokens only, no gradient of frozen
-    weights, no recomputation, but forward passes that an objective needs before the step; `mfu` is their share of the
-    devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), None if no peak is known. `balance` is
-    mean / max of the ranks' planned FLOPs.
-
-    Rates (`*_per_s`) and times (`*_s`) are means per step over the `num_recorded` steps since the last record.
-    Processed tokens include filler tokens. Each part of a step is the mean over ranks, without those that had no pass
-    (except in `data_wait_s`, the host waits for tokens): `forward_s`, `backward_s`, `gradient_sum_s` (what the backward
-    pass does not hide), `checkpoint_wait_s` (a save's copy delays the update), `optimizer_s`. They come from device
-    events that have already passed, so they describe a step up to two earlier. `rank_busy_s` has each rank's forward
-    and backward seconds; empty for one rank. `busy_min_s` and `busy_max_s` are its extremes. Memory is in bytes, the
-    maximum over ranks: allocated and reserved, now and at peak; `mean_peak_memory_bytes` is the mean of the ranks'
-    peaks. On a CPU all are the resident size. `gpu_watts` is the power of all ranks'
-    GPUs and `gpu_use` their mean share of time with a kernel running, as the driver counts them, read at most once a
-    second; None where it does not. `eta_s` is the time to completion, without later evaluations and saves.
-
-    Of routed experts, by layer: `expert_peak_load` is the largest load / mean, `expert_entropy` that of the shares of
-    load relative to equal shares, and `expert_loads` each expert's load / mean, only in at most MAX_EXPERT_MAPS records
-    of a run and the last. `balance_loss` and `z_loss` are the routers' losses without their factors, None unless
-    trained; `loss` does not include them.
-    """
-
-    step: int
-    num_steps: int
-    epoch: float
-    loss: float
-    token_accuracy: float | None
-    lr: float
-    grad_norm: float
-    num_samples: int
-    num_tokens: int
-    num_label_tokens: int
-    num_micro_batches: int
-    tokens_per_s: float
-    label_tokens_per_s: float
-    step_s: float
-    data_wait_s: float
-    flops_per_s: float
-    mfu: float | None
-    padding_avoided: float
-    balance: float
-    peak_memory_bytes: int
-    elapsed_s: float
-    busy_min_s: float | None = None
-    busy_max_s: float | None = None
-    rank_busy_s: tuple[float, ...] = ()
-    num_recorded: int = 1
-    num_ranks: int = 1
-    processed_tokens_per_s: float = 0.0
-    tokens_per_s_per_rank: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    gradient_sum_s: float = 0.0
-    checkpoint_wait_s: float = 0.0
-    optimizer_s: float = 0.0
-    memory_bytes: int = 0
-    reserved_memory_bytes: int = 0
-    peak_reserved_memory_bytes: int = 0
-    mean_peak_memory_bytes: int = 0
-    gpu_watts: float | None = None
-    gpu_use: float | None = None
-    eta_s: float = 0.0
-    balance_loss: float | None = None
-    z_loss: float | None = None
-    expert_peak_load: tuple[float, ...] = ()
-    expert_entropy: tuple[float, ...] = ()
-    expert_loads: tuple[tuple[float, ...], ...] = ()
-    padding_share: float = 0.0
-    shared_share: float = 0.0
+    step: Annotated[int, Figure("steps that are complete, from 1", "steps")]
+    num_steps: Annotated[int, Figure("steps of the whole run", "steps")]
+    epoch: Annotated[float, Figure("passes over the data so far", "epochs")]
+    loss: Annotated[float, Figure(
+        "the objective's loss over the global step, such as the mean over label tokens; without losses of routers",
+        "nats per label token, or the objective's unit", ranks="sum", better="less", write=_loss, line="loss {}",
+        console=1, chart="Loss", label="training", has_log=True,
+    )]  # fmt: skip
+    token_accuracy: Annotated[float | None, Figure(
+        "share of label tokens whose most likely token is the label; null if the objective has none",
+        "share", ranks="sum", better="more", write=_percent, line="acc {}", chart="Token accuracy", label="training",
+    )]  # fmt: skip
+    lr: Annotated[float, Figure(
+        "learning rate of the update", write="{:.2e}".format, line="lr {}", chart="Learning rate",
+        label="learning rate", from_zero=True, is_smooth=True,
+    )]  # fmt: skip
+    grad_norm: Annotated[float, Figure(
+        "L2 norm of all gradients before clipping", "before clipping", ranks="sum", write="{:.2f}".format,
+        line="norm {}", chart="Gradient norm", label="gradient norm", has_log=True,
+    )]  # fmt: skip
+    num_samples: Annotated[int, Figure("samples of the step", "samples", ranks="sum")]
+    num_tokens: Annotated[int, Figure("tokens of the step, without padding", "tokens", ranks="sum")]
+    num_label_tokens: Annotated[int, Figure("tokens of the step that carry loss", "tokens", ranks="sum")]
+    num_micro_batches: Annotated[int, Figure("micro-batches of the step", "micro-batches", ranks="sum")]
+    tokens_per_s: Annotated[float, Figure(
+        "tokens without padding, of steps that computed something", "tokens/s", ranks="sum", steps="rate",
+        better="more", write=_count, line="{} tok/s", console=3, chart="Throughput", label="tokens", from_zero=True,
+    )]  # fmt: skip
+    label_tokens_per_s: Annotated[float, Figure(
+        "tokens that carry loss", "tokens/s", ranks="sum", steps="rate", write=_count, line="{} label tok/s",
+        chart="Throughput", label="label tokens",
+    )]  # fmt: skip
+    step_s: Annotated[float, Figure("time of a step", "s", steps="mean", better="less", write=short_time)]
+    data_wait_s: Annotated[float, Figure(
+        "time the host waits for tokens", "s", ranks="mean", steps="mean", chart="Step time", label="data wait",
+        measured="data_wait_s",
+    )]  # fmt: skip
+    flops_per_s: Annotated[float, Figure(
+        "useful FLOPs: real tokens, shared ones once, attention by document, the head on label tokens only, no "
+        "gradient of frozen weights, no recomputation, but forward passes that the objective needs before the step",
+        "FLOP/s", ranks="sum", steps="rate", better="more",
+    )]  # fmt: skip
+    mfu: Annotated[float | None, Figure(
+        "flops_per_s as a share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); "
+        "null if no peak is known", "share", steps="rate", better="more", write=_percent, line="MFU {}", console=4,
+        chart="Model FLOPs utilization", label="MFU", from_zero=True,
+    )]  # fmt: skip
+    padding_avoided: Annotated[float, Figure(
+        "share of padding in what a loader of padded batches would have computed, which was not computed", "share",
+        write="{:.0%}".format, line="padding avoided {}",
+    )]  # fmt: skip
+    balance: Annotated[float, Figure("mean / max of the ranks' planned FLOPs", "share", write=_percent)]
+    peak_memory_bytes: Annotated[int, Figure(
+        "memory allocated at peak; on a CPU, the resident size for all figures of memory", "bytes", ranks="max",
+        better="less", write=gib, line="{}", console=5, chart="Memory", label="peak", from_zero=True, is_smooth=True,
+        measured="peak_memory_bytes",
+    )]  # fmt: skip
+    elapsed_s: Annotated[float, Figure(
+        "time of all steps of the run so far", "s", steps="sum", write=short_time,
+    )]  # fmt: skip
+    busy_min_s: Annotated[float | None, Figure("least of rank_busy_s", "s")] = None
+    busy_max_s: Annotated[float | None, Figure("greatest of rank_busy_s", "s")] = None
+    rank_busy_s: Annotated[tuple[float, ...], Figure(
+        "time in forward and backward passes; empty for one rank", "s", ranks="each",
+    )] = ()  # fmt: skip
+    num_recorded: Annotated[int, Figure("steps since the last record, which this one stands for", "steps")] = 1
+    num_ranks: Annotated[int, Figure("ranks", "ranks")] = 1
+    processed_tokens_per_s: Annotated[float, Figure(
+        "tokens with fillers and padding", "tokens/s", ranks="sum", steps="rate", measured="num_processed_tokens",
+        chart="Throughput", label="with filler",
+    )] = 0.0  # fmt: skip
+    tokens_per_s_per_rank: Annotated[float, Figure("tokens_per_s / num_ranks", "tokens/s", steps="rate")] = 0.0
+    forward_s: Annotated[float, Figure(
+        "forward passes. Times of passes and updates come from device events that have passed, so they are those of "
+        "a step up to two earlier", "s", ranks="mean of busy", steps="mean", chart="Step time", label="forward",
+        measured="forward_s",
+    )] = 0.0  # fmt: skip
+    backward_s: Annotated[float, Figure(
+        "backward passes", "s", ranks="mean of busy", steps="mean", chart="Step time", label="backward",
+        measured="backward_s",
+    )] = 0.0  # fmt: skip
+    gradient_sum_s: Annotated[float, Figure(
+        "the sum of gradients over ranks, as far as the backward pass does not hide it", "s", ranks="mean of busy",
+        steps="mean", chart="Step time", label="gradient sum", measured="gradient_sum_s",
+    )] = 0.0  # fmt: skip
+    checkpoint_wait_s: Annotated[float, Figure(
+        "time the update waits for a save's copy", "s", ranks="mean of busy", steps="mean", chart="Step time",
+        label="checkpoint wait", measured="checkpoint_wait_s",
+    )] = 0.0  # fmt: skip
+    optimizer_s: Annotated[float, Figure(
+        "the update", "s", ranks="mean of busy", steps="mean", chart="Step time", label="optimizer",
+        measured="optimizer_s",
+    )] = 0.0  # fmt: skip
+    memory_bytes: Annotated[int, Figure(
+        "memory allocated at the end of the step", "bytes", ranks="max", write=gib, chart="Memory", label="now",
+        measured="memory_bytes",
+    )] = 0  # fmt: skip
+    reserved_memory_bytes: Annotated[int, Figure(
+        "memory reserved at the end of the step", "bytes", ranks="max", write=gib, measured="reserved_memory_bytes",
+    )] = 0  # fmt: skip
+    peak_reserved_memory_bytes: Annotated[int, Figure(
+        "memory reserved at peak", "bytes", ranks="max", write=gib, chart="Memory", label="peak reserved",
+        measured="peak_reserved_memory_bytes",
+    )] = 0  # fmt: skip
+    mean_peak_memory_bytes: Annotated[int, Figure(
+        "memory allocated at peak", "bytes", ranks="mean", measured="peak_memory_bytes", write=gib,
+    )] = 0  # fmt: skip
+    gpu_watts: Annotated[float | None, Figure(
+        "power as the driver counts it, read at most once a second; null where it does not", "W", ranks="sum",
+        chart="GPU power", label="power", from_zero=True, measured="gpu_watts",
+    )] = None  # fmt: skip
+    gpu_use: Annotated[float | None, Figure(
+        "share of time with a kernel running, as the driver counts it; null where it does not", "share",
+        ranks="mean", write=_percent, chart="GPU use", label="use", from_zero=True, measured="gpu_use",
+    )] = None  # fmt: skip
+    eta_s: Annotated[float, Figure(
+        "time to completion, without later evaluations and saves", "s", write=short_time, line="{} left", console=2,
+    )] = 0.0  # fmt: skip
+    balance_loss: Annotated[float | None, Figure(
+        "the routers' balance loss without its factor; null unless trained", ranks="sum", chart="Losses of routers",
+        label="balance",
+    )] = None  # fmt: skip
+    z_loss: Annotated[float | None, Figure(
+        "the routers' z loss without its factor; null unless trained", ranks="sum", chart="Losses of routers",
+        label="z",
+    )] = None  # fmt: skip
+    expert_peak_load: Annotated[tuple[float, ...], Figure(
+        "by layer of experts: the largest load / mean", ranks="sum",
+    )] = ()  # fmt: skip
+    expert_entropy: Annotated[tuple[float, ...], Figure(
+        "by layer of experts: entropy of the shares of load, relative to that of equal shares", "share", ranks="sum",
+    )] = ()  # fmt: skip
+    expert_loads: Annotated[tuple[tuple[float, ...], ...], Figure(
+        f"by layer: each expert's load / mean, only in at most {MAX_EXPERT_MAPS} records of a run and the last",
+        ranks="sum",
+    )] = ()  # fmt: skip
+    padding_share: Annotated[float, Figure("share of padding in what was computed (padded rows)", "share")] = 0.0
+    shared_share: Annotated[float, Figure(
+        "share of num_tokens that was not computed again, as samples share it", "share",
+    )] = 0.0  # fmt: skip
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures that the objective names."""
+
+    @property
+    def measured_balance(self) -> float | None:
+        """Mean / max of rank_busy_s; None for one rank, or before it is known."""
+        busy = self.rank_busy_s
+        return sum(busy) / len(busy) / max(busy) if max(busy, default=0.0) > 1e-9 else None
 
 
 @dataclass(frozen=True, slots=True)
 class EvalFigures:
-    """Figures over one evaluation data set; `token_accuracy` and `metrics` as in StepRecord."""
+    """Figures over one evaluation data set."""
 
-    loss: float
-    token_accuracy: float | None
-    num_label_tokens: int
+    loss: Annotated[float, Figure("as eval_loss", write=_loss, chart="Loss")]
+    token_accuracy: Annotated[float | None, Figure("as eval_token_accuracy", "share", write=_percent)]
+    num_label_tokens: Annotated[int, Figure("as num_label_tokens", "tokens")]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures that the objective names."""
 
     def of(self, name: str) -> float | None:
         return {**self.metrics, "loss": self.loss, "token_accuracy": self.token_accuracy}.get(name)
@@ -110,66 +187,76 @@ class EvalFigures:
 
 @dataclass(frozen=True, slots=True)
 class WorstSample:
-    """One evaluation sample with a great mean loss over its label tokens, and the row of `source` that it came from.
-
-    For an objective over whole answers, a sample or unit with a great loss; `text` then has the answers of a pair.
-    `context` is what precedes its first label token and `text` what follows, both shortened. `pictures` are small
-    copies of its first pictures, as data URIs.
-    """
+    """One evaluation sample, or a unit of a loss over whole answers, with a great loss."""
 
     data: str
     source: str
     row: int
+    """The row of `source` that it came from."""
     loss: float
+    """The mean over its label tokens, or the unit's."""
     num_label_tokens: int
     context: str
+    """What precedes its first label token, shortened."""
     text: str
+    """What follows, shortened; of a pair, both answers."""
     pictures: tuple[str, ...] = ()
+    """Small copies of its first pictures, as data URIs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """One evaluation after `step` completed steps: means over all label tokens of all evaluation data sets.
+    """One evaluation: figures over all label tokens of all evaluation data sets."""
 
-    `by_data` has the figures of each data set if there are several; `worst` has the samples with the greatest losses.
-    """
-
-    step: int
-    eval_loss: float
-    eval_token_accuracy: float | None
-    num_label_tokens: int
+    step: Annotated[int, Figure("steps that were complete", "steps")]
+    eval_loss: Annotated[float, Figure(
+        "the objective's loss", "nats per label token, or the objective's unit", ranks="sum", better="less",
+        write=_loss, line="loss {}", chart="Loss", label="evaluation",
+    )]  # fmt: skip
+    eval_token_accuracy: Annotated[float | None, Figure(
+        "share of label tokens whose most likely token is the label; null if the objective has none", "share",
+        ranks="sum", better="more", write=_percent, line="accuracy {}", chart="Token accuracy", label="evaluation",
+    )]  # fmt: skip
+    num_label_tokens: Annotated[int, Figure("tokens that carry loss", "tokens", ranks="sum")]
     is_best: bool
-    eval_s: float
-    eval_tokens_per_s: float = 0.0
+    """Whether it is the best so far by `eval.best`."""
+    eval_s: Annotated[float, Figure("time of the evaluation", "s")]
+    eval_tokens_per_s: Annotated[float, Figure("tokens without padding", "tokens/s", ranks="sum")] = 0.0
     by_data: Mapping[str, EvalFigures] = field(default_factory=dict)
+    """The figures of each data set, if there are several."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other figures that the objective names."""
     worst: tuple[WorstSample, ...] = ()
+    """The samples with the greatest losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model answered to one prompt. `reference` is the data set's own answer, None for a prompt of a file.
-
-    `pictures` are small copies of the prompt's first pictures, as data URIs.
-    """
+    """What the model answered to one prompt."""
 
     prompt: str
     answer: str
     reference: str | None = None
+    """The data set's own answer; None for a prompt of a file."""
     pictures: tuple[str, ...] = ()
+    """Small copies of the prompt's first pictures, as data URIs."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswersRecord:
-    """The answers to `eval.prompts` after `step` completed steps; `skipped` says why there are none."""
+    """The answers to `eval.prompts` after `step` completed steps."""
 
     step: int
     answers: tuple[Answer, ...]
     answer_s: float
     skipped: str | None = None
+    """Why there are none."""
 
 
 Record = StepRecord | EvalRecord | AnswersRecord
+STEP, EVAL, EVAL_OF_DATA = figures_of(StepRecord), figures_of(EvalRecord), figures_of(EvalFigures)
+# the parts of a step's time, in their order
+STEP_PARTS = {name: row for name, row in STEP.items() if row.chart == "Step time"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +269,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
-    """What the plan promises. Counts are over the whole run; `padding_avoided` and `balance` are from sampled steps.
-
-    `length_edges` (n + 1,) and `length_counts` (n,) are the histogram of sample lengths in tokens. `packing` holds the
-    first steps: for each step, for each rank, for each micro-batch the lengths of its samples, or of a prefix that they
-    share and of what is left of each; `shared_share` is the share of tokens that this saves. `padded` has the batches
-    of a padding loader for the same steps. `layout` is packed or rows; `padding_share` is of the tokens computed.
-    `memory_bytes` is the planned peak of one rank, None on a CPU.
-    """
+    """What the plan promises over the whole run."""
 
     num_steps: int
     num_samples: int
@@ -200,25 +280,30 @@ class PlanFacts:
     num_tokens: int
     num_label_tokens: int
     padding_avoided: float
+    """Of sampled steps, as in StepRecord."""
     balance: float
+    """Of sampled steps, as in StepRecord."""
     memory_bytes: int | None
+    """The peak of one rank; None on a CPU."""
     length_edges: tuple[int, ...]
+    """(n + 1,) edges of the histogram of sample lengths, in tokens."""
     length_counts: tuple[int, ...]
+    """(n,) samples between them."""
     packing: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    """Of the first steps, by step, rank and micro-batch: lengths of samples, of a shared prefix and what it leaves."""
     padded: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...] = ()
+    """The batches of a padding loader for the same steps."""
     layout: str = "packed"
+    """packed or rows."""
     padding_share: float = 0.0
+    """Share of padding in what is computed."""
     shared_share: float = 0.0
+    """Share of tokens that shared prefixes save."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What is known when a run starts or resumes: written to start.json, given to every callback.
-
-    `started_at` is the Unix time of this start, `first_started_at` the run's first; `resumed_step` is None for a run
-    from step 0. `settings` is the whole configuration by dotted name, without secrets. `model_text` is how the model
-    prints; `scores` says that it scores texts and does not write.
-    """
+    """What is known when a run starts or resumes: written to start.json, given to every callback."""
 
     name: str
     folder: str
@@ -226,8 +311,11 @@ class RunStart:
     model: str
     data: str
     started_at: float
+    """Unix time of this start."""
     first_started_at: float
+    """Unix time of the run's first start."""
     resumed_step: int | None
+    """None for a run from step 0."""
     num_ranks: int
     device: str
     gpus: tuple[GpuFacts, ...]
@@ -236,25 +324,29 @@ class RunStart:
     num_parameters: int
     num_trained_parameters: int
     model_text: str
+    """How the model prints."""
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
+    """The whole configuration by dotted name, without secrets."""
     plan: PlanFacts
     scores: bool = False
+    """Whether the model scores texts and does not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ended, at Unix time `ended_at`. `why` is the error, None for a complete run, and `fixes` mend it.
-
-    `final_dir` holds the exported weights of a complete run.
-    """
+    """How a run ended."""
 
     outcome: Literal["complete", "stopped", "failed"]
     exit_code: int
     ended_at: float
+    """Unix time."""
     why: str | None = None
+    """The error; None for a complete run."""
     final_dir: str | None = None
+    """The exported weights of a complete run."""
     fixes: tuple[Fix, ...] = ()
+    """What mends the error."""
 
 
 def describe_record(record: Record) -> tuple[str, str]:
@@ -264,23 +356,9 @@ def describe_record(record: Record) -> tuple[str, str]:
         return "answers", f"step {record.step}: {done}"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
-        accuracy = "" if record.eval_token_accuracy is None else f"  accuracy {record.eval_token_accuracy:.1%}"
-        text = f"loss {record.eval_loss:.4f}{accuracy}{describe_metrics(record.metrics)}"
-        each = "".join(f"  {name} {one.loss:.4f}" for name, one in record.by_data.items())
-        return "eval", f"step {record.step}: {text}{best}{each}"
-    mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
-    accuracy = "" if record.token_accuracy is None else f"  acc {record.token_accuracy:.1%}"
-    return "step", (
-        f"{record.step}/{record.num_steps}  loss {record.loss:.4f}{accuracy}{describe_metrics(record.metrics)}  "
-        f"lr {record.lr:.2e}  norm {record.grad_norm:.2f}  "
-        f"{record.tokens_per_s:,.0f} tok/s ({record.label_tokens_per_s:,.0f} label)  "
-        f"{mfu}padding avoided {record.padding_avoided:.0%}  {record.peak_memory_bytes / 2**30:.2f} GiB"
-    )
-
-
-def describe_metrics(metrics: Mapping[str, float]) -> str:
-    """Return the figures that an objective names as text behind others; empty without any."""
-    return "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
+        each = "".join(f"  {name} {EVAL['eval_loss'].write(one.loss)}" for name, one in record.by_data.items())
+        return "eval", f"step {record.step}: {log_line(record, EVAL)}{best}{each}"
+    return "step", f"{record.step}/{record.num_steps}  {log_line(record, STEP)}"
 
 
 # events whose `why` says what is wrong with a run's result

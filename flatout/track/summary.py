@@ -7,12 +7,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Literal
 
 from flatout.config.folders import SETTINGS_FILES
 from flatout.io.redact import printable
-from flatout.track.record import BAD_RESULTS, EvalRecord, StepRecord
+from flatout.track.figures import named, short_count, short_time
+from flatout.track.record import BAD_RESULTS, EVAL, STEP, EvalRecord, StepRecord
 from flatout.track.run_log import RunLog
 
 WIDTH = 80
@@ -28,48 +28,49 @@ NOTABLE_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EvalSummary:
-    """Evaluation losses of a run: the first, the last and the best, which was after `best_step` steps."""
+    """Evaluation losses of a run."""
 
     first: float
     last: float
     best: float
     best_step: int
+    """The steps that were complete before the best one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostTime:
-    """Seconds of a run that trained nothing; parts can overlap.
-
-    `padding_s` is the share of filler tokens in the forward and backward passes, `imbalance_s` what the slowest rank
-    took longer than the mean. `compile_s` counts compilations during steps, `checkpoint_s` what training waited for.
-    """
+    """Seconds of a run that trained nothing; parts can overlap."""
 
     padding_s: float
+    """The share of filler tokens in the forward and backward passes."""
     imbalance_s: float
+    """What the slowest rank took longer than the mean."""
     data_wait_s: float
     compile_s: float
+    """Compilations during steps."""
     checkpoint_s: float
+    """What training waited for."""
     eval_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a run came to, or has come to so far: `state` as in RunLog; `outcome` is None for one that wrote no end.
-
-    Losses are those of the first and the last recorded step, `saved_step` is the last checkpoint's. `tokens_per_s` and
-    `mfu` are means over time, without the first `num_warm_up_records` records. `events` counts those that a healthy
-    run does not have.
-    """
+    """What a run came to, or has come to so far."""
 
     name: str
     outcome: Literal["complete", "stopped", "failed"] | None
+    """None for a run that wrote no end."""
     state: str
+    """As in RunLog."""
     why: str | None
     num_steps: int
     num_planned_steps: int
     saved_step: int
+    """The last checkpoint's."""
     first_loss: float | None
+    """The first recorded step's."""
     last_loss: float | None
+    """The last recorded step's."""
     last_metrics: Mapping[str, float]
     evaluation: EvalSummary | None
     evaluation_by_data: Mapping[str, EvalSummary]
@@ -77,11 +78,14 @@ class RunSummary:
     num_label_tokens: int
     train_s: float
     tokens_per_s: float | None
+    """The mean over time, without warm-up; so is `mfu`."""
     mfu: float | None
     num_warm_up_records: int
+    """Records that are left out of both."""
     peak_memory_bytes: int
     lost: LostTime
     events: Mapping[str, int]
+    """The number of each kind that a healthy run does not have."""
     warnings: tuple[str, ...]
 
 
@@ -197,18 +201,19 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
         rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))
     if summary.first_loss is not None:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
-        rows.append(("loss", f"{summary.first_loss:.4f} first, {summary.last_loss:.4f} last"))
-    rows += [(name, f"{value:.4g} last") for name, value in summary.last_metrics.items()]
+        first, last = (STEP["loss"].write(loss or 0.0) for loss in (summary.first_loss, summary.last_loss))
+        rows.append(("loss", f"{first} first, {last} last"))
+    rows += [(name, f"{named(name).write(value)} last") for name, value in summary.last_metrics.items()]
     if one := summary.evaluation:
         rows.append(("eval", _describe_losses(one)))
     rows += [("", f"{name}: {_describe_losses(one)}") for name, one in summary.evaluation_by_data.items()]
     if summary.tokens_per_s is not None:
-        mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
+        mfu = "" if summary.mfu is None else f", {STEP['mfu'].text(summary.mfu)}"
         without = f" (without {summary.num_warm_up_records} warm-up records)" if summary.num_warm_up_records else ""
         label = short_count(summary.num_label_tokens)
         rows.append(("tokens", f"{short_count(summary.num_tokens)}, {label} of them label tokens"))
-        rows.append(("speed", f"{summary.tokens_per_s:,.0f} tokens/s{mfu}{without}"))
-        rows.append(("memory", f"{summary.peak_memory_bytes / 2**30:.1f} GiB at peak"))
+        rows.append(("speed", f"{STEP['tokens_per_s'].write(summary.tokens_per_s)} tokens/s{mfu}{without}"))
+        rows.append(("memory", f"{STEP['peak_memory_bytes'].write(summary.peak_memory_bytes)} at peak"))
         lost = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.lost).items() if seconds}
         # no-break spaces keep a number and its unit on one line
         parts = (f"{name} {short_time(one)}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, one in lost.items())
@@ -225,23 +230,6 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     return lines + [printable(f"{'' if index else 'next':<10} {command}") for index, command in enumerate(commands)]
 
 
-def short_count(number: float) -> str:
-    """Return a number in at most six characters, such as 12.3M."""
-    for unit in ("", "k", "M", "G"):
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
-
-
-def short_time(seconds: float) -> str:
-    """Return a duration as 0.25 s, 42 s, 1:23:45 or 3 d 4 h."""
-    if seconds < 59.5:
-        return f"{seconds:.2g} s"
-    hours = round(seconds / 3600)
-    return str(timedelta(seconds=round(seconds))) if hours < 24 else f"{hours // 24} d {hours % 24} h"
-
-
 def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] = ()) -> EvalSummary | None:
     """Return the summary of losses by step; `evals` say which one the run itself took for the best."""
     if not losses:
@@ -252,8 +240,9 @@ def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] =
 
 
 def _describe_losses(one: EvalSummary) -> str:
-    best = "the best" if one.last == one.best else f"{one.best:.4f} best, after step {one.best_step:,}"
-    return f"{one.first:.4f} first, {one.last:.4f} last, {best}"
+    first, last, best = map(EVAL["eval_loss"].write, (one.first, one.last, one.best))
+    best = "the best" if one.last == one.best else f"{best} best, after step {one.best_step:,}"
+    return f"{first} first, {last} last, {best}"
 
 
 def _warnings(log: RunLog) -> list[str]:
@@ -262,9 +251,11 @@ def _warnings(log: RunLog) -> list[str]:
     evaluation = _summarize_losses({one.step: one.eval_loss for one in evals}, evals)
     if evaluation and len(evals) > 1:
         if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
-            warnings.append(f"no evaluation was better than the first, {evaluation.first:.4f}: lower optim.lr")
+            first = EVAL["eval_loss"].write(evaluation.first)
+            warnings.append(f"no evaluation was better than the first, {first}: lower optim.lr")
         elif evaluation.last - evaluation.best > NOTABLE_SHARE * (evaluation.first - evaluation.best):
-            where = f"step {evaluation.best_step:,}, {evaluation.best:.4f} to {evaluation.last:.4f}"
+            best, last = map(EVAL["eval_loss"].write, (evaluation.best, evaluation.last))
+            where = f"step {evaluation.best_step:,}, {best} to {last}"
             warnings.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
     losses = [step.loss for step in log.steps]
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):

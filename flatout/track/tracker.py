@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from flatout.config.track import TrackConfig
 from flatout.track.callback import Callback
-from flatout.track.record import AnswersRecord, EvalRecord, RunEnd, RunStart, StepRecord
+from flatout.track.figures import values_of
+from flatout.track.record import EVAL, EVAL_OF_DATA, STEP, AnswersRecord, EvalRecord, RunEnd, RunStart, StepRecord
 
 DEFAULT_PROJECT = "flatout"
+# figures that services have as the place of all others
+_PLACES = ("step", "num_steps")
 
 
 class Tracker(Callback):
@@ -68,28 +70,15 @@ def parameters(start: RunStart) -> dict[str, bool | int | float | str]:
 
 
 def metrics(record: StepRecord | EvalRecord) -> dict[str, float]:
-    """Return all numbers of a record, as `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`."""
+    """Return all figures of a record that are numbers: `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`."""
     if isinstance(record, StepRecord):
-        figures_sent = _numbers(record, "train/", leave_out=("step", "num_steps"))
-        return figures_sent | {f"train/{name}": value for name, value in record.metrics.items()}
-    figures_sent = {
-        name.replace("/eval_", "/"): value for name, value in _numbers(record, "eval/", leave_out=("step",)).items()
-    }
+        return {f"train/{name}": value for name, _, value in values_of(record, STEP) if name not in _PLACES}
+    figures_sent = {f"eval/{name.removeprefix('eval_')}": value for name, _, value in values_of(record, EVAL)
+                    if name not in _PLACES}  # fmt: skip
     figures_sent["eval/time_s"] = figures_sent.pop("eval/s")
-    figures_sent |= {f"eval/{name}": value for name, value in record.metrics.items()}
     for data, figures in record.by_data.items():
-        figures_sent |= _numbers(figures, f"eval/{data}/")
-        figures_sent |= {f"eval/{data}/{name}": value for name, value in figures.metrics.items()}
+        figures_sent |= {f"eval/{data}/{name}": value for name, _, value in values_of(figures, EVAL_OF_DATA)}
     return figures_sent
-
-
-def _numbers(record: Any, prefix: str, leave_out: tuple[str, ...] = ()) -> dict[str, float]:
-    values = {field.name: getattr(record, field.name) for field in fields(record) if field.name not in leave_out}
-    return {
-        f"{prefix}{name}": value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 ANSWER_COLUMNS = ("step", "prompt", "answer", "reference")

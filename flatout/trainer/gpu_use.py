@@ -24,10 +24,10 @@ class GpuUse:
     def __init__(self, device: torch.device, read: Callable[[], tuple[float, float]] | None = None) -> None:
         self._read = read or (_joules_and_use if device.type == "cuda" else None)
         self._last: tuple[float, float] | None = None
-        self._figures = {"gpu_watts": 0.0, "gpu_use": 0.0}
+        self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:
-        """Return the mean power since the reading before, and the last reading's share; both 0 if not known."""
+        """Return the mean power since the reading before, and the last reading's share; empty if not known."""
         now_s = time.monotonic()
         if self._read is None or (self._last is not None and now_s - self._last[0] < MIN_PERIOD_S):
             return self._figures
@@ -35,7 +35,7 @@ class GpuUse:
             joules, use = self._read()
         except ResourceError:
             # it will not answer later either
-            self._read, self._figures = None, dict.fromkeys(self._figures, 0.0)
+            self._read, self._figures = None, {}
             return self._figures
         if self._last is not None:
             self._figures = {"gpu_watts": (joules - self._last[1]) / (now_s - self._last[0]), "gpu_use": use}

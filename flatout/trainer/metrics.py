@@ -15,7 +15,7 @@ from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.steps.step_plan import StepPlan, shared_flops
 from flatout.track.record import MAX_EXPERT_MAPS, StepRecord
 from flatout.trainer.passes import micro_batches_of
-from flatout.trainer.rank_meter import RankFigures, StepClock, mean_figures
+from flatout.trainer.rank_meter import RankFigures, StepClock, busy_seconds, combined_figures
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import StepOutcome
 
@@ -52,7 +52,7 @@ class Meter:
         self._rank_figures.append(outcome.rank_figures)
         self._elapsed_s += step_s
         run.progress.elapsed_s += step_s
-        self._stragglers.check(completed, [rank.busy_s for rank in outcome.rank_figures])
+        self._stragglers.check(completed, [busy_seconds(rank) for rank in outcome.rank_figures])
         if is_due(completed, run.config.log_every_steps, run.plan.num_steps) or completed == run.plan.num_steps:
             run.reporter.record(self._record(step, outcome))
             self._steps, self._rank_figures, self._elapsed_s = [], [], 0.0
@@ -63,10 +63,7 @@ class Meter:
         flops_per_s = sum(useful_flops(run, recorded) for recorded in self._steps) / elapsed_s
         # a step without label tokens is skipped
         num_tokens = sum(recorded.num_tokens for recorded in self._steps if recorded.num_label_tokens)
-        measured = [rank for ranks in self._rank_figures for rank in ranks]
-        mean = mean_figures([rank for rank in measured if rank.busy_s])
-        latest = outcome.rank_figures or (RankFigures(),)
-        busy_s = tuple(rank.busy_s for rank in outcome.rank_figures) if len(outcome.rank_figures) > 1 else ()
+        busy_s = tuple(map(busy_seconds, outcome.rank_figures)) if len(outcome.rank_figures) > 1 else ()
         num_left = run.plan.num_steps - step.index - 1
         return StepRecord(
             step=step.index + 1,
@@ -84,33 +81,21 @@ class Meter:
             tokens_per_s=num_tokens / elapsed_s,
             label_tokens_per_s=sum(recorded.num_label_tokens for recorded in self._steps) / elapsed_s,
             step_s=elapsed_s / num_recorded,
-            data_wait_s=mean_figures(measured).data_wait_s,
             flops_per_s=flops_per_s,
             mfu=None if self._peak is None else flops_per_s / (self._peak.flops_per_s * run.rank.world),
             padding_avoided=run.plan.padding_avoided([step]),
             padding_share=1.0 - step.num_real_tokens / step.num_padded_tokens,
             shared_share=step.num_shared_tokens / step.num_tokens,
             balance=step.balance,
-            peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in latest)),
             elapsed_s=run.progress.elapsed_s,
             busy_min_s=min(busy_s, default=None),
             busy_max_s=max(busy_s, default=None),
             rank_busy_s=busy_s,
             num_recorded=num_recorded,
             num_ranks=run.rank.world,
-            processed_tokens_per_s=sum(rank.num_processed_tokens for rank in measured) / elapsed_s,
             tokens_per_s_per_rank=num_tokens / elapsed_s / run.rank.world,
-            forward_s=mean.forward_s,
-            backward_s=mean.backward_s,
-            gradient_sum_s=mean.gradient_sum_s,
-            checkpoint_wait_s=mean.checkpoint_wait_s,
-            optimizer_s=mean.optimizer_s,
-            memory_bytes=int(max(rank.memory_bytes for rank in latest)),
-            reserved_memory_bytes=int(max(rank.reserved_memory_bytes for rank in latest)),
-            peak_reserved_memory_bytes=int(max(rank.peak_reserved_memory_bytes for rank in latest)),
-            mean_peak_memory_bytes=int(sum(rank.peak_memory_bytes for rank in latest) / len(latest)),
-            **_gpu_figures(latest),
             eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
+            **combined_figures(self._rank_figures, elapsed_s),
             **_reported(run, step.index + 1, outcome.aux_loss_sums),
         )
 
@@ -123,13 +108,6 @@ def finite_metrics(run: TrainingRun, metrics: Mapping[str, float]) -> dict[str, 
         why = f"{', '.join(new)} of objective {run.planned.objective.name} is not a finite number"
         run.reporter.event("metric", {"why": f"{why}; such values are left out of the records"})
     return {name: value for name, value in metrics.items() if name not in {*bad, "token_accuracy"}}
-
-
-def _gpu_figures(ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """Return the power of all GPUs and the mean share of time that they compute; nothing unless all ranks know both."""
-    if not all(rank.gpu_watts for rank in ranks):
-        return {}
-    return {"gpu_watts": sum(rank.gpu_watts for rank in ranks), "gpu_use": mean_figures(ranks).gpu_use}
 
 
 def _reported(run: TrainingRun, completed: int, values: tuple[float, ...]) -> dict[str, Any]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
-from typing import Literal
+from dataclasses import fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flatout.parallel.rank import Rank
+from flatout.track.record import STEP, StepRecord
 from flatout.trainer.gpu_use import GpuUse
 
 
@@ -50,35 +52,14 @@ Phase = Literal["forward", "backward", "gradient_sum", "checkpoint_wait", "optim
 _Span = tuple[str, torch.cuda.Event | float, torch.cuda.Event | float]
 
 
-@dataclass(frozen=True, slots=True)
-class RankFigures:
-    """One rank's seconds in the phases of the latest step that its device has finished; its tokens and memory now.
-
-    Tokens count fillers and padding. Memory is in bytes: allocated and reserved, now and at peak. The GPU's power and
-    the share of time that it computes are as `GpuUse` has them.
-    """
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    gradient_sum_s: float = 0.0
-    checkpoint_wait_s: float = 0.0
-    optimizer_s: float = 0.0
-    data_wait_s: float = 0.0
-    num_processed_tokens: float = 0.0
-    memory_bytes: float = 0.0
-    reserved_memory_bytes: float = 0.0
-    peak_memory_bytes: float = 0.0
-    peak_reserved_memory_bytes: float = 0.0
-    gpu_watts: float = 0.0
-    gpu_use: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in forward and backward passes."""
-        return self.forward_s + self.backward_s
-
-
-NUM_FIGURES = len(fields(RankFigures))
+# what one rank measures: seconds of the phases of the latest step that its device has finished, as PHASE_s, and what is
+# so now. What it does not know is missing.
+RankFigures = Mapping[str, float]
+# the rows of the table of figures that ranks measure, and the places of measurements in what ranks sum
+MEASURED = {name: row for name, row in STEP.items() if row.measured}
+NAMES = tuple(dict.fromkeys(row.measured for row in MEASURED.values()))
+NUM_FIGURES = len(NAMES)
+OPTIONAL = {field.name for field in fields(StepRecord) if field.default is None}
 # keys of torch.cuda.memory_stats
 MEMORY_STATS = {
     "memory_bytes": "allocated_bytes.all.current",
@@ -126,20 +107,20 @@ class RankMeter:
     def figures(self, wait_s: float) -> RankFigures:
         """Return this step's tokens, memory and wait for data, and the phases of the latest step that has ended.
 
-        Phases are 0 before the first step has ended. On a GPU they lag one or two steps. `wait_s` is as in
+        There are no phases before the first step has ended. On a GPU they lag one or two steps. `wait_s` is as in
         `start_step`.
         """
         while self._unread and self._has_ended(self._unread[0]):
             self._seconds = {}
             for name, started, ended in self._unread.popleft():
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds_between(started, ended)
-        return RankFigures(
+        return {
             **{f"{name}_s": seconds for name, seconds in self._seconds.items()},
-            data_wait_s=wait_s - self._wait_before_s,
-            num_processed_tokens=self._num_tokens,
+            "data_wait_s": wait_s - self._wait_before_s,
+            "num_processed_tokens": self._num_tokens,
             **memory_bytes(self._device),
             **self._gpu_use.figures(),
-        )
+        }
 
     def _has_ended(self, spans: Sequence[_Span]) -> bool:
         last = spans[-1][2]
@@ -154,7 +135,7 @@ def seconds_between(started: torch.cuda.Event | float, ended: torch.cuda.Event |
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Return this process's memory by the names of RankFigures; on a CPU, its largest resident size for each."""
+    """Return this process's memory by the names of figures; on a CPU, its largest resident size for each."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)  # one call, because each builds the whole table
         return {name: stats[key] for name, key in MEMORY_STATS.items()}
@@ -166,21 +147,45 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
 def scatter_figures(figures: RankFigures, rank: Rank, device: torch.device) -> Tensor:
     """Return (world * NUM_FIGURES,) fp64 zeros with this rank's figures in its place, to be summed over ranks.
 
-    Empty for one rank. The copy to a GPU does not make the host wait.
+    NaN is what it does not know. Empty for one rank. The copy to a GPU does not make the host wait. Raises KeyError for
+    a figure without a row in the table.
     """
+    if extra := figures.keys() - set(NAMES):
+        raise KeyError(f"{sorted(extra)[0]} has no row in the table of figures")
     if rank.world == 1:
         return torch.zeros(0, dtype=torch.float64, device=device)
     rows = torch.zeros(rank.world, NUM_FIGURES, dtype=torch.float64, pin_memory=device.type == "cuda")
-    rows[rank.index] = torch.tensor(astuple(figures), dtype=torch.float64)
+    rows[rank.index] = torch.tensor([figures.get(name, math.nan) for name in NAMES], dtype=torch.float64)
     return rows.flatten().to(device, non_blocking=True)
 
 
 def gathered_figures(values: Sequence[float]) -> tuple[RankFigures, ...]:
     """Return every rank's figures from the sum of what `scatter_figures` returned; empty for one rank."""
-    return tuple(RankFigures(*values[start : start + NUM_FIGURES]) for start in range(0, len(values), NUM_FIGURES))
+    rows = (values[start : start + NUM_FIGURES] for start in range(0, len(values), NUM_FIGURES))
+    return tuple({name: value for name, value in zip(NAMES, row, strict=True) if not math.isnan(value)} for row in rows)
 
 
-def mean_figures(figures: Sequence[RankFigures]) -> RankFigures:
-    """Return the mean of each figure, 0 without any."""
-    rows = [astuple(rank_figures) for rank_figures in figures] or [(0.0,) * NUM_FIGURES]
-    return RankFigures(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+def busy_seconds(figures: RankFigures) -> float:
+    """Return a rank's seconds in forward and backward passes."""
+    return figures.get("forward_s", 0.0) + figures.get("backward_s", 0.0)
+
+
+def combined_figures(by_step: Sequence[Sequence[RankFigures]], elapsed_s: float) -> dict[str, Any]:
+    """Return the measured figures of a record by name, as the table combines them over ranks and steps.
+
+    `by_step` has every rank's figures in each step of the record, which took `elapsed_s`. What a rank does not know
+    counts 0, or makes a figure None that may be None.
+    """
+    every, combined = [figures for ranks in by_step for figures in ranks], dict[str, Any]()
+    for name, row in MEASURED.items():
+        ranks, unknown = (by_step[-1] or ({},)) if row.steps == "last" else every, math.nan if name in OPTIONAL else 0.0
+        if row.ranks == "mean of busy":
+            ranks = [figures for figures in ranks if busy_seconds(figures)]
+        values = [figures.get(row.measured, unknown) for figures in ranks]
+        total = max(values, default=0.0) if row.ranks == "max" else sum(values)
+        if row.ranks in ("mean", "mean of busy"):
+            total /= max(1, len(values))
+        if row.steps == "rate":
+            total /= elapsed_s
+        combined[name] = None if math.isnan(total) else int(total) if row.unit == "bytes" else total
+    return combined

@@ -3,85 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
-from flatout.track.record import EvalRecord, StepRecord
+from flatout.track.figures import Figure, Table, named
+from flatout.track.record import EVAL, EVAL_OF_DATA, STEP, STEP_PARTS, EvalRecord, StepRecord
 from flatout.track.run_log import MAX_NUMBER, RunLog
 from flatout.track.summary import after_warm_up, seconds_of
 from flatout.view.charts import MAX_HEAT_CELLS, Floats, Series, area_plot, figure, heat_plot, line_plot
-from flatout.view.facts import measured_balance
 
-_GIB = 2**30
 # a rank that waits this share of a step for the slowest one has the darkest color
 _DARKEST_WAIT = 0.25
 # a layer whose busiest expert has this many times the mean load has the darkest color
 _DARKEST_LOAD = 8.0
 # an expert with this many times the mean load has the darkest color; one with the mean load is half as dark
 _DARKEST_EXPERT = 2.0
-# parts of a step, in their order; `other` is what they leave of it
-PARTS = ("data_wait", "forward", "backward", "gradient_sum", "checkpoint_wait", "optimizer")
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """A chart: named values of a step, the first of which stands for a run beside other runs."""
-
-    title: str
-    unit: str
-    values: Mapping[str, Callable[[StepRecord], float | None]]
-    eval_value: Callable[[EvalRecord], float | None] | None = None
-    from_zero: bool = False
-    is_smoothed: bool = False
-    has_log: bool = False
-
-
-_MEASURES = (
-    _Measure(
-        "Loss", "nats per label token, or the objective's unit", {"training": lambda r: r.loss}, lambda e: e.eval_loss,
-        is_smoothed=True, has_log=True,
-    ),
-    _Measure(
-        "Token accuracy", "% of label tokens", {"training": lambda r: percent(r.token_accuracy)},
-        lambda e: percent(e.eval_token_accuracy), is_smoothed=True,
-    ),
-    _Measure("Throughput", "tokens/s, all ranks", {
-        "tokens": lambda r: r.tokens_per_s,
-        "label tokens": lambda r: r.label_tokens_per_s,
-        "with filler": lambda r: r.processed_tokens_per_s or None,
-    }, from_zero=True, is_smoothed=True),
-    _Measure(
-        "Model FLOPs utilization", "% of the nominal peak", {"MFU": lambda r: percent(r.mfu)},
-        from_zero=True, is_smoothed=True,
-    ),
-    _Measure(
-        "GPU use", "% of the time with a kernel running, mean of all ranks", {"use": lambda r: percent(r.gpu_use)},
-        from_zero=True, is_smoothed=True,
-    ),
-    _Measure("GPU power", "W, all ranks", {"power": lambda r: r.gpu_watts}, from_zero=True, is_smoothed=True),
-    _Measure("Memory", "GiB, highest of all ranks", {
-        "peak": lambda r: r.peak_memory_bytes / _GIB,
-        "peak reserved": lambda r: r.peak_reserved_memory_bytes / _GIB or None,
-        "now": lambda r: r.memory_bytes / _GIB or None,
-    }, from_zero=True),
-    _Measure("Learning rate", "", {"learning rate": lambda r: r.lr}, from_zero=True),
-    _Measure(
-        "Gradient norm", "before clipping", {"gradient norm": lambda r: r.grad_norm}, is_smoothed=True, has_log=True
-    ),
-    _Measure("Losses of routers", "without their factors", {
-        "balance": lambda r: r.balance_loss,
-        "z": lambda r: r.z_loss,
-    }, is_smoothed=True),
-    _Measure("Balance of ranks", "mean / max of their work", {
-        "planned": lambda r: r.balance if r.num_ranks > 1 else None,
-        "measured": measured_balance,
-    }, is_smoothed=True),
-)  # fmt: skip
-
-
+# what a chart says behind its unit of how the ranks' values combine
+_OVER_RANKS = {"max": ", highest of all ranks", "mean": ", mean of all ranks"}
 # places of records by axis: "step", "tokens" and "time"
 Axes = Mapping[str, Floats]
 
@@ -89,6 +31,7 @@ Axes = Mapping[str, Floats]
 @dataclass(frozen=True)
 class _Line:
     name: str
+    row: Figure
     axes: Axes
     ys: Floats
     is_eval: bool = False
@@ -103,21 +46,42 @@ class _Run:
     axes: Axes
     eval_axes: Axes
 
-    def lines(self, measure: _Measure) -> list[_Line]:
+    def lines(self, title: str) -> list[_Line]:
+        """Return the lines of the chart of this title, those of steps before those of evaluations."""
         steps, evals = self.log.steps, self.log.evals
-        lines = [
-            _Line(name, self.axes, np.array([value(record) for record in steps], dtype=np.float64))
-            for name, value in measure.values.items()
-        ]
-        if measure.eval_value:
-            lines.append(
-                _Line("evaluation", self.eval_axes, np.array([measure.eval_value(one) for one in evals], float), True)
-            )
-        for name in dict.fromkeys(name for one in evals for name in one.by_data) if measure.has_log else ():
-            if measure.eval_value:
-                losses = [one.by_data[name].loss if name in one.by_data else math.nan for one in evals]
-                lines.append(_Line(name, self.eval_axes, np.array(losses), True))
-        return [line for line in lines if np.isfinite(line.ys).any()]
+        lines = [_line(row.label, row, self.axes, [_value(one, name, row) for one in steps])
+                 for name, row in _rows(STEP, title, steps).items()]  # fmt: skip
+        lines += [_line("evaluation", row, self.eval_axes, [_value(one, name, row) for one in evals], is_eval=True)
+                  for name, row in _rows(EVAL, title, evals).items()]  # fmt: skip
+        for name, row in _rows(EVAL_OF_DATA, title).items():
+            for data in dict.fromkeys(data for one in evals for data in one.by_data):
+                values = [_value(one.by_data.get(data), name, row) for one in evals]
+                lines.append(_line(data, row, self.eval_axes, values, is_eval=True))
+        # a record has 0 for what an earlier version did not measure
+        return [line for line in lines if np.isfinite(line.ys).any() and (line.row.chart == title) and line.ys.any()]
+
+
+def _rows(table: Table, title: str, records: Sequence[StepRecord | EvalRecord] = ()) -> dict[str, Figure]:
+    """Return the rows of a chart; its title may be the name of a figure that an objective names."""
+    is_named = any(title in record.metrics for record in records)
+    return {title: named(title)} if is_named else {name: row for name, row in table.items() if row.chart == title}
+
+
+def _value(record: Any, name: str, row: Figure) -> float:
+    value = None if record is None else record.metrics.get(name, getattr(record, name, None))
+    return math.nan if value is None else value * row.scale
+
+
+def _line(name: str, row: Figure, axes: Axes, values: Sequence[float], *, is_eval: bool = False) -> _Line:
+    return _Line(name, row, axes, np.array(values, dtype=np.float64), is_eval)
+
+
+def _titles(logs: Iterable[RunLog]) -> list[str]:
+    """Return the charts of the table and those of figures that objectives name, which follow those of evaluations."""
+    own = [row.chart for row in STEP.values() if row.chart and row not in STEP_PARTS.values()]
+    judged = [row.chart for row in EVAL.values() if row.chart]
+    metrics = [name for log in logs for ones in (log.steps, log.evals) for one in ones for name in one.metrics]
+    return list(dict.fromkeys((*judged, *metrics, *own)))
 
 
 def curves(logs: Mapping[str, RunLog]) -> str:
@@ -127,33 +91,23 @@ def curves(logs: Mapping[str, RunLog]) -> str:
     x_names = {"step": "step", "tokens": "tokens", "time": f"{unit} of training"}
     runs = [_on_axes(name, log, seconds) for name, log in logs.items()]
     charts: list[str] = []
-    metrics = (one.metrics for log in logs.values() for ones in (log.steps, log.evals) for one in ones)
-    names = dict.fromkeys(name for metric in metrics for name in metric)
-    for measure in (*_MEASURES[:2], *map(_named, names), *_MEASURES[2:]):
-        of_runs = [(run.name, run.lines(measure)) for run in runs]
+    for title in _titles(logs.values()):
+        of_runs = [(run.name, run.lines(title)) for run in runs]
         if len(runs) == 1:
-            charts.append(_chart(measure.title, measure, of_runs[0][1], x_names))
+            charts.append(_chart(title, of_runs[0][1], x_names))
             continue
-        for title, is_eval in ((measure.title, False), (f"{measure.title}, evaluation", True)):
+        for shown, is_eval in ((title, False), (f"{title}, evaluation", True)):
             # the first line stands for its run
             firsts = [(name, [one for one in lines if one.is_eval == is_eval][:1]) for name, lines in of_runs]
-            lines = [replace(line, name=name) for name, metric in firsts for line in metric]
-            charts.append(_chart(title, measure, lines, x_names))
+            charts.append(_chart(shown, [replace(one, name=name) for name, ones in firsts for one in ones], x_names))
     if len(runs) == 1:
-        charts += [_step_time(runs[0], x_names), _waiting(runs[0], x_names), *_experts(runs[0], x_names)]
+        charts += [
+            _balance(runs[0], x_names),
+            _step_time(runs[0], x_names),
+            _waiting(runs[0], x_names),
+            *_experts(runs[0], x_names),
+        ]
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
-
-
-def percent(share: float | None) -> float | None:
-    """Return a share in percent; None if it was not measured."""
-    return None if share is None else 100 * share
-
-
-def _named(name: str) -> _Measure:
-    """Return the chart of a figure that an objective names."""
-    return _Measure(
-        name, "", {"training": lambda r: r.metrics.get(name)}, lambda e: e.metrics.get(name), is_smoothed=True
-    )
 
 
 def _on_axes(name: str, log: RunLog, unit_s: float) -> _Run:
@@ -165,19 +119,33 @@ def _on_axes(name: str, log: RunLog, unit_s: float) -> _Run:
     return _Run(name, log, {"step": steps[1:], "tokens": tokens[1:], "time": seconds[1:]}, eval_axes)
 
 
-def _chart(title: str, measure: _Measure, lines: Sequence[_Line], x_names: Mapping[str, str]) -> str:
-    """Return a chart of lines on every axis, also on a log scale if the measure has one."""
-    plots = []
-    for scale in ("linear", "log") if measure.has_log else ("",):
+def _chart(title: str, lines: Sequence[_Line], x_names: Mapping[str, str]) -> str:
+    """Return a chart of lines on every axis, also on a log scale if its first line has one; nothing without lines."""
+    if not lines:
+        return ""
+    first, plots = lines[0].row, []
+    for scale in ("linear", "log") if first.has_log else ("",):
         for axis, x_name in x_names.items():
             drawn = [
-                Series(one.name, one.axes[axis], one.ys, color, measure.is_smoothed and not one.is_eval, one.is_eval)
+                Series(one.name, one.axes[axis], one.ys, color, not (one.row.is_smooth or one.is_eval), one.is_eval)
                 for color, one in enumerate(lines)
             ]
             show = {"axis": axis} | ({"scale": scale} if scale else {})
-            plots.append(line_plot(drawn, x_name, show, from_zero=measure.from_zero, is_log=scale == "log"))
+            plots.append(line_plot(drawn, x_name, show, from_zero=first.from_zero, is_log=scale == "log"))
     entries = [(one.name, color, float(one.ys[np.isfinite(one.ys)][-1])) for color, one in enumerate(lines)]
-    return figure(title, plots, unit=measure.unit, entries=entries)
+    return figure(title, plots, unit=first.shown_unit + _OVER_RANKS.get(first.ranks, ""), entries=entries)
+
+
+def _balance(run: _Run, x_names: Mapping[str, str]) -> str:
+    """Return the balance of ranks, planned and measured; nothing for one rank."""
+    steps, row = run.log.steps, STEP["balance"]
+    values = {
+        "planned": [record.balance if record.num_ranks > 1 else None for record in steps],
+        "measured": [record.measured_balance for record in steps],
+    }
+    lines = [_line(name, row, run.axes, [math.nan if one is None else row.scale * one for one in of_name])
+             for name, of_name in values.items()]  # fmt: skip
+    return _chart("Balance of ranks", [line for line in lines if np.isfinite(line.ys).any()], x_names)
 
 
 def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
@@ -186,9 +154,9 @@ def _step_time(run: _Run, x_names: Mapping[str, str]) -> str:
     if not steps:
         return ""
     is_measured = np.isin(run.axes["step"], [record.step for record in steps])
-    parts = np.array([[getattr(record, f"{part}_s") for record in steps] for part in PARTS])
+    parts = np.array([[getattr(record, name) for record in steps] for name in STEP_PARTS])
     parts = np.vstack([parts, np.maximum(0.0, np.array([record.step_s for record in steps]) - parts.sum(axis=0))])
-    names = [part.replace("_", " ") for part in (*PARTS, "other")]
+    names = [*(row.label for row in STEP_PARTS.values()), "other"]
     means = np.average(parts, axis=1, weights=[record.num_recorded for record in steps])
     total = float(means.sum()) or 1.0
     plots = [area_plot(names, run.axes[axis][is_measured], parts, x, {"axis": axis}) for axis, x in x_names.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,11 +11,12 @@ import yaml
 from flatout.config.read import flatten, make_config
 from flatout.errors import FlatoutError
 from flatout.io.redact import redacted
-from flatout.track.record import StepRecord
+from flatout.track.figures import gib, short_count, short_time
+from flatout.track.record import EVAL, STEP
 from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import stages_of
-from flatout.track.summary import RunSummary, short_count, short_time
+from flatout.track.summary import RunSummary
 
 NONE = "–"
 # settings that differ between any two runs and say nothing about a result
@@ -26,10 +27,11 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return the figures that a run is judged by: (name, value, note)."""
     first, last, facts = summary.first_loss, summary.last_loss, []
     if first is not None and last is not None:
-        facts.append(("Training loss", f"{last:.4f}", f"{first:.4f} at the start"))
+        facts.append(("Training loss", STEP["loss"].write(last), f"{STEP['loss'].write(first)} at the start"))
     if one := summary.evaluation:
-        facts.append(("Evaluation loss", f"{one.last:.4f}", f"{one.first:.4f} at the first evaluation"))
-        facts.append(("Best evaluation loss", f"{one.best:.4f}", f"after step {one.best_step:,}"))
+        write = EVAL["eval_loss"].write
+        facts.append(("Evaluation loss", write(one.last), f"{write(one.first)} at the first evaluation"))
+        facts.append(("Best evaluation loss", write(one.best), f"after step {one.best_step:,}"))
     facts.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
     if summary.num_steps:
         label = f"{short_count(summary.num_label_tokens)} label tokens"
@@ -37,11 +39,12 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         facts.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
     if summary.tokens_per_s is not None:
         warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
-        facts.append(("Throughput", f"{summary.tokens_per_s:,.0f}", f"tokens/s{warm}"))
+        facts.append(("Throughput", STEP["tokens_per_s"].write(summary.tokens_per_s), f"tokens/s{warm}"))
     if summary.mfu is not None:
-        facts.append(("MFU", f"{summary.mfu:.1%}", "of the nominal peak"))
+        facts.append(("MFU", STEP["mfu"].write(summary.mfu), "of the nominal peak"))
     if summary.peak_memory_bytes:
-        facts.append(("Peak memory", gib(summary.peak_memory_bytes), "highest of all ranks"))
+        write = STEP["peak_memory_bytes"].write
+        facts.append(("Peak memory", write(summary.peak_memory_bytes), "highest of all ranks"))
     parts = {name.removesuffix("_s").replace("_", " "): lost_s for name, lost_s in asdict(summary.lost).items()}
     greatest = sorted(parts, key=lambda name: -parts[name])[:2]
     if summary.num_steps and parts[greatest[0]]:
@@ -50,13 +53,22 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     return facts
 
 
-# figures of which one run's is the best, and which it is
-BETTER: Mapping[str, Callable[[Iterable[float]], float]] = {
-    "Training loss": min, "Evaluation loss": min, "Best evaluation loss": min, "Throughput": max, "MFU": max,
+# figures of the headline by which one run is the best
+_JUDGED = {
+    "Training loss": STEP["loss"], "Evaluation loss": EVAL["eval_loss"], "Best evaluation loss": EVAL["eval_loss"],
+    "Throughput": STEP["tokens_per_s"], "MFU": STEP["mfu"],
 }  # fmt: skip
 
 
-def number_of(shown: str) -> float | None:
+def best_of(name: str, shown: Sequence[str]) -> str | None:
+    """Return the best of what runs show for a figure of the headline; None if there is no best."""
+    known = {number: one for one in shown if (number := _number_of(one)) is not None}
+    if name not in _JUDGED or len(known) < 2:
+        return None
+    return known[min(known) if _JUDGED[name].better == "less" else max(known)]
+
+
+def _number_of(shown: str) -> float | None:
     """Return the number that a figure shows, None if it shows none."""
     try:
         return float(shown.rstrip("%").replace(",", ""))
@@ -78,7 +90,7 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
     padding = 1.0 - tokens / padded if padded else 0.0
     shared = sum(r.num_tokens * r.num_recorded * r.shared_share for r in steps) / max(1, tokens)
     balance = sum(record.balance for record in steps) / len(steps) if steps else 0.0
-    balances = [one for record in steps if (one := measured_balance(record)) is not None]
+    balances = [one for record in steps if (one := record.measured_balance) is not None]
     measured = f", {sum(balances) / len(balances):.1%} measured" if balances else ""
     peak = max((record.peak_memory_bytes for record in steps), default=0)
     return [
@@ -90,7 +102,7 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
         *([("padding", f"{plan.padding_share:.1%}", f"{padding:.1%}")] if plan.layout == "rows" else ()),
         *([("shared prefixes", f"{plan.shared_share:.1%}", f"{shared:.1%}")] if plan.shared_share else ()),
         ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
-        ("memory of a rank", gib(plan.memory_bytes or 0), gib(peak)),
+        ("memory of a rank", *(gib(one) if one else NONE for one in (plan.memory_bytes, peak))),
     ]
 
 
@@ -100,12 +112,6 @@ def start_rows(log: RunLog) -> list[tuple[str, str]]:
     stages = stages_of(starts[-1]) if starts else {}
     rows = [(name, f"{seconds:.2f}") for name, seconds in stages.items()]
     return [*rows, ("launch to the end of the first step", f"{sum(stages.values()):.2f}")] if rows else []
-
-
-def measured_balance(record: StepRecord) -> float | None:
-    """Return mean / max of the ranks' forward and backward seconds; None for one rank, or before they are known."""
-    busy = record.rank_busy_s
-    return sum(busy) / len(busy) / max(busy) if max(busy, default=0.0) > 1e-9 else None
 
 
 def settings_of(log: RunLog) -> Mapping[str, Any]:
@@ -166,8 +172,3 @@ def show(value: Any) -> str:
     """Return the value of a setting as YAML writes it."""
     is_plain = isinstance(value, str) and value
     return value if is_plain else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n...")[0].strip()
-
-
-def gib(num_bytes: float) -> str:
-    """Return bytes in GiB; a dash for none, which are not known."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes else NONE

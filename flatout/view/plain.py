@@ -11,7 +11,8 @@ from pydantic import TypeAdapter
 
 from flatout.io.json_file import encode_json
 from flatout.io.redact import printable
-from flatout.track.record import EvalRecord
+from flatout.track.figures import named
+from flatout.track.record import EVAL, EvalRecord
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
 from flatout.view.facts import (
@@ -49,7 +50,7 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
         parts += ["## Start-up", table(["stage", "s"], started)]
     if log.evals:
         losses = [
-            (f"{e.step:,}", f"{e.eval_loss:.4f}", *figures_of(e).values(), "best" if e.is_best else "")
+            (f"{e.step:,}", EVAL["eval_loss"].write(e.eval_loss), *figures_of(e).values(), "best" if e.is_best else "")
             for e in log.evals
         ]
         parts += ["## Evaluations", table(["step", "loss", *figures_of(log.evals[-1]), ""], losses)]
@@ -67,8 +68,8 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
 def figures_of(record: EvalRecord) -> dict[str, str]:
     """Return what an evaluation measured besides the loss, by name."""
     accuracy = record.eval_token_accuracy
-    shown = {} if accuracy is None else {"token accuracy": f"{accuracy:.1%}"}
-    return shown | {text_of(name): f"{value:.4g}" for name, value in record.metrics.items()}
+    shown = {} if accuracy is None else {"token accuracy": EVAL["eval_token_accuracy"].write(accuracy)}
+    return shown | {text_of(name): named(name).write(value) for name, value in record.metrics.items()}
 
 
 def json_report(logs: Mapping[str, RunLog]) -> str:

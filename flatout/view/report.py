@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from flatout.track.figures import short_count
 from flatout.track.record import Answer, describe_event
 from flatout.track.run_log import RunLog
-from flatout.track.summary import ROUTINE_EVENTS, short_count, summarize
+from flatout.track.summary import ROUTINE_EVENTS, summarize
 from flatout.view.charts import bar_plot, figure
 from flatout.view.curves import curves
 from flatout.view.facts import (
-    BETTER,
+    best_of,
     changed_settings,
     different_settings,
     headline,
     notes_rows,
-    number_of,
     plan_rows,
     results,
     settings_of,
@@ -88,13 +88,9 @@ def runs_fragment(logs: Mapping[str, RunLog]) -> str:
 
 
 def _marked(name: str, *values: str) -> list[tuple[str, bool]]:
-    """Return the figures of runs, each with whether it is the best; only of one that not all runs have."""
-    numbers = [number_of(value) for value in values]
-    known = {one for one in numbers if one is not None}
-    if name not in BETTER or len(known) < 2:
-        return [(value, False) for value in values]
-    best = BETTER[name](known)
-    return [(value, number == best) for value, number in zip(values, numbers, strict=True)]
+    """Return the figures of runs, each with whether it is the best."""
+    best = best_of(name, values)
+    return [(value, value == best) for value in values]
 
 
 def _lead(log: RunLog) -> str:

@@ -19,7 +19,7 @@ from flatout.io.json_file import read_json, validated
 from flatout.planner.cost import COST_BY_TOKENS
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import make_plan, select_samples
-from flatout.track.summary import short_count
+from flatout.track.figures import short_count
 from flatout.view.charts import bar_plot, figure
 from flatout.view.packing import draw_packing
 from flatout.view.page import page, render, text, visible

@@ -160,6 +160,12 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
             assert len(part) < 8 or part in text, (heading, part)
 
 
+def test_the_page_of_metrics_is_the_table_of_figures() -> None:
+    page = DOCS / "reference" / "metrics.md"
+    generate = runpy.run_path(str(page.with_name("generate.py")))
+    assert page.read_text() == "\n".join(generate["metrics"]()), "python docs/reference/generate.py"
+
+
 @pytest.mark.skipif(find_spec("zensical") is None, reason="needs the `docs` extra")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in ("docs", "mkdocs.yml", "flatout"):

@@ -209,7 +209,7 @@ def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> Non
     outcome = launch_step(run, empty)()
     assert outcome is not None
     assert outcome.skipped == "no label tokens"
-    assert [rank.peak_memory_bytes > 0 for rank in outcome.rank_figures] == [True]
+    assert [rank["peak_memory_bytes"] > 0 for rank in outcome.rank_figures] == [True]
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
     run.progress.advance(empty, updated=outcome.skipped is None, num_naive_tokens=0)
     assert (run.progress.step, run.progress.num_updates) == (1, 0)

@@ -2,6 +2,10 @@
 
 import ast
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from flatout.cli.main import main
+from flatout.config.read import dump_config
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.rows.formats.fields import Reading
@@ -147,6 +152,47 @@ def test_a_verb_is_one_value_and_one_entry_point(
     (installed / "entry_points.txt").write_text("[flatout.verbs]\ntrain = greeting:run\n")
     assert main(["--help"]) == 2
     assert "train (greeting:run)" in capsys.readouterr().err
+
+
+METRIC = '            "num_threads": threading.active_count(),\n'
+METRIC_ROW = """    num_threads: Annotated[int, Figure(
+        "threads of a rank's process", "threads", ranks="max", measured="num_threads", line="{} threads",
+        console=6, chart="Host threads", label="threads",
+    )] = 0
+"""
+
+
+def test_a_metric_is_one_row_and_one_place_that_computes_it(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """In a copy of the package, as the playbook says; everything that shows figures shows it."""
+    shutil.copytree(ROOT / "flatout", tmp_path / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, before, new in (
+        ("track/record.py", "    metrics: Mapping[str, float]", METRIC_ROW),
+        ("trainer/rank_meter.py", "            **memory_bytes(self._device),", METRIC),
+        ("trainer/rank_meter.py", "import time\n", "import threading\n"),
+    ):
+        path = tmp_path / "flatout" / file
+        path.write_text(path.read_text().replace(before, new + before, 1))
+    run, env = tmp_path / "run", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "run.yaml").write_text(dump_config(tiny.config(run, batch={"max_steps": 1})))
+    code = f"""if True:
+        import flatout
+        from pathlib import Path
+        from flatout.track.run_log import read_run
+        from flatout.track.tracker import metrics
+        assert flatout.__file__.startswith({str(tmp_path)!r})
+        print(metrics(read_run(Path({str(run)!r})).steps[0])["train/num_threads"])"""
+    shown = []
+    for words in (["-m", "flatout", "train", "run.yaml"], ["-m", "flatout", "report", "run"], ["-c", code]):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shown.append(done.stdout)
+    (line,) = metrics_of(run)
+    assert line["num_threads"] >= 1
+    words = f"{line['num_threads']} threads"
+    assert words in shown[0]
+    assert words in (run / "train.log").read_text()
+    assert "Host threads" in (run / "report.html").read_text()
+    assert shown[2].split() == [str(line["num_threads"])]
 
 
 class Listener(Callback):

@@ -93,9 +93,9 @@ def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, lo
     console.print(watch.view(read_run(tmp_path / "run"), 60))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 60
-    for shown in ("20/40  0:01:15 left", "1.0000   █", "1.5000   █▁", "best 1.5000, step 20", "MFU 40%", "peak 2.0"):
+    for shown in ("20/40  0:01:15 left", "1.0000   █", "1.5000   █▁", "best 1.5000, step 20", "MFU 40.0%", "peak 2.0"):
         assert shown in text
-    assert "data 10% forward 30% backward 50%" in text
+    assert "data wait 10% forward 30% backward 50%" in text
     # control characters of a log do not reach the terminal
     assert "0.1 s ██████████  a warning\\x1b[2J of rank 1" in text
     assert "skipped  step 7" in text

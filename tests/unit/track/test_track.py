@@ -65,8 +65,8 @@ def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path: Path) -> Non
     reporter.event("saved", {"path": "step-1", "staged_s": 0.5, "copied_s": 0.1, "save_s": 0.7})
     log = (tmp_path / "train.log").read_text().splitlines()
     assert [line.split(maxsplit=1)[1] for line in log] == [
-        "step       1/100  loss 2.5000  acc 25.0%  lr 1.00e-04  norm 0.50  1,000 tok/s (600 label)  MFU 40.4%  "
-        "padding avoided 40%  1.00 GiB",
+        "step       1/100  loss 2.5000  acc 25.0%  lr 1.00e-04  norm 0.50  1,000 tok/s  600 label tok/s  MFU 40.4%  "
+        "padding avoided 40%  1.00 GiB  0 s left",
         "eval       step 1: loss 2.0000  accuracy 50.0% (best)",
         "saved      path step-1  save_s 0.7",
     ]
@@ -184,14 +184,14 @@ def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines() -> No
 def test_on_a_terminal_a_bar_shows_the_figures() -> None:
     text = shown(is_terminal=True)
     assert "100/100" in text
-    assert "loss 2.5000  0 s left  1k tok/s  MFU 40%  1.0 GiB" in text
+    assert "loss 2.5000  0 s left  1,000 tok/s  MFU 40.4%  1.00 GiB" in text
 
 
 def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
     out = io.StringIO()
     ConsoleCallback(Console(file=out, width=200)).on_step(replace(STEP, mfu=None))
     assert "MFU" not in out.getvalue()
-    assert "1k tok/s  1.0 GiB" in out.getvalue()
+    assert "1,000 tok/s  1.00 GiB" in out.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -205,7 +205,7 @@ def test_the_lines_of_a_long_run_fit_80_columns(is_terminal: bool) -> None:
     reporter.end(END)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
     assert max(len(line) for line in plain.splitlines()) <= 80
-    assert "120.0 GiB" in plain
+    assert "120.00 GiB" in plain
 
 
 def test_every_recorded_step_is_shown_when_asked_for() -> None:

@@ -14,7 +14,7 @@ from flatout.trainer import gpu_use
 from flatout.trainer.gpu_use import GpuUse
 from flatout.trainer.run import train
 
-UNKNOWN = {"gpu_watts": 0.0, "gpu_use": 0.0}
+UNKNOWN: dict[str, float] = {}
 
 
 def test_power_is_the_mean_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:

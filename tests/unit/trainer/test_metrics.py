@@ -78,8 +78,8 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
     records: list[Any] = []
     run = make_run(records, [], config=SimpleNamespace(log_every_steps=2))
     meter = Meter(run)
-    busy = RankFigures(forward_s=2.0, backward_s=4.0, data_wait_s=1.0, peak_memory_bytes=8.0)
-    idle = RankFigures(peak_memory_bytes=6.0)
+    busy = {"forward_s": 2.0, "backward_s": 4.0, "data_wait_s": 1.0, "peak_memory_bytes": 8.0}
+    idle = {"peak_memory_bytes": 6.0}
     first, second = steps(run)
     meter.end_step(first, StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, rank_figures=(busy, idle)))
     meter.end_step(
@@ -92,11 +92,13 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
     assert record.tokens_per_s * record.step_s * 2 == pytest.approx(first.num_tokens)
 
 
-@pytest.mark.parametrize(("other_watts", "expected"), [(100.0, (400.0, 0.5)), (0.0, (None, None))])
-def test_power_is_of_all_ranks_or_not_known(other_watts: float, expected: tuple[float | None, ...]) -> None:
+@pytest.mark.parametrize(
+    ("other", "expected"), [({"gpu_watts": 100.0, "gpu_use": 0.2}, (400.0, 0.5)), ({}, (None, None))]
+)
+def test_power_is_of_all_ranks_or_not_known(other: RankFigures, expected: tuple[float | None, ...]) -> None:
     records: list[Any] = []
     run = make_run(records, [])
-    ranks = (RankFigures(gpu_watts=300.0, gpu_use=0.8), RankFigures(gpu_watts=other_watts, gpu_use=0.2))
+    ranks = ({"gpu_watts": 300.0, "gpu_use": 0.8}, other)
     Meter(run).end_step(steps(run)[0], StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3, rank_figures=ranks))
     assert (records[0].gpu_watts, records[0].gpu_use) == expected
 

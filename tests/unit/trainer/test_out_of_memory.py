@@ -229,7 +229,7 @@ def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Pa
     run.rank_meter.start_step(0.0)
     accumulate_gradients(run, step)
     calm = run.rank_meter.figures(0.0)
-    assert calm.num_processed_tokens == step.num_tokens
+    assert calm["num_processed_tokens"] == step.num_tokens
     wanted = [parameter.grad.clone() for parameter in run.parameters]
     run.optimizer.zero_grad(set_to_none=True)
     run.rank_meter.start_step(0.0)
@@ -238,7 +238,7 @@ def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Pa
     handle.remove()
     assert len(events.of("out_of_memory")) == 1
     # passes that were repeated count once
-    assert run.rank_meter.figures(0.0).num_processed_tokens == step.num_tokens
+    assert run.rank_meter.figures(0.0)["num_processed_tokens"] == step.num_tokens
     for one, parameter in zip(wanted, run.parameters, strict=True):
         assert torch.allclose(one, parameter.grad, rtol=1e-9, atol=1e-15)
     assert all(torch.equal(one, other) for one, other in zip(expected, run.parameters, strict=True))
