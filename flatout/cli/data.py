@@ -52,10 +52,6 @@ def add_arguments(parser: Parser) -> None:
     add("--yes", action="store_true", help="accept the proposed columns if the rows fit no format")
     add("--weight", action="append", default=[], type=float, help="weight of a source in the mix; one per source")
     add("--media-root", type=Path, help="folder that relative image paths start from (that of the data file)")
-    add(
-        "--allowed-media-domain", action="append", dest="allowed_media_domains", metavar="HOST",
-        help="host that images may be downloaded from, such as *.example.org; *: any; repeatable",
-    )  # fmt: skip
     add("--template", help="chat template: a name or a .jinja file (the tokenizer's own)")
     add("--template-arg", action="append", default=[], metavar="NAME=VALUE", help="template variable; repeatable")
     add("--new-token", action="append", dest="new_tokens", help="token to add to the tokenizer; repeatable")
@@ -68,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
     add("--max-tokens", type=int, help="maximum tokens per sample (2048); 0: no limit")
     add("--too-long", help="auto, error, drop, truncate or split")
     add("--on-bad-row", help="error or skip")
-    add("--dedupe", help="exact, near or off: drop rows that repeat an earlier one (off)")
+    add("--dedupe", help="exact or off: drop rows that repeat an earlier one (off)")
     add("--print-samples", action="store_true", help="print the first samples as text")
     add("--num-procs", type=int, help="tokenizer processes")
     add("--replace", action="store_true", help="overwrite a data set of that name if it differs or has images")

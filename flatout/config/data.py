@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from flatout.config.section import PathText, Section
+from flatout.errors import Fix, SettingError
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
@@ -24,14 +25,6 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _host_pattern(text: str) -> str:
-    if not re.fullmatch(r"[\w.*-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}", text):  # a name, or an IPv6 address
-        raise ValueError(f"{text!r} is no host; give one such as images.example.org, *.example.org or *")
-    return text.lower()
-
-
-Domain = Annotated[str, AfterValidator(_host_pattern)]
-"""A host, with * for any part of its name."""
 Text = Annotated[str, AfterValidator(_encodable)]
 """Text that a tokenizer takes."""
 Format = Literal[
@@ -39,7 +32,7 @@ Format = Literal[
     "glaive", "gemini", "preference", "reward", "kto", "classify",
 ]  # fmt: skip
 KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
-Dedupe = Literal["exact", "near", "off"]
+Dedupe = Literal["exact", "off"]
 
 _SUFFIXES = (
     ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".txt", ".zip", ".tar", ".tgz",
@@ -109,9 +102,6 @@ class DataConfig(Section):
     `special_tokens`)."""
     media_root: Path | None = None
     """Folder that relative image paths start from; null: the folder of the data file."""
-    allowed_media_domains: list[Domain] = []
-    """Hosts from which images may be downloaded: [images.example.org, "*.example.com"], or ["*"] for all; empty: URLs
-    are errors. A host with a non-public address must be listed by its full name."""
     template: PathText | None = None
     """Chat template: chatml, llama-3, qwen3, gemma, mistral, phi, zephyr, alpaca, plain or a .jinja file; null:
     the tokenizer's own."""
@@ -140,9 +130,7 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """error: stop the build at the first bad rows and name file, row and field; skip: drop, count and list them."""
     dedupe: Dedupe = "off"
-    """Drop and count rows that repeat an earlier one. exact: the same tokens and loss mask; near: also rows whose texts
-    without and with loss are both similar, such as edited copies (half of the rows with a Jaccard index of 0.86 in
-    both are found); off: none."""
+    """Drop and count rows that repeat an earlier one. exact: the same tokens and loss mask; off: none."""
     num_samples: int | None = Field(default=None, ge=1)
     """Use only this many rows, chosen as `shuffle` says; null: all."""
     shuffle: bool = True
@@ -174,7 +162,10 @@ class DataConfig(Section):
 
     @field_validator("dedupe", mode="before")
     @classmethod
-    def _yaml_off(cls, value: object) -> object:
+    def _exact_or_off(cls, value: object) -> object:
+        if value == "near":
+            text = "near-duplicates are not searched for; remove them first, with datatrove or text-dedup"
+            raise SettingError(text, Fix({"data.dedupe": "exact"}, "drops equal rows"))
         # YAML reads a bare `off` as false
         return "off" if value is False else value
 

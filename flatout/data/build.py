@@ -24,7 +24,6 @@ from flatout.data.conversation import Conversation
 from flatout.data.dedupe import SeenRows
 from flatout.data.judged import own_columns
 from flatout.data.pictures.changes import changed_pictures, files_of
-from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
 from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.formats.parser import RowParser, make_parser
@@ -157,7 +156,8 @@ def _kept_store(
 ) -> tuple[TokenStore | None, str]:
     """Return the store in `folder` if it is as `meta` says, and what is known of its pictures; else None, and why not.
 
-    A setting that it does not record is younger than the store, which has what the setting's default gives.
+    A setting that it does not record is younger than the store, which has what the setting's default gives. One that no
+    longer exists changes nothing if it was off.
     """
     try:
         store = TokenStore.open(folder)
@@ -165,6 +165,7 @@ def _kept_store(
         return None, error.text
     asked = meta.settings.items()
     known = {name: value for name, value in asked if name in store.meta.settings or value != _DEFAULTS[name]}
+    known |= {name: value for name, value in store.meta.settings.items() if name not in _DEFAULTS and not value}
     if not store.meta.has_content(_fingerprint(content | {"settings": known})):
         return None, _change(store.meta, meta) or "its rows or the way they are read changed"
     if store.meta.processor not in ("", meta.processor):
@@ -285,8 +286,7 @@ def _build(
     log: Log,
 ) -> None:
     meta, content = described
-    downloads = Downloads(folder.with_name(f".{folder.name}.pictures"), config.allowed_media_domains, log)
-    to_tokens = _sample_tokenizer(config, meta, tokenizer_name, downloads.folder)
+    to_tokens = _sample_tokenizer(config, meta, tokenizer_name)
     notes: list[str] = []
 
     def log_note(text: str) -> None:
@@ -304,14 +304,14 @@ def _build(
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
-    done = Done(report, SeenRows(config.dedupe))
+    done = Done(report, SeenRows())
     with (
         new_store(folder, to_tokens.num_ids, _identity(meta, content), done.restore, columns) as writer,
         _kept(writer, done, log),
     ):
         if done.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
-        chunks = downloads.ahead(islice(_chunks(readers, copies, report, log_note), done.num_chunks, None))
+        chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
         on_chunk = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             tokens = done.seen.without_repeated(read)
@@ -328,10 +328,9 @@ def _build(
         meta = meta if meta.counts.get("pictures") else replace(meta, processor="")
         meta = _with_template(meta, to_tokens, log_note) if report.counts["conversations"] else _without_template(meta)
         left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
-        for text in left_out + downloads.notes() + report.notes():
+        for text in left_out + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)), done.picture_files)
-    downloads.remove()
 
 
 def _with_template(meta: StoreMeta, to_tokens: SampleTokenizer, log: Log) -> StoreMeta:
@@ -356,7 +355,7 @@ def _opening_lines(readers: Readers) -> Iterator[str]:
             yield source.held_out
 
 
-def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, downloads: Path) -> SampleTokenizer:
+def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str) -> SampleTokenizer:
     options = TokenizeOptions(
         meta.tokenizer,
         meta.template,
@@ -372,7 +371,6 @@ def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str, 
         added_tokens=tuple(config.added_tokens.items()),
         dedupe=config.dedupe,
         media_root=config.media_root,
-        downloads=downloads if config.allowed_media_domains else None,
     )
     return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
 

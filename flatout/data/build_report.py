@@ -25,9 +25,7 @@ from flatout.errors import DataError, Fix
 MAX_PROBLEMS = 5
 _CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left", "too_long": "too long"}
 _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to report more of them at once
-# rows that data.dedupe leaves out; nothing else is counted of them
-_REPEATED = ("equal_rows", "near_rows")
-_LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control", *_REPEATED)
+_LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control", "equal_rows")
 _COUNTED = (
     *_LISTED, "deduped_tokens", "deduped_labels", "rows", "bad", "kept", "samples", "conversations", "duplicates",
     "windows_without_labels",
@@ -86,7 +84,7 @@ class BuildReport:
         self.counts.update({"rows": rows + len(problems), "bad": len(problems), "typed_control": len(done.typed_rows)})
         self.counts.update(done.counts)
         self.counts.update(fate for fate in done.fates if fate != "bad")
-        unmeasured = ("bad", *_REPEATED)
+        unmeasured = ("bad", "equal_rows")  # nothing else is counted of these
         lengths = Counter(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate not in unmeasured)
         listed = [(fate, index) for index, fate in enumerate(done.fates) if fate in _LISTED]
         listed += [("typed_control", index) for index in done.typed_rows]
@@ -257,7 +255,6 @@ class BuildReport:
             "name such a file .tsv, with a line of column names, to read its columns",
             "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
             "equal_rows": "rows were dropped: equal to an earlier row (data.dedupe)",
-            "near_rows": "rows were dropped: near copies of an earlier row (data.dedupe=near)",
             "duplicates": "samples are duplicates; they are kept",
         }
         if counts["pictures"]:
@@ -371,7 +368,7 @@ def timed(
 ) -> Callable[[int], None]:
     """Return what to call with the rows done: it tells `progress`, and `log` every TOLD_EVERY_S."""
     start_s = reported_s = time.monotonic()
-    progress(num_before, total)  # the first rows may wait for their pictures
+    progress(num_before, total)
 
     def tell(num_rows: int) -> None:
         nonlocal reported_s

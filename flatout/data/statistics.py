@@ -31,7 +31,6 @@ ROW_FATES = {
     "lost_labels": "dropped: no label left after truncation",
     "no_labels": "dropped: no label tokens",
     "equal_rows": "dropped: equal to an earlier row",
-    "near_rows": "dropped: near copy of an earlier row",
     "duplicates": "duplicates",
     "typed_control": "rows with control tokens as text",
     "sorted_results": "rows whose results of calls were put in order",

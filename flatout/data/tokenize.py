@@ -57,7 +57,6 @@ class TokenizeOptions:
     added_tokens: tuple[tuple[str, bool], ...] = ()
     dedupe: Dedupe = "off"
     media_root: Path | None = None
-    downloads: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class SampleTokenizer:
         name, added = options.tokenizer_name, dict(options.added_tokens)
         self.tokenizer = load_tokenizer(name, added=added) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
-        self.pictures = RowPictures(name, self.tokenizer, options.media_root, options.downloads)
+        self.pictures = RowPictures(name, self.tokenizer, options.media_root)
         self._control = control_pattern(self.tokenizer)
         # plain documents start with bos if the tokenizer itself starts every text with it
         self._bos = [int(self.tokenizer.bos_token_id)] if begins_with_bos(self.tokenizer) else []

@@ -29,7 +29,7 @@ from flatout.data.conversation import Conversation, ParsedRow, PreferenceRow
 from flatout.data.encode import TokenizedText
 from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.pictures.processor import Picture
-from flatout.data.row_keys import KEY_WORDS, row_key
+from flatout.data.row_keys import row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
 from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
@@ -71,9 +71,9 @@ class TokenizedChunk:
 
     `num_tokens[i]` is the length of row i before the length policy (0 for a bad row), `fates[i]` what happened to it;
     `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows. With `data.dedupe`, `keys`
-    uint64 [rows, words] tell rows apart, and `row_counts` are each row's part of `counts`. `unit_sizes` int64 [units]
-    are the pieces of each unit, None if each is one; `columns` [units] have their values. `pictures` are those of each
-    piece, () if none has any.
+    tell rows apart (empty for one without pieces), and `row_counts` are each row's part of `counts`. `unit_sizes` int64
+    [units] are the pieces of each unit, None if each is one; `columns` [units] have their values. `pictures` are those
+    of each piece, () if none has any.
     """
 
     token_ids: NDArray[np.int32]
@@ -85,7 +85,7 @@ class TokenizedChunk:
     typed_rows: list[int]
     problems: list[Problem]
     counts: Counter[str]
-    keys: NDArray[np.uint64]
+    keys: list[bytes]
     row_counts: Mapping[int, Mapping[str, int]]
     unit_sizes: NDArray[np.int64] | None = None
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -142,8 +142,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
     typed_rows, problems, counts = list[int](), dict[int, Problem](), Counter[str]()
     pieces, piece_row, units = list[TokenizedText](), list[int](), list[TokenizedSample]()
-    policy, row_counts = tokenizer.options.dedupe, dict[int, Mapping[str, int]]()
-    keys = np.zeros((len(chunk.rows), KEY_WORDS[policy]), np.uint64)
+    keys, row_counts = [b""] * len(chunk.rows), dict[int, Mapping[str, int]]()
     # in turns of one kind of work: what parsing, rendering and encoding look up stays in the processor's cache
     samples: list[tuple[int, ParsedRow, Sequence[MaskedText]]] = []
     for index, row in enumerate(chunk.rows):
@@ -174,10 +173,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         piece_row += [index] * len(result.pieces)
         units.append(result)
         counts.update(result.counts)
-        if policy != "off" and result.pieces:
-            is_whole = result.counts["tokens"] == sum(len(piece.token_ids) for piece in result.pieces)
-            decode = None if is_whole else tokenizer.tokenizer.decode
-            keys[index] = row_key(policy, sample, result.pieces, tokenizer.options.loss_type, decode)
+        if tokenizer.options.dedupe != "off" and result.pieces:
+            keys[index] = row_key(sample, result.pieces)
             row_counts[index] = result.counts
         if result.counts.get("typed_control_tokens"):
             typed_rows.append(index)

@@ -55,7 +55,7 @@ from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
 UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
-LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows", "near_rows")
+LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows")
 # what ranks compare, in words
 FACTS_BY_NAME = {
     "optim": "optimizer's file",

@@ -20,8 +20,6 @@ PACKAGE = ROOT / "flatout"
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {
     "flatout/data/rows/remote.py: _fetch_range": "fsspec calls it",
-    "flatout/data/pictures/fetch.py: http_open": "urllib calls it",
-    "flatout/data/pictures/fetch.py: https_open": "the same",
 }
 # names of our own making, and the field's word in their place
 WORDS = {

@@ -15,7 +15,6 @@ from flatout.errors import DataError, ResourceError, SecurityError, counted
 from flatout.io.allowed import require_allowed
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json, validated
-from flatout.io.redact import redacted
 
 PICTURE_FILES = "picture_files.json"
 """A file beside the columns of a store: each picture file's size, time of its last change in ns, and xxh3-128."""
@@ -26,13 +25,9 @@ _AS_READ_THEN = "its pictures are those that were read then: `data build --repla
 
 
 def files_of(pictures: Iterable[Picture]) -> Files:
-    """Return what a store remembers of the files, and of the URLs, that pictures were read from."""
+    """Return what a store remembers of the files that pictures were read from."""
     return {
-        picture.path if picture.mtime_ns else redacted(picture.path): (
-            len(picture.content),
-            picture.mtime_ns,
-            picture.digest.hex(),
-        )
+        picture.path: (len(picture.content), picture.mtime_ns, picture.digest.hex())
         for picture in pictures
         if picture.path
     }
@@ -42,7 +37,7 @@ def changed_pictures(folder: Path) -> tuple[str, str]:
     """Return which picture files of the store in `folder` have other content now, and what is known of all of them.
 
     The first is empty if none has. A file with another time is read; if its content is the same, the store takes over
-    its time. What is gone, or was at a URL, cannot be compared.
+    its time. What is gone cannot be compared.
     """
     try:
         known = validated(_FILES, read_json(folder / PICTURE_FILES, DataError, max_bytes=_MOST_BYTES), "", DataError)

@@ -6,7 +6,7 @@ blank picture of that size, once a size; pixels are made as training goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -110,16 +110,14 @@ class PictureProcessor:
         self._standing = lru_cache(_SIZES_KEPT)(self._of_size)
         self._num_compared = 0
 
-    def read(
-        self, conversation: Conversation, media_root: Path | None, download: Callable[[str], bytes]
-    ) -> list[tuple[Picture, str, bool]]:
+    def read(self, conversation: Conversation, media_root: Path | None) -> list[tuple[Picture, str, bool]]:
         """Return the pictures of a conversation, each with what stands for it, and whether parts of it are transparent.
 
         Raises DataError as `read_picture` does, and for a size that the processor refuses.
         """
         pictures = []
         for source in conversation.pictures:
-            file = read_picture(source, conversation.origin, media_root, download)
+            file = read_picture(source, conversation.origin, media_root)
             where = f"{conversation.origin}: {source.place}"
             standing = self.standing(file.height, file.width, where, has_alpha=file.has_alpha)
             if self._num_compared < _NUM_COMPARED:

@@ -9,7 +9,6 @@ import re
 import stat
 import struct
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -32,7 +31,7 @@ _EXIF_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "RGBX")
 _BARE_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{300,}={0,2}\s*")
 _DATA_URI = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
-URL, _ADDRESS = re.compile(r"https?://", re.IGNORECASE), re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _LONGEST_NAME = 200
 # what other files begin with, in lower case
 _OTHER_KINDS = {
@@ -50,7 +49,7 @@ class PictureFile(NamedTuple):
     """A picture's file; height and width are those of the picture as it is shown.
 
     `digest` is xxh3-128 of the file, and `has_alpha` is set if a pixel is not opaque. `path` is where the file was read
-    (a URL, or empty for content in the row), and `mtime_ns` when it was changed before.
+    (empty for content in the row), and `mtime_ns` when it was changed before.
     """
 
     content: bytes
@@ -72,19 +71,12 @@ def require_pillow() -> Any:
     return PIL
 
 
-def no_download(url: str) -> bytes:
-    """Raise DataError: where pictures are not downloaded."""
-    raise DataError("pictures are not downloaded here; give the path of a file")
-
-
-def read_picture(
-    source: PictureSource, origin: Origin, media_root: Path | None, download: Callable[[str], bytes] = no_download
-) -> PictureFile:
+def read_picture(source: PictureSource, origin: Origin, media_root: Path | None) -> PictureFile:
     """Return the file of a picture, decoded once to see that it is whole.
 
     A relative path is below `media_root`, or below the folder of the file of rows; for rows from memory, below the
-    working folder. The bytes at a URL are those that `download` returns. Raises DataError for a picture that is
-    missing, broken, of none of FORMATS, animated, too large, or of a mode of color that has no exact RGB form.
+    working folder. Raises DataError for a picture that is at a URL, missing, broken, of none of FORMATS, animated, too
+    large, or of a mode of color that has no exact RGB form.
     """
     where = f"{origin}: {source.place}"
     if isinstance(source.value, str) and not _DATA_URI.match(source.value):
@@ -92,7 +84,7 @@ def read_picture(
     folder = Path(origin.source).parent
     # rows from memory name files from where their script runs
     root = media_root or (Path() if folder.parent.name == "in_memory" else folder)
-    content, path, mtime_ns = _content(source, where, root, download)
+    content, path, mtime_ns = _content(source, where, root)
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{where}: its file has {len(content) >> 20:,} MiB (limit {MAX_FILE_BYTES >> 20}); resize it")
     pil = require_pillow()
@@ -173,23 +165,21 @@ def _embedded(uri: str, where: str) -> bytes:
         raise DataError(f"{where}: its base64 is damaged: {error}; replace it, or remove the row") from None
 
 
-def _content(source: PictureSource, where: str, root: Path, download: Callable[[str], bytes]) -> tuple[bytes, str, int]:
-    """Return a picture's file, its path or URL (empty for content in the row), and when it was changed (else 0)."""
+def _content(source: PictureSource, where: str, root: Path) -> tuple[bytes, str, int]:
+    """Return a picture's file, its path (empty for content in the row), and when it was changed (else 0)."""
     value = source.value
     if isinstance(value, bytes):
         return value, "", 0
     if value[:5].lower() == "data:":
         return _embedded(value, where), "", 0
-    if URL.match(value):
-        try:
-            return download(value), value, 0
-        except DataError as error:
-            raise error.at(where) from None
     if _BARE_BASE64.fullmatch(value):
         raise DataError(f"{where}: looks like base64, not like a path; write data:image/png;base64, before it")
     value = unquote(value.removeprefix("file://")) if value.startswith("file:///") else value
     if _ADDRESS.match(value):
-        raise DataError(f"{where}: of addresses, only http:// and https:// are read; give the path of a file")
+        raise DataError(
+            f"{where}: is an address, and pictures are not downloaded; download it first (wget -i URLS, or img2dataset "
+            "for many), and give the path of its file"
+        )
     try:
         path = root / expand_home(value)
         require_allowed(path, where=f"{where}: ")

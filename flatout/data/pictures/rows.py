@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.data.conversation import PICTURE, Conversation
 from flatout.data.loss_mask.mask import MaskedText
-from flatout.data.pictures.fetch import downloaded, not_allowed
 from flatout.data.pictures.processor import Picture, PictureProcessor
 from flatout.errors import DataError
 
@@ -20,11 +19,8 @@ if TYPE_CHECKING:
 class RowPictures:
     """Reads the pictures of rows with the processor that comes with a tokenizer, which the first of them loads."""
 
-    def __init__(
-        self, name: str, tokenizer: PreTrainedTokenizerBase, media_root: Path | None, downloads: Path | None
-    ) -> None:
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, media_root: Path | None) -> None:
         self._name, self._tokenizer, self._media_root = name, tokenizer, media_root
-        self._download: Callable[[str], bytes] = partial(downloaded, downloads) if downloads else _refused
 
     @cached_property
     def _processor(self) -> PictureProcessor:
@@ -57,9 +53,4 @@ class RowPictures:
                 f"{sample.origin}: the chat template shows {num_shown} of {num_pictures} pictures; choose one of the "
                 "model's family (data.template)"
             )
-        return self._processor.read(sample, self._media_root, self._download)
-
-
-def _refused(url: str) -> bytes:
-    """Raise DataError with the setting that allows to download a picture."""
-    raise not_allowed(url, ()) or DataError(f"{url} was not downloaded")
+        return self._processor.read(sample, self._media_root)

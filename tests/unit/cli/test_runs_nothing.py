@@ -224,7 +224,7 @@ FILES = set(
 )
 WORDS = set(
     """repo overrides --column --from --without --name --split --subset --revision --unread-files --format --key --pairs
-    --allowed-media-domain --template-arg --new-token --new-special-token --empty-reasoning --lost-reasoning
+    --template-arg --new-token --new-special-token --empty-reasoning --lost-reasoning
     --end-of-turn --special-tokens --loss-type --too-long --on-bad-row --dedupe --device --nnodes --rdzv --tmux
     --partition --account --time --image --claim --mount --runtime --sort --tagged --note --tag --untag --compare
     --prompt --quantize""".split()  # noqa: SIM905

@@ -156,7 +156,6 @@ SHOWN_BY: dict[str, str] = {
     "data.lost_reasoning": "unit/data/test_lost_reasoning.py",
     "data.dedupe": "unit/data/test_dedupe.py",
     "data.media_root": "unit/data/test_pictures.py",
-    "data.allowed_media_domains": "unit/data/test_picture_urls.py",
     "model.freeze_vision_tower": "parity/test_tower_steps.py",
     "model.freeze_projector": "parity/test_tower_steps.py",
     "data.end_of_turn": "unit/data/test_template_description.py",

@@ -170,11 +170,8 @@ def elsewhere(folder: Path) -> Iterator[tuple[str, Case]]:
     for name, path in places.items():
         yield f"at {name}", (ask({"path": path}), "cannot be read")
     yield "an empty file", (ask({"path": "empty.png"}), "its file is empty; expected a picture in one of PNG")
-    for scheme in ("http", "HTTPS"):
-        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "a.example is not an allowed host")
-    for scheme in ("s3", "gs", "ftp", "file"):
-        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "only http:// and https:// are read")
-    yield "at no host", (ask({"url": "https://[::1/a.png"}), "it is not a valid URL: Invalid IPv6 URL")
+    for scheme in ("http", "HTTPS", "s3", "gs", "ftp", "file"):
+        yield f"at {scheme}", (ask({"url": f"{scheme}://a.example/b.png"}), "download it first")
     yield "at a file's URI", (ask({"url": (folder / "good.png").as_uri()}), GOOD)
     yield "at a missing file's URI", (ask({"url": "file:///no/such/a.png"}), "cannot be read: No such file")
     for name, held in {"letters": "%%%", "padding": "QUJ", "its alphabet": "_-_-", "its end": "QU=D"}.items():

@@ -390,17 +390,13 @@ def test_repeated_pairs_are_left_out_whole_and_swapped_ones_stay(build: Build) -
     words = "think the answer is yes there no hello system user assistant " * 3
     pair = {"prompt": "hello there", "chosen": f"{words} yes", "rejected": f"{words[20:]} no"}
     swapped = {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
-    near = {**pair, "chosen": f"{words}  YES"}
-    exact = build([pair, swapped, pair, near], {"dedupe": "exact"})
-    assert (exact.rows.tolist(), exact.meta.counts["equal_rows"]) == ([1, 1, 2, 2, 4, 4], 1)
-    found = build([pair, swapped, pair, near], {"dedupe": "near"})
+    found = build([pair, swapped, pair], {"dedupe": "exact"})
     counts = found.meta.counts
-    assert (found.rows.tolist(), counts["equal_rows"], counts["near_rows"], counts["pairs"]) == ([1, 1, 2, 2], 1, 1, 2)
-    kept = build([pair, swapped, pair, near])
-    assert (kept.num_samples, kept.meta.counts["duplicates"]) == (8, 1)
+    assert (found.rows.tolist(), counts["equal_rows"], counts["pairs"]) == ([1, 1, 2, 2], 1, 2)
+    kept = build([pair, swapped, pair])
+    assert (kept.num_samples, kept.meta.counts["duplicates"]) == (6, 1)
     judged = [{"prompt": "hello", "completion": words, "label": label} for label in (True, False, True)]
-    for policy in ("exact", "near"):
-        assert build(judged, {"dedupe": policy}).extra["label"].tolist() == [1, 0]
+    assert build(judged, {"dedupe": "exact"}).extra["label"].tolist() == [1, 0]
 
 
 def test_copies_by_weight_and_the_held_out_side_keep_units_whole(build: Build) -> None:

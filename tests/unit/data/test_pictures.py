@@ -230,7 +230,7 @@ def of_size(content: bytes, size: int) -> bytes:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "missing": (row({"type": "image", "path": "no.png"}, ASKED), ".path ('no.png'): cannot be read: No such file"),
     "a folder": (row({"type": "image", "path": "."}, ASKED), "cannot be read"),
-    "a URL": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "a.example is not an allowed host"),
+    "a URL": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "download it first"),
     "no picture": (bad(b"not a picture"), "its file is text; expected a picture in one of PNG"),
     "empty": (bad(b""), "messages[0].content[0] says not where its picture is"),
     "cut off": (bad(CONTENT[:-200]), "its file is damaged or cut off"),
@@ -348,8 +348,6 @@ def test_files_are_stored_once_and_equal_texts_ask_about_different_pictures(buil
     rows[1] = bad(same_size)
     assert build(rows, dedupe="exact").num_samples == 2
     assert build(rows).hashes[0] == build(rows).hashes[2] != build(rows).hashes[1]
-    with pytest.raises(DataError, match="near compares texts"):
-        build(rows, dedupe="near")
 
 
 def test_pictures_carry_no_loss(build: Build, readers: Any) -> None:

@@ -40,7 +40,7 @@ ROWS = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "
 NO_PATHS = {
     "name", "freeze", "model.revision", "lora.targets", "lora.layers", "lora.rank_pattern", "lora.alpha_pattern",
     "lora.modules_to_save", "objective.kind", "eval.data", "eval.best", "checkpoint.allow_change", "track.project",
-    "track.tags", "data.name", "data.new_tokens", "data.new_special_tokens", "data.allowed_media_domains",
+    "track.tags", "data.name", "data.new_tokens", "data.new_special_tokens",
     "data.template_args", "data.end_of_turn", "data.sources.split", "data.sources.subset", "data.sources.revision",
     "data.sources.columns", "data.sources.roles", "data.sources.keys", "data.sources.system",
 }  # fmt: skip

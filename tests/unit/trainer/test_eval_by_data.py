@@ -73,7 +73,7 @@ def test_a_set_to_evaluate_on_has_its_own_rows_and_the_tokens_of_the_run(tiny: A
         config = tiny.config(tmp_path / "run", data=data | settings, eval={"data": "held-out", "prompts": []})
         return open_and_plan(config, Reporter(), Rank(0, 1), None)
 
-    own = {"dedupe": "near", "num_samples": 30, "shuffle": False, "seed": 4, "on_bad_row": "skip"}
+    own = {"dedupe": "exact", "num_samples": 30, "shuffle": False, "seed": 4, "on_bad_row": "skip"}
     found = planned(**own)
     assert found.eval_sets[0].store.num_samples == 120
     assert found.store.num_samples < 31
