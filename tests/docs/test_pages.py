@@ -138,28 +138,6 @@ def run_line(line: str, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(words[1:]) == 0, line
 
 
-def literals() -> str:
-    """All text of the package's code; what is filled in is `…`."""
-    found = []
-    for file in sorted((ROOT / "flatout").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
-
-
-def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
-    headings = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
-    assert len(headings) >= 20
-    text = literals()
-    for heading in headings:
-        for part in filter(None, (part.strip() for part in heading.split("…"))):
-            assert len(part) < 8 or part in text, (heading, part)
-
-
 @pytest.mark.skipif(find_spec("zensical") is None, reason="needs the `docs` extra")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in ("docs", "mkdocs.yml", "flatout"):
