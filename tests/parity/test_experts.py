@@ -153,19 +153,6 @@ def test_slots_of_other_ranks_experts_add_nothing() -> None:
     assert not dx[2].any()
 
 
-def test_loader_groups_experts_unless_told_otherwise(tmp_path: Any) -> None:
-    experts_model("qwen3_moe", torch.float32).save_pretrained(tmp_path)
-    lines = {}
-    for choice in ("auto", "eager"):
-        config = ModelConfig(name=str(tmp_path), experts=choice, precision="fp64")
-        loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
-        lines[choice] = next(line for line in loaded.report if line.startswith("experts: ") and "loss" not in line)
-    assert lines == {
-        "auto": "experts: 2 layers as grouped products, activation silu",
-        "eager": "experts: transformers' own loop over experts",
-    }
-
-
 def test_models_outside_the_interface_keep_their_own_experts() -> None:
     model = experts_model("llama4_text", torch.float64)
     model.set_experts_implementation("flatout")

@@ -152,16 +152,6 @@ def test_what_adapters_of_experts_cannot_do_is_refused(changes: dict[str, Any], 
         add_lora(model, LORA.model_copy(update={"targets": ["experts"], **changes}), seed=0)
 
 
-def test_lines_say_what_is_adapted() -> None:
-    model = experts_model("qwen3_moe", torch.float32)
-    (line,) = add_lora(model, LORA.model_copy(update={"targets": ["all-linear", "experts"]}), seed=0)
-    assert "2 gate_up_proj, 2 down_proj; " in line
-    model = experts_model("qwen3_moe", torch.float32)
-    assert add_lora(model, LORA.model_copy(update={"targets": "all-linear"}), seed=0)[1] == (
-        "4 fused expert tensors get no adapter: add experts to lora.targets to adapt them"
-    )
-
-
 def test_plans_count_adapters_of_experts() -> None:
     from flatout.trainer.model_shape import make_shape
 

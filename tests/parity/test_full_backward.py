@@ -121,17 +121,6 @@ def test_running_out_of_memory_ends_with_what_to_do(tiny: Any, tmp_path: Path, w
     handle.remove()
 
 
-def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny: Any, tmp_path: Path) -> None:
-    losses = []
-    for cap in (None, 50):
-        run = make_run(full_config(tiny, tmp_path, "backward"))
-        run.state.micro_batch_cap = cap
-        outcome = step_launcher(run)(run.plan.step(0))()
-        assert outcome is not None
-        losses.append((outcome.loss, outcome.grad_norm))
-    assert losses[0] == losses[1]
-
-
 def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:
     fits = full_config(tiny, tmp_path, "backward")
     plan = plan_run(fits, Reporter(), Rank()).plan

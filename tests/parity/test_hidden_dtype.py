@@ -79,27 +79,6 @@ def test_fp16_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "model", "qwen3", "model", "fp16")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "exaone4"])
-def test_compiled_layers_get_and_return_the_same(tmp_path: Path, kind: str) -> None:
-    loaded = load(tmp_path / "model", kind, "model", "bf16")
-    loss, grads, _ = pass_of(loaded)
-    loaded.model.zero_grad()
-    runs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        return lambda *args: runs.append(1) or graph(*args)
-
-    # the sdpa form's loop over documents is no graph, so only the MLPs and norms around it are
-    for layer in decoder_layers(loaded.model):
-        layer.compile(dynamic=True, backend=backend)
-    compiled_loss, compiled_grads, dtypes = pass_of(loaded)
-    torch._dynamo.reset()
-    assert runs
-    assert dtypes == {torch.bfloat16}
-    assert compiled_loss == pytest.approx(loss, rel=1e-5)
-    assert torch.nn.functional.cosine_similarity(grads, compiled_grads, dim=0) > 0.9999
-
-
 @pytest.mark.parametrize("level", ["full", "offload"])
 def test_recomputed_layers_get_the_same_dtype(tmp_path: Path, level: Any) -> None:
     """Offload replaces a frozen embedding by one on the host."""
