@@ -233,38 +233,3 @@ def test_llama_cpp_stops(trained: tuple[Kind, Path], tmp_path: Path) -> None:
         said = call("/completion", prompt=prompt(tokenizer), n_predict=40, temperature=0)
     assert (said["content"], said["stop_type"]) == (ANSWER, "eos")
     assert f'PARAMETER stop "{kind.stop}"' in (tmp_path / "out" / "Modelfile").read_text().splitlines()
-
-
-@pytest.mark.parametrize("trained", ["base with chatml", "like GLM"], indirect=True)
-@pytest.mark.parametrize("to", ["gguf", "ollama"])
-def test_stops_that_gguf_has_no_field_for_are_told(
-    trained: tuple[Kind, Path], tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gguf, model, out = pytest.importorskip("gguf"), tmp_path / "model", tmp_path / "out"
-    shutil.copytree(trained[1] / "final", model, ignore=shutil.ignore_patterns("manifest.json"))
-    tokenizer, file = AutoTokenizer.from_pretrained(model), model / "generation_config.json"
-
-    def told(stops: list[int]) -> tuple[str, list[str]]:
-        """What an export with these stops prints, and those of them that the file does not hold."""
-        shutil.rmtree(out, ignore_errors=True)
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": stops}))
-        capsys.readouterr()
-        assert main(["export", str(model), "--to", to, "--quantize", "f32", "--out", str(out)]) == 0
-        fields = gguf.GGUFReader(next(out.glob("*.gguf"))).fields
-        held = [
-            fields[key].contents() for key in fields if key.endswith(("eos_token_id", "eot_token_id", "eom_token_id"))
-        ]
-        left_out = tokenizer.convert_ids_to_tokens([one for one in stops if one not in held])
-        return " ".join("".join(capsys.readouterr()).split()), left_out
-
-    own = stop_ids(model)
-    said, left_out = told(own)
-    assert "warning" not in said
-    assert not left_out
-    wanted = list(dict.fromkeys([*own, *tokenizer.convert_tokens_to_ids(TOKENS)]))
-    said, left_out = told(wanted)
-    assert len(left_out) == len(wanted) - 3
-    assert f"three tokens that end an answer, and not {', '.join(map(repr, left_out))}: " in said
-    if to == "ollama":
-        lines = (out / "Modelfile").read_text().splitlines()
-        assert {f'PARAMETER stop "{token}"' for token in tokenizer.convert_ids_to_tokens(wanted)} <= set(lines)
