@@ -143,21 +143,6 @@ def test_ranks_skip_the_spikes_of_one_process(tiny: Any, tmp_path: Path, strateg
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_lost_rank_of_a_shared_micro_batch_is_named(tiny: Any, tmp_path: Path) -> None:
-    """Collectives of context.parallel fail in the backward pass, too, in words of gloo's."""
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 40})
-    run_dir = tmp_path / "run"
-    made |= {"context": {"parallel": 2}, "strategy": "ddp", "faults": {"max_restarts": 1}}
-    process = launch(tiny.config(run_dir, **made), tmp_path)
-    strike(run_dir, 0, rank=1, number=signal.SIGKILL)
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 0, output
-    (restart,) = (line for line in output.splitlines() if "restart 1 of 1" in line)
-    assert re.search(r"rank 1 on \S+ died in step \d+, phase \w+; rank 1 was killed by SIGKILL", restart), restart
-
-
 @pytest.mark.parametrize(
     "sections",
     [

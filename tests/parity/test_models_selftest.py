@@ -7,6 +7,7 @@ from tiny_models import FAMILIES, save_tiny_model, tiny_model
 from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+from usual import usual
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import NumericError, UsageError
@@ -21,7 +22,7 @@ def loaded(model, dtype=torch.float64, attention="plain"):
     return LoadedModel(model=model, dtype=dtype, autocast=False, attention=attention, report=())
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", usual(["fp64", "fp32", "bf16"], ["fp32"]))
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "granite", "cohere", "olmo2"])
 def test_passes_through_load(tmp_path, family, precision):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}

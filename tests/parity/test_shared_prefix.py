@@ -14,6 +14,7 @@ from test_models_packed import relative
 from tiny_models import VOCAB_SIZE, tiny_model, use_rotary_table
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from usual import usual
 
 from flatout.kernels.attention.flash import make_varlen_attention, packed_operator
 from flatout.kernels.attention.reference import plain_attention, sdpa_attention
@@ -86,8 +87,8 @@ def gradients_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, list[tor
     return sums.loss_sum.detach(), [torch.zeros(1) if grad is None else grad for grad in found]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("dtype", usual([torch.float64, torch.float32], [torch.float64]), ids=["fp64", "fp32"])
+@pytest.mark.parametrize("groups", usual(GROUPS, ["two", "none"]))
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_shared_equals_unshared(family: str, form: Any, groups: str, dtype: torch.dtype) -> None:
     model = exact_model(family, dtype, form, **MODELS[family])

@@ -25,6 +25,7 @@ from transformers import (
     NomicBertConfig,
     Qwen3Config,
 )
+from usual import usual
 
 from flatout.cli.main import main
 from flatout.models.stops import set_stops, stop_token_ids
@@ -88,7 +89,7 @@ def base_model(tiny: Any, folder: Path, kind: Kind) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=usual(KINDS, ["base with chatml", "adapter of a base", "like GLM"]))
 def trained(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
     """A run that has learnt one answer by heart."""
     from flatout.trainer.run import train
@@ -175,6 +176,7 @@ def test_config_json_stops_where_a_program_reads_no_generation_config(
     stops = stop_ids(tmp_path / "out")
     held = json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"]
     assert held == (stops if len(stops) > 1 else stops[0])
+    require_stop(tmp_path / "out", kind)
     (tmp_path / "out/generation_config.json").unlink()
     tokenizer, model = (each.from_pretrained(tmp_path / "out") for each in (AutoTokenizer, AutoModelForCausalLM))
     given = torch.tensor([prompt(tokenizer)])
@@ -216,13 +218,6 @@ def test_every_class_of_configs_takes_the_stops(config: Any) -> None:
         takes = expected if config.model_type != "nomic_bert" else ids[0]
         assert config.eos_token_id == config.get_text_config().eos_token_id == takes
         assert type(config)(**config.to_dict()).eos_token_id == takes
-
-
-@pytest.mark.parametrize("to", ["vllm", "mlx"])
-def test_served_folders_stop(trained: tuple[Kind, Path], tmp_path: Path, to: str) -> None:
-    kind, run = trained
-    assert main(["export", str(run), "--to", to, "--out", str(tmp_path / to)]) == 0
-    require_stop(tmp_path / to, kind)
 
 
 def test_llama_cpp_stops(trained: tuple[Kind, Path], tmp_path: Path) -> None:
