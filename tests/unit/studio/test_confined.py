@@ -146,7 +146,7 @@ def client(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(trainings_module, "start_python", start)
     monkeypatch.setattr(Worker, "submit", submit)
-    monkeypatch.setattr(worker_module, "_workspace", lambda: Workspace(workspace))
+    monkeypatch.setattr("sys.argv", ["worker"])  # without folders of models
     monkeypatch.setenv("FLATOUT_STUDIO_FOLDERS", json.dumps([str(workspace)]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
