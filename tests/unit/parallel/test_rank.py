@@ -86,11 +86,9 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest
 ENTRIES = [
     "from flatout.cli.main import main; main(['--version'])",
     "import flatout; flatout.train",
-    "import flatout; flatout.load",
-    "import flatout.compat.unsloth",
     "from flatout.environment import prepare_torch; prepare_torch({})",
 ]
-OWN = [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "5"}]
+OWN = [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}]
 
 
 @pytest.mark.parametrize(("enter", "own"), [*((one, {}) for one in ENTRIES), *((ENTRIES[0], own) for own in OWN)])
