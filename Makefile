@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo-run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test suite test-random test-gpu check format setup clean
+.PHONY: demo test suite test-long test-random test-gpu check format setup clean
 
 demo: $(VENV)/.ready
 	$(BIN)/flatout demo --out $(DEMO)
@@ -17,6 +17,10 @@ test: $(VENV)/.ready
 
 suite: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# what takes longer than a change should wait: the fuzz, every architecture, every planted bug
+test-long: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 # in another order each time; SEED=... repeats the one that the command shows
 test-random: SEED ?= $(shell date +%s)

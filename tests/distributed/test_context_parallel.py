@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from flatout.cli.main import main
 from flatout.config.read import make_config
 from flatout.errors import FlatoutError
 from flatout.parallel.rank import Rank
@@ -162,21 +161,6 @@ def test_a_run_resumes_under_another_number_of_ranks(
         assert two["num_ranks"] == 2
 
 
-@pytest.mark.exhaustive
-def test_the_command_line_trains_with_shared_micro_batches(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(json.dumps(tiny.config(tmp_path / "run").model_dump(mode="json", exclude_unset=True)))
-    more = ["batch.max_steps=2", "context.parallel=2"]
-    assert main(["train", str(config), "gpus=[0,1]", "device=cpu", *more]) == 0
-    assert "1 group(s) of 2 ranks" in capfd.readouterr().out
-    alone = [f"run_dir={tmp_path / 'one'}", "batch.max_steps=2"]
-    assert main(["train", str(config), "device=cpu", *alone]) == 0
-    losses = [[record["loss"] for record in metrics_of(tmp_path / name)] for name in ("run", "one")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "said"),
     [
@@ -231,18 +215,6 @@ def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chat
             FlatoutError, match="objective Own reads all tokens of a sample, of which a rank has a shard"
         ):
             open_and_plan(config, Reporter(), Rank(0, 2))
-
-
-def test_a_plan_says_who_shares_and_how_long_documents_may_be(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(json.dumps(tiny.config(tmp_path / "run").model_dump(mode="json", exclude_unset=True)))
-    assert main(["plan", str(config), "--ranks", "2", "--device", "t4", "context.parallel=2"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2 ranks share each micro-batch's tokens" in said
-    assert "2 ranks share each micro-batch, and count as one rank above" in said
-    assert "longest document" in said
 
 
 def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny: Any, long_chats: Path) -> None:

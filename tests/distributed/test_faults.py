@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -19,31 +18,8 @@ from spawned_ranks import start_warm_ranks
 
 from flatout.config.read import dump_config
 from flatout.launch.attempt import RankReport
-from flatout.track.run_log import read_end
 
 HANG_S = 3.0
-# a configuration whose rank 1 crashes in the steps of `steps`, one an attempt
-CRASHING = """
-import os, signal
-from pathlib import Path
-from flatout.config.read import load_config
-
-config = load_config(Path({plain!r}), [])
-if os.environ.get("RANK") == "1":
-    attempt = len(list((config.folder / "logs").glob("attempt-*"))) - 1
-    steps = {steps}
-
-    import flatout.parallel.fault_tolerance.peer_watch as watching
-
-    set_phase = watching.PeerWatch.set_phase
-
-    def crash(self, phase, step=None):
-        set_phase(self, phase, step)
-        if attempt < len(steps) and (phase, step) == ("step", steps[attempt]):
-            os.kill(os.getpid(), signal.SIGSEGV)
-
-    watching.PeerWatch.set_phase = crash
-"""
 # ranks, where some of them stop during the start, and what the others say; nobody stops in the first case
 JOINS = (
     (2, (), {}),
@@ -103,26 +79,6 @@ def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come(tmp_path: Pa
             process.communicate()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_while_it_starts_ends_the_command(tiny: Any, tmp_path: Path, stopped: int) -> None:
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 4})
-    config = tiny.config(tmp_path / "run", **made, faults={"join_s": 4, "max_restarts": 0})
-    process = launch(config, tmp_path)
-    folder = tmp_path / "run" / "logs" / "attempt-0"
-    while not (begun := {report.rank: report.pid for report in RankReport.read_all(folder)}).get(stopped):
-        assert process.poll() is None
-        time.sleep(0.01)
-    # it has written this before it imports torch, so it has met nobody
-    os.kill(begun[stopped], signal.SIGSTOP)
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 7, output
-    assert f"timed out waiting for rank {stopped} of 2" in output
-    (waited,) = (report for report in RankReport.read_all(folder) if report.rank != stopped)
-    assert waited.lost_rank == stopped
-
-
 @pytest.mark.slow
 def test_a_killed_rank_a_stopped_one_and_a_killed_launcher(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
     """SIGKILL rank 0, which holds the watch; SIGSTOP rank 1; SIGKILL the launcher: the run ends as one process ends.
@@ -167,27 +123,6 @@ def test_a_killed_rank_a_stopped_one_and_a_killed_launcher(tiny: Any, tmp_path: 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [(2, 5), (2, 2)], ids=["others", "the same"])
-def test_only_crashes_in_the_same_step_end_a_run_early(tiny: Any, tmp_path: Path, steps: tuple[int, int]) -> None:
-    """Rank 1 crashes in a step of each attempt, before its first heartbeat of any step."""
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 8})
-    config = tiny.config(tmp_path / "run", **made, faults={"max_restarts": 2}, checkpoint={"every_steps": None})
-    (tmp_path / "plain.yaml").write_text(dump_config(config))
-    (tmp_path / "run.py").write_text(CRASHING.format(plain=str(tmp_path / "plain.yaml"), steps=steps))
-    command = [sys.executable, "-m", "flatout", "train", str(tmp_path / "run.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    output = done.stdout + done.stderr
-    assert f"died in step {steps[0] + 1}, phase" in output
-    if steps == (2, 2):
-        assert "step 3 crashed again after a restart: restarting does not help" in output
-        assert done.returncode == 7
-    else:
-        assert done.returncode == 0, output
-        assert f"died in step {steps[1] + 1}, phase" in output
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_skip_the_spikes_of_one_process(tiny: Any, tmp_path: Path, strategy: str) -> None:
     from flatout.trainer.run import train
@@ -206,45 +141,6 @@ def test_ranks_skip_the_spikes_of_one_process(tiny: Any, tmp_path: Path, strateg
     assert sorted(path.name for path in (tmp_path / "run" / "spikes").iterdir()) == sorted(
         path.name for path in (tmp_path / "alone" / "spikes").iterdir()
     )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_lost_rank_of_a_shared_micro_batch_is_named(tiny: Any, tmp_path: Path) -> None:
-    """Collectives of context.parallel fail in the backward pass, too, in words of gloo's."""
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 40})
-    run_dir = tmp_path / "run"
-    made |= {"context": {"parallel": 2}, "strategy": "ddp", "faults": {"max_restarts": 1}}
-    process = launch(tiny.config(run_dir, **made), tmp_path)
-    strike(run_dir, 0, rank=1, number=signal.SIGKILL)
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 0, output
-    (restart,) = (line for line in output.splitlines() if "restart 1 of 1" in line)
-    assert re.search(r"rank 1 on \S+ died in step \d+, phase \w+; rank 1 was killed by SIGKILL", restart), restart
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_blocked_rank_says_how_the_run_ended_until_it_starts_again(tiny: Any, tmp_path: Path) -> None:
-    """Rank 1 is stopped before any checkpoint, so a collective holds rank 0 until it is ended."""
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 40})
-    run_dir = tmp_path / "run"
-    faults = {"hang_s": HANG_S, "max_restarts": 1}
-    process = launch(tiny.config(run_dir, **made, checkpoint={"every_steps": None}, faults=faults), tmp_path)
-    strike(run_dir, 0, rank=1, number=signal.SIGSTOP)
-    while (lost := read_end(run_dir)) is None:
-        assert process.poll() is None
-        time.sleep(0.02)
-    assert (lost.outcome, lost.exit_code) == ("failed", 7)
-    assert "rank 1 on" in str(lost.why)
-    num_steps = num_steps_told(run_dir)
-    wait_for_steps(run_dir, num_steps + 1)
-    assert read_end(run_dir) != lost
-    output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 0, output
-    summary = output[output.index("summary    ") :]
-    assert "complete, 40 of 40 steps" in summary
-    assert re.search(r"^events .*1 peer_lost, 1 restarted", summary, re.MULTILINE), summary
 
 
 @pytest.mark.parametrize(
@@ -275,20 +171,6 @@ def test_a_stop_of_one_rank_ends_the_evaluation_of_all(tiny: Any, tmp_path: Path
 def metrics_lines(run_dir: Path) -> list[str]:
     metrics = run_dir / "metrics.jsonl"
     return metrics.read_text().splitlines() if metrics.exists() else []
-
-
-@pytest.mark.exhaustive
-def test_a_slow_callback_of_a_run_costs_no_rank(tiny: Any, tmp_path: Path) -> None:
-    """Longer than `hang_s`, while the watch reports that others wait: rank 0 goes on beating."""
-    made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 4})
-    config = tiny.config(tmp_path / "run", **made, faults={"hang_s": HANG_S})
-    (tmp_path / "run.yaml").write_text(dump_config(config))
-    words = [str(Path(__file__).with_name("slow_callback_ranks.py")), str(tmp_path / "run.yaml")]
-    ranks = start_warm_ranks(2, lambda _: words, tmp_path)
-    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert any(event["kind"] == "waiting" and "rank 0 on" in event["for"] for event in events)
 
 
 @pytest.mark.exhaustive

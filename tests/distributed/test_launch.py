@@ -168,18 +168,6 @@ def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny: Any, 
     assert process.returncode == 0, output
 
 
-def test_a_refused_second_run_leaves_the_logs_of_the_first_alone(tiny: Any, tmp_path: Path) -> None:
-    from flatout.io.file_lock import RunLock
-
-    config = tiny.config(tmp_path / "run", **settings(tiny))
-    with RunLock(tmp_path / "run"):
-        process = launch(config, tmp_path)
-        output = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 6, output
-    assert f"is locked by pid {os.getpid()}" in output
-    assert not (tmp_path / "run" / "logs").exists()
-
-
 @pytest.mark.parametrize(
     ("gpus", "tokenizes"), [pytest.param([0, 1], False, marks=pytest.mark.exhaustive), ([0], True)]
 )

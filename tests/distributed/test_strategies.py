@@ -79,7 +79,7 @@ def add_quantized(cases: Cases, random: dict[str, str]) -> None:
     for storage in ("nf4", "fp8"):
         for strategy in ("ddp", "zero2", "zero3"):
             given = values(cases.tiny, "lora", "fp32", strategy=strategy, base={"storage": storage})
-            cases.add(f"{storage} fp32 {strategy}", 2, given, rare=(storage, strategy) == ("fp8", "ddp"))
+            cases.add(f"{storage} fp32 {strategy}", 2, given, rare=storage == "fp8")
         again = {**given, "recompute": "full", "model": {**random, "precision": "fp32"}}
         cases.add(f"{storage} fp32 zero3 random", 2, again, rare=storage == "fp8")
     given = values(cases.tiny, "lora", "fp32", strategy="ddp", base={"backward": "fp8"})
@@ -213,7 +213,7 @@ def check_quantized_bases(two_ranks: dict[str, dict[str, Any]]) -> None:
     # a last bit of difference before quantizing to float8 may move a value by a sixteenth
     assert_close(two_ranks, "fp8", {"loss": 1e-6, "norm": 1e-5, "grads": 1e-5, "weights": 1e-3})
     assert two_ranks["nf4 fp32 zero3 random"]["held"] == 0.5
-    for storage in ("nf4", "fp8"):
+    for storage in ("nf4", "fp8") if "fp8 fp32 zero3" in two_ranks else ("nf4",):
         whole, cut = (two_ranks[f"{storage} fp32 {strategy}"] for strategy in ("zero2", "zero3"))
         assert (whole["held"], cut["held"]) == (1.0, 0.5)
         # where the bytes wait changes no bit

@@ -13,7 +13,6 @@ import pytest
 from launching import DEADLINE_S, num_steps_told, settings, wait_for_steps
 
 from flatout.config.read import dump_config
-from flatout.launch.attempt import RankReport
 
 HANG_S = 4.0
 NUM_STEPS = 150
@@ -74,38 +73,6 @@ def write_config(tiny: Any, folder: Path, num_steps: int = NUM_STEPS) -> Path:
     config = folder / "run.yaml"
     config.write_text(dump_config(tiny.config(folder / "run", **made, faults=faults, checkpoint={"every_steps": 10})))
     return config
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@needs_root
-def test_both_nodes_start_again_once_the_link_is_back(
-    nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any
-) -> None:
-    config, run_dir = write_config(tiny, tmp_path), tmp_path / "run"
-    running = [start(config, number) for number in range(2)]
-    wait_for_steps(run_dir, 12)
-    link(nodes[0], "down")
-    cut_at = time.time()
-    for number in range(2):
-        # each side is silent to the other
-        wait_for_text(run_dir / "logs" / f"node-{number}" / "attempt-0" / f"rank-{number}.json", '"exit_code": 7')
-    link(nodes[0], "up")
-    outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], outputs
-    assert all("restart 1 of 3" in output for output in outputs), outputs
-    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, NUM_STEPS + 1))
-    lost = set()
-    for number in range(2):
-        (report,) = RankReport.read_all(run_dir / "logs" / f"node-{number}" / "attempt-0")
-        assert report.exit_code == 7
-        assert report.ended_at is not None
-        # how soon is proved with a clock in test_heartbeat
-        assert report.ended_at > cut_at
-        assert "has been silent for" in str(report.error)
-        assert report.lost_rank != report.rank
-        lost.add(report.lost_rank)
-    assert lost == {0, 1}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,6 @@ def model_cases(world: World) -> Iterator[Case]:
             world, f"generation_config.json {mutation.name}", _CHAT, "generation_config.json", _json(mutation.tree),
             "either", ("generation_config.json", *map(str, mutation.path[-1:])), drawn=True,
         )  # fmt: skip
-    yield from _weights(world)
 
 
 def _model_case(
@@ -109,106 +107,6 @@ _CODE: dict[str, dict[str, Any]] = {
     "kernel_config": {"kernel_config": {"RMSNorm": "org/kernel:f"}},
     "trust": {"trust_remote_code": True},
 }
-
-
-def _weights(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
-    """Headers and tensors of model.safetensors, and an index over shards."""
-    raw = (world.root / "model" / "model.safetensors").read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header, body = json.loads(raw[8 : 8 + size]), raw[8 + size :]
-    first = next(name for name in header if name != "__metadata__")
-
-    def put(changed: Any, tail: bytes = body, length: int | None = None) -> Callable[[Path], None]:
-        text = changed if isinstance(changed, bytes) else json.dumps(changed).encode()
-        size = len(text) if length is None else length
-        return lambda file: _replace(file, size.to_bytes(8, "little") + text + tail)
-
-    def entry(**fields: Any) -> dict[str, Any]:
-        return {**header, first: {**header[first], **fields}}
-
-    shape, (start, end) = header[first]["shape"], header[first]["data_offsets"]
-    damaged = {
-        "header of 2**63": put(header, length=1 << 63),
-        "header longer than the file": put(header, length=len(raw) * 2),
-        "header of nothing": put(b""),
-        "header is a list": put([]),
-        "header is text": put(b"zebra"),
-        "header is torn": put(json.dumps(header).encode()[:-9]),
-        "header is deep": put(b"[" * 100_000),
-        "header is utf-16": put(json.dumps(header).encode("utf-16")),
-        "header without body": put(header, b""),
-        "dtype unknown": put(entry(dtype="F17")),
-        "dtype null": put(entry(dtype=None)),
-        "dtype narrower": put(entry(dtype="F16")),
-        "dtype integer": put(entry(dtype="I32")),
-        "shape other": put(entry(shape=[shape[0], shape[1] + 1])),
-        "shape flat": put(entry(shape=[shape[0] * shape[1]])),
-        "shape transposed": put(entry(shape=shape[::-1])),
-        "shape negative": put(entry(shape=[-1, shape[1]])),
-        "shape huge": put(entry(shape=[1 << 62, 1 << 62])),
-        "shape text": put(entry(shape="x")),
-        "offsets beyond": put(entry(data_offsets=[start, end + (1 << 40)])),
-        "offsets reversed": put(entry(data_offsets=[end, start])),
-        "offsets one": put(entry(data_offsets=[start])),
-        "entry null": put({**header, first: None}),
-        "tensor lost": put({name: value for name, value in header.items() if name != first}),
-        "tensor renamed": put({"zebra" if name == first else name: value for name, value in header.items()}),
-        "cut at a tensor": put(header, body[:end]),
-        "cut inside": put(header, body[: len(body) // 2]),
-    }
-    for name, spoil in damaged.items():
-        for verb in (_TRAIN, _CHAT):
-            yield _model_case(
-                world, f"weights {name} {verb[0]}", verb, "model.safetensors", spoil, "refuse",
-                ("model.safetensors", first, "zebra", "weights", "model"),
-            )  # fmt: skip
-    for name, bad in {"nan": b"\x00\x00\xc0\x7f", "inf": b"\x00\x00\x80\x7f", "huge": b"\xff\xff\x7f\x7f"}.items():
-        spoil = put(header, bad * (len(body) // 4))
-        yield _model_case(world, f"weights all {name} train", _TRAIN, "model.safetensors", spoil, "refuse", ())
-    names = [name for name in header if name != "__metadata__"]
-    one = "model-00001-of-00001.safetensors"
-    for name, index in {
-        "list": [],
-        "text": "x",
-        "null": None,
-        "empty": {},
-        "map is a list": {"metadata": {}, "weight_map": [one]},
-        "map is null": {"metadata": {}, "weight_map": None},
-        "map is text": {"metadata": {}, "weight_map": one},
-        "map is empty": {"metadata": {}, "weight_map": {}},
-        "file is a number": {"metadata": {}, "weight_map": dict.fromkeys(names, 7)},
-        "file is null": {"metadata": {}, "weight_map": dict.fromkeys(names)},
-        "file is a list": {"metadata": {}, "weight_map": {name: [one] for name in names}},
-        "file is empty": {"metadata": {}, "weight_map": dict.fromkeys(names, "")},
-        "file is a dot": {"metadata": {}, "weight_map": dict.fromkeys(names, ".")},
-        "file is absent": {"metadata": {}, "weight_map": dict.fromkeys(names, "zebra.safetensors")},
-        "file above": {"metadata": {}, "weight_map": dict.fromkeys(names, "../model/" + one)},
-        "file absolute": {"metadata": {}, "weight_map": dict.fromkeys(names, "/etc/passwd")},
-        "file is a pickle": {"metadata": {}, "weight_map": dict.fromkeys(names, "model.bin")},
-        "no metadata": {"weight_map": dict.fromkeys(names, one)},
-        "one name only": {"metadata": {}, "weight_map": {first: one}},
-        "a name too many": {"metadata": {}, "weight_map": dict.fromkeys([*names, "zebra"], one)},
-    }.items():
-
-        def shard(folder: Path, index: Any = index) -> None:
-            (folder / "model.safetensors").rename(folder / one)
-            (folder / "model.bin").write_bytes(b"\x80\x04.")
-            write_json(folder / "model.safetensors.index.json", index)
-
-        for verb in (_TRAIN, _CHAT):
-            # names that are nowhere else cost nothing; transformers reads what the index names
-            must = "either" if name in ("a name too many", "one name only", "empty", "map is empty") else "refuse"
-            yield _model_case(world, f"index {name} {verb[0]}", verb, "", shard, must, ("index.json", "safetensors"))
-    for name, spoil in {
-        "only a pickle": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        "no weights": lambda folder: (folder / "model.safetensors").unlink(),
-        "no tokenizer": lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
-        "nothing": lambda folder: [file.unlink() for file in folder.iterdir()],
-        "only a GGUF": lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
-        "an adapter": lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-    }.items():
-        for verb in (_TRAIN, _CHAT):
-            yield _model_case(world, f"folder {name} {verb[0]}", verb, "", spoil, "refuse", ("model",))
 
 
 def adapter_cases(world: World) -> Iterator[Case]:

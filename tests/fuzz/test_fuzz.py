@@ -1,7 +1,7 @@
 """No traceback for anything that a user or a machine can do: thousands of spoiled inputs, through the command line.
 
 The run's summary has the number of cases and of each kind of fault. FLATOUT_FUZZ_SEEDS=N draws N samples instead of
-one, FLATOUT_FUZZ_SEEDS=all takes every case (hours).
+one, FLATOUT_FUZZ_SEEDS=all takes every case (hours). Kinds that take longer run with `make test-long`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ KINDS = {
     "tokenizer": (fuzz_models.tokenizer_cases, 8),
     "store": (fuzz_folders.store_cases, 70),
     "run": (fuzz_folders.run_cases, 4),
-    "environment": (fuzz_folders.environment_cases, 14),
     "rows": (fuzz_rows.cases, 45),
     "templates": (fuzz_templates.cases, 26),
-    "commands": (fuzz_commands.cases, 0),
     "disk": (fuzz_commands.disk_cases, 0),
 }
+
+USUAL = {"config", "config file", "rows"}
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,9 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.mark.timeout(0 if SEEDS != "1" else 600)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.exhaustive) for kind in KINDS]
+)
 def test_every_spoiled_input_is_refused_clearly_or_handled(
     kind: str, world: World, record_property: Callable[[str, object], None]
 ) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from model_table import documents, tiny
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from usual import usual
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import UsageError
@@ -89,7 +90,7 @@ def write(model_type: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", usual(["full", "lora"], ["lora"]))
 @pytest.mark.parametrize("model_type", TRAINED)
 def test_trains_a_step_as_plain_transformers_does(tmp_path: Path, model_type: str, method: str) -> None:
     train_a_step(write(model_type, tmp_path), method, "fp32")

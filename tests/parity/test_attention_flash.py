@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +13,8 @@ from test_attention_forms import both, boundaries, inputs
 from tiny_models import tiny_config
 
 from flatout.errors import UsageError
-from flatout.kernels.attention import cudnn
 from flatout.kernels.attention.flash import (
     flash_disagreement,
-    flash_problem,
     make_flash_attention,
     make_varlen_attention,
     packed_operator,
@@ -63,6 +59,20 @@ def backward(
         torch.einsum("hts,thd->shd", weights, output_grad),
     ]
     return [grads[0], *(grad.unflatten(1, (-1, groups)).sum(2) for grad in grads[1:])]
+
+
+def plain_passes(by_token: bool) -> tuple[Any, Any]:
+    """Both passes of a kernel in the inputs' dtype; its log-sum-exps are (T, H) or (H, T)."""
+
+    def kernel(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, *rest: Any) -> Any:
+        output, log_sums = forward(q, k, v, cu_seqlens, *rest)
+        return output, log_sums.T if by_token else log_sums
+
+    def kernel_backward(*arguments: Any) -> Any:
+        *tensors, log_sums, cu_seqlens, _, scale, left = arguments
+        return tuple(backward(*tensors, log_sums.T if by_token else log_sums, cu_seqlens, scale, left))
+
+    return kernel, kernel_backward
 
 
 def fa4_package(wrong: float = 0.0) -> ModuleType:
@@ -134,16 +144,7 @@ def test_sinks_enter_by_the_log_sum_exp(
     heads: int, kv_heads: int, window: int | None, by_token: bool, trained: bool
 ) -> None:
     """In fp64, through a kernel that knows no sinks; frozen ones get no gradient."""
-
-    def kernel(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, *rest: Any) -> Any:
-        output, log_sums = forward(q, k, v, cu_seqlens, *rest)
-        return output, log_sums.T if by_token else log_sums
-
-    def kernel_backward(*arguments: Any) -> Any:
-        *tensors, log_sums, cu_seqlens, _, scale, left = arguments
-        return tuple(backward(*tensors, log_sums.T if by_token else log_sums, cu_seqlens, scale, left))
-
-    form = packed_operator("flatout_tests::sinks", kernel, kernel_backward, log_sums_by_token=by_token)
+    form = packed_operator("flatout_tests::sinks", *plain_passes(by_token), log_sums_by_token=by_token)
     cu_seqlens, settings = boundaries(LENGTHS), {"scale": 0.3, "window": window}
     # from one that takes nearly nothing to one that takes nearly all
     sinks = torch.tensor([-30.0, -1.0, 2.0, 40.0][:heads], dtype=torch.float64, requires_grad=trained)
@@ -212,28 +213,6 @@ def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install: An
         choose("fa4")
 
 
-def test_one_that_breaks_is_passed_over_with_the_reason(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    install("fa4")
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", ModuleType("another"))
-    assert "fa4 fails its check: AttributeError" in choose().reason
-
-
-def test_small_models_keep_torchs_kernel_unless_asked(install: Any) -> None:
-    install("fa4")
-    choice = choose(hidden_size=1024)
-    assert choice.implementation == "varlen"
-    assert "launches too slowly for a model of hidden size 1024" in choice.reason
-    assert choose("fa4", hidden_size=1024).implementation == "fa4"
-
-
-def test_what_is_not_installed_is_told_by_name() -> None:
-    if importlib.util.find_spec("flash_attn"):
-        pytest.skip("it is installed")
-    assert flash_problem(CUDA) == "fa4 is not installed"
-    with pytest.raises(UsageError, match=r"model\.attention: fa4 "):
-        choose("fa4")
-
-
 def test_a_disagreement_names_what_errs() -> None:
     def shifted(*tensors: Any, **settings: Any) -> Any:
         return plain_varlen(*tensors, **settings) + 0.1
@@ -261,73 +240,6 @@ def test_a_disagreement_names_what_errs() -> None:
     assert "values" in judge(without_window)
     assert judge(without_window, window=None) is None
     assert "values" in judge(without_sinks)
-
-
-def test_planned_sizes_find_their_graphs_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs that steps ask for are those made ahead: by room and longest document, for the run's boundaries
-    alone."""
-    made: list[tuple[Any, ...]] = []
-
-    class Graph:
-        def __init__(self, *key: Any) -> None:
-            made.append(key)
-
-        def run(self, inputs: Any, outputs: Any, cu_seqlens: Any) -> None:
-            pass
-
-    for name in ("_forward_graph", "_backward_graph"):
-        monkeypatch.setattr(cudnn, name, cache(lambda *key, which=name: Graph(which, *key)))
-    monkeypatch.setattr(cudnn, "_layers", set())
-    forward, backward = cudnn._passes(None)
-
-    def step(num_tokens: int, max_seqlen: int, num_boundaries: int = 64) -> None:
-        query, key = torch.zeros(num_tokens, 4, 8), torch.zeros(num_tokens, 2, 8)
-        rest = torch.zeros(num_boundaries, dtype=torch.int32), max_seqlen, 1.0
-        for left in (None, 255):
-            output, log_sums = forward(query, key, key, *rest, left)
-            backward(output, query, key, key, output, log_sums, *rest, left)
-
-    step(100, 128, num_boundaries=10)
-    step(700, 512)
-    made.clear()
-    # of 512 tokens: with and without the window, which 128 do not reach; of 128 in two rooms
-    assert cudnn.prepare_cudnn_attention([(4096, 128), (100, 128), (5000, 128), (900, 512)], 64) == (2 + 1) + (2 + 2)
-    assert len(made) == 1 + 2
-    made.clear()
-    for size in ((4000, 128), (8192, 128), (4000, 512)):
-        step(*size)
-    assert made == []
-    step(4097, 512)
-    assert len(made) == 2
-    made.clear()
-    step(4000, 128, num_boundaries=128)
-    assert len(made) == 2
-
-
-@pytest.mark.parametrize("heads_first", ["query", "key", "value"])
-def test_a_graph_writes_into_contiguous_memory_whatever_the_inputs_layout(
-    monkeypatch: pytest.MonkeyPatch, heads_first: str
-) -> None:
-    """cuDNN knows no strides: an output with the strides of a heads-first input would be written to as another one."""
-    written: list[Any] = []
-
-    class Graph:
-        def run(self, inputs: Any, outputs: Any, cu_seqlens: Any) -> None:
-            written.extend(outputs)
-
-    for name in ("_forward_graph", "_backward_graph"):
-        monkeypatch.setattr(cudnn, name, lambda *_: Graph())
-    monkeypatch.setattr(cudnn, "_layers", set())
-    forward, backward = cudnn._passes(None)
-    query, key, value = (
-        torch.zeros(4, 24, 8).transpose(0, 1) if name == heads_first else torch.zeros(24, 4, 8)
-        for name in ("query", "key", "value")
-    )
-    rest = boundaries(LENGTHS), 16, 1.0, None
-    output, log_sums = forward(query, key, value, *rest)
-    grads = backward(output, query, key, value, output, log_sums, *rest)
-    assert len(written) == 2 + 3
-    assert all(tensor.is_contiguous() for tensor in (*written, output, *grads))
 
 
 @pytest.mark.gpu

@@ -20,13 +20,9 @@ from flatout.kernels.attention.pieces import (
     register_varlen_pieces,
 )
 from flatout.kernels.attention.reference import masked_attention, packed_attention, plain_attention, sdpa_attention
-from flatout.kernels.operators import define_operator
-from flatout.models import attention as models_attention
 from flatout.models.attention import register_over_ranks
-from flatout.models.blocks import decoder_layers
 from flatout.models.collectives import RankGroup
 from flatout.models.compile.layers import CompileOptions, compile_layers
-from flatout.models.context import attention as context_attention
 from flatout.models.context.attention import attention_over_ranks
 from flatout.models.context.check import check_shard
 from flatout.models.context.shard import ContextShard
@@ -93,61 +89,16 @@ class Place(NamedTuple):
         return self.device.type == "cuda"
 
 
-def register_stand_in() -> None:
-    """Operators for the CPU in the place of torch's kernel, by the formulas of the FlashAttention papers."""
-
-    def weights_of(q: Any, k: Any, cu_q: Any, cu_k: Any, scale: float, left: int | None) -> tuple[Any, Any]:
-        mask = pieces_mask(cu_q, cu_k, len(q), len(k), None if left is None else left + 1)
-        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-        scores = scores.masked_fill(~mask, float("-inf"))
-        return scores, scores.logsumexp(-1)
-
-    def run(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, _: int, __: int, scale: float, left: int | None) -> Any:
-        scores, log_sums = weights_of(q, k, cu_q, cu_k, scale, left)
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        return torch.einsum("hts,shd->thd", scores.softmax(-1), v).contiguous(), log_sums
-
-    def run_backward(
-        grad: Any, q: Any, k: Any, v: Any, output: Any, log_sums: Any, cu_q: Any, cu_k: Any, _: int, __: int,
-        scale: float, left: int | None,
-    ) -> Any:  # fmt: skip
-        groups = q.shape[1] // k.shape[1]
-        weights = (weights_of(q, k, cu_q, cu_k, scale, left)[0] - log_sums[..., None]).exp()
-        wide_k, wide_v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-        row_sums = (grad * output).sum(-1).T[..., None]
-        scores_grad = weights * (torch.einsum("thd,shd->hts", grad, wide_v) - row_sums) * scale
-        q_grad = torch.einsum("hts,shd->thd", scores_grad, wide_k).contiguous()
-        wide = torch.einsum("hts,thd->shd", scores_grad, q), torch.einsum("hts,thd->shd", weights, grad)
-        return q_grad, *(own.unflatten(1, (-1, groups)).sum(2) for own in wide)
-
-    rest = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, SymInt? left"
-    define_operator(
-        "flatout::varlen_pieces",
-        f"(Tensor q, Tensor k, Tensor v, {rest}) -> (Tensor, Tensor)",
-        run,
-        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0])),
-    )
-    define_operator(
-        "flatout::varlen_pieces_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor l, {rest}) -> (Tensor, Tensor, Tensor)",
-        run_backward,
-        lambda _, *qkv: tuple(own.new_empty(own.shape) for own in qkv[:3]),
-    )
-
-
-@pytest.fixture(params=["sdpa", "varlen", pytest.param("cuda", marks=CUDA_MARKS)])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+@pytest.fixture(params=["sdpa", pytest.param("cuda", marks=CUDA_MARKS)])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     is_cuda = request.param == "cuda"
     if is_cuda:
         torch.cuda.set_device(CUDA)
         # another test's operators may stand in its place
         register_varlen_pieces.cache_clear()
-    else:
-        monkeypatch.setattr(context_attention, "register_varlen_pieces", register_stand_in)
-        monkeypatch.setattr(models_attention, "make_varlen_attention", lambda: whole_documents)
     dist.init_process_group("nccl" if is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = RankGroup(dist.group.WORLD.group_name, 1, 0)
-    yield Place(group, CUDA if is_cuda else torch.device("cpu"), "varlen" if is_cuda else request.param)
+    yield Place(group, CUDA if is_cuda else torch.device("cpu"), "varlen" if is_cuda else "sdpa")
     dist.destroy_process_group()
 
 
@@ -230,11 +181,6 @@ def test_keys_are_gathered_and_their_gradients_return(place: Place, window: int 
     torch.testing.assert_close(*same, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["sdpa", pytest.param("varlen", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=CUDA_MARKS)],
-    indirect=True,
-)
 def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: Any) -> None:
     """Also in compiled layers, which are one graph for every size."""
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384} if place.is_cuda else {}
@@ -267,12 +213,6 @@ def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: A
     if place.is_cuda:
         outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=number or 0, shard=shard))
         assert outcome.is_complete, outcome.line
-    elif place.form == "varlen":
-        loaded.model.enable_input_require_grads()
-        for layer in decoder_layers(loaded.model):
-            layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-        for batch in batches[:2]:
-            gradients(shard.of(batch, number))
     # floats such as a norm's epsilon are constants in compiled layers
     with torch._dynamo.config.patch(error_on_recompile=True, specialize_float=True):
         found = [gradients(shard.of(batch, number)) for batch in batches]

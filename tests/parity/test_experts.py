@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor, nn
+from usual import usual
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels import moe
@@ -59,7 +60,7 @@ def error(found: Tensor, true: Tensor) -> float:
     return float((found - true).norm() / true.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", usual(TOLERANCES, [torch.float64]), ids=str)
 @pytest.mark.parametrize("family", GROUPED)
 def test_whole_models_have_transformers_logits_and_gradients(family: str, dtype: torch.dtype) -> None:
     model = experts_model(family, dtype)
@@ -151,19 +152,6 @@ def test_slots_of_other_ranks_experts_add_nothing() -> None:
     dx = moe.grouped_linear_dx(rows, weight, routing, scatter=2)
     assert bool(dx.isfinite().all())
     assert not dx[2].any()
-
-
-def test_loader_groups_experts_unless_told_otherwise(tmp_path: Any) -> None:
-    experts_model("qwen3_moe", torch.float32).save_pretrained(tmp_path)
-    lines = {}
-    for choice in ("auto", "eager"):
-        config = ModelConfig(name=str(tmp_path), experts=choice, precision="fp64")
-        loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
-        lines[choice] = next(line for line in loaded.report if line.startswith("experts: ") and "loss" not in line)
-    assert lines == {
-        "auto": "experts: 2 layers as grouped products, activation silu",
-        "eager": "experts: transformers' own loop over experts",
-    }
 
 
 def test_models_outside_the_interface_keep_their_own_experts() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import resource
 import shutil
 
@@ -13,19 +12,17 @@ from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from usual import usual
 
-from flatout.cli import chat as chat_cli
 from flatout.cli import merge as merge_cli
 from flatout.config.schema import LoraConfig
-from flatout.errors import DataError, ResourceError, UsageError
-from flatout.io import template_limits
-from flatout.models import export
+from flatout.errors import ResourceError, UsageError
 from flatout.models.export import merge, save_model
 from flatout.models.load.inference import load_trained, resolve_model_paths
-from flatout.models.lora.adapter import adapter_state, save_adapter
+from flatout.models.lora.adapter import save_adapter
 from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.stops import stop_token_ids
-from flatout.rollout.chat import Sampling, answer
+from flatout.rollout.chat import answer
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 20)[None]
@@ -95,7 +92,7 @@ def test_merge_command_writes_a_plain_folder_with_equal_logits(run_dir, trained,
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", usual([None, torch.bfloat16], [None]))
 def test_saved_model_loads_equal(tmp_path, family, dtype):
     model = tiny_model(family, torch.float32, attention="flatout_documents")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -122,15 +119,6 @@ def test_merge_keeps_the_dtype_and_rounds_once():
     assert bool(((weight.double() - truth).abs() <= truth.abs() * 2**-8 * 1.001 + 1e-7).all())
 
 
-def test_states_are_live_and_named():
-    model = tiny_model("llama", torch.float32)
-    add_lora(model, LoraConfig(rank=2, targets=["q_proj"]), seed=0)
-    state = adapter_state(model)
-    assert not any(tensor.requires_grad for tensor in state.values())
-    state["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].fill_(7.0)
-    assert float(lora_layers(model)["model.layers.0.self_attn.q_proj"].lora_b.detach().min()) == 7.0
-
-
 def greedy(model, tokenizer, messages, num_tokens):
     """The plain way: no cache, the likeliest token, one by one."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -151,103 +139,10 @@ def test_answers_equal_plain_greedy_decoding_and_stream(trained, capsys):
     assert capsys.readouterr().out.split() == reply.split()
 
 
-def test_sampling_repeats_by_seed_and_leaves_the_random_state(trained):
-    before = torch.get_rng_state()
-    messages = [{"role": "user", "content": "w5"}]
-    replies = [answer(*trained, messages, max_new_tokens=16, sampling=Sampling(2.0, seed=seed)) for seed in (1, 1, 2)]
-    assert replies[0] == replies[1] != replies[2]
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_an_answer_ends_at_the_templates_end_of_turn(trained):
-    model, tokenizer = trained
-    assert {tokenizer.convert_tokens_to_ids("<|stop|>"), tokenizer.eos_token_id} <= set(
-        stop_token_ids(model, tokenizer)
-    )
-
-
-def test_chat_command(run_dir, trained, capsys, monkeypatch):
-    parser = argparse.ArgumentParser()
-    chat_cli.add_arguments(parser)
-    common = [str(run_dir), "--device", "cpu", "--max-new-tokens", "6", "--system", "w1"]
-    assert chat_cli.run(parser.parse_args([*common, "--prompt", "w5"])) == 0
-    system, user = {"role": "system", "content": "w1"}, {"role": "user", "content": "w5"}
-    first = answer(*trained, [system, user], max_new_tokens=6)
-    assert capsys.readouterr().out.split() == first.split()
-    lines = iter(["w5", "w6", ""])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    assert chat_cli.run(parser.parse_args(common)) == 0
-    turns = [system, user, {"role": "assistant", "content": first}, {"role": "user", "content": "w6"}]
-    second = answer(*trained, turns, max_new_tokens=6)
-    assert capsys.readouterr().out.split()[-len(second.split()) :] == second.split()
-
-
-def test_chat_samples_as_the_models_generation_config_says(run_dir, tmp_path, capsys):
-    base = tmp_path / "base"
-    shutil.copytree(run_dir.parent / "base", base)
-    own = {"do_sample": True, "temperature": 3.0, "top_k": 200, "top_p": 0.99}
-    (base / "generation_config.json").write_text(json.dumps(own))
-    parser = argparse.ArgumentParser()
-    chat_cli.add_arguments(parser)
-    common = [
-        str(run_dir / "final"),
-        "--base",
-        str(base),
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "16",
-        "--prompt",
-        "w5",
-    ]
-
-    def reply(*flags):
-        assert chat_cli.run(parser.parse_args([*common, *flags])) == 0
-        return capsys.readouterr()
-
-    greedy_reply = reply("--temperature", "0")
-    assert "greedy" in greedy_reply.err
-    sampled = reply()
-    assert "sampled: temperature 3, top_p 0.99, top_k 200" in sampled.err
-    assert sampled.out != greedy_reply.out
-    assert reply("--seed", "1").out != sampled.out, "another seed draws other tokens"
-    assert reply("--top-k", "1").out == greedy_reply.out, "the likeliest token is the only one left"
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--max-new-tokens", "0"), ("--temperature", "-1"), ("--temperature", "nan"), ("--top-p", "0"), ("--top-k", "-1")],
-)
-def test_chat_refuses_senseless_numbers(run_dir, flag, value):
-    parser = argparse.ArgumentParser()
-    chat_cli.add_arguments(parser)
-    with pytest.raises(UsageError, match=rf"{flag[2:].replace('-', '_')} is {value}; expected"):
-        chat_cli.run(parser.parse_args([str(run_dir), f"{flag}={value}"]))
-
-
 def merge_to(run_dir, out):
     parser = argparse.ArgumentParser()
     merge_cli.add_arguments(parser)
     return merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)]))
-
-
-def test_a_merge_that_was_killed_does_not_block_the_next(run_dir, tmp_path, monkeypatch):
-    """A process that dies in mid-write leaves nothing under the folder's own name."""
-    out = tmp_path / "merged"
-    if (child := os.fork()) == 0:
-        try:
-            monkeypatch.setattr(
-                export, "save_model", lambda model, tokenizer, folder: os._exit((folder / "half").touch() or 9)
-            )
-            merge_to(run_dir, out)
-        finally:
-            os._exit(0)  # an error would go on as a second pytest
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert not any(out.iterdir())
-    assert merge_to(run_dir, out) == 0
-    assert not (out / "half").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
-    plain_load(out)
 
 
 def test_a_merge_that_finds_no_room_says_so_and_leaves_nothing(run_dir, tmp_path, monkeypatch):
@@ -264,12 +159,6 @@ def test_a_merge_that_finds_no_room_says_so_and_leaves_nothing(run_dir, tmp_path
         merge_to(run_dir, tmp_path / "merged")
     assert not any((tmp_path / "merged").iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]
-
-
-def test_a_merge_into_a_place_that_cannot_be_made_is_refused_before_loading(run_dir, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ResourceError, match="cannot create the folder"):
-        merge_to(run_dir, tmp_path / "file" / "merged")
 
 
 def test_an_unfinished_run_and_a_nameless_adapter(run_dir, tmp_path):
@@ -289,14 +178,3 @@ def test_a_tokenizer_without_template_is_refused(trained):
     tokenizer.chat_template = None
     with pytest.raises(UsageError, match="no chat template"):
         answer(model, tokenizer, [{"role": "user", "content": "w5"}])
-
-
-def test_a_chat_template_that_never_ends_is_stopped_in_chat_too(trained, monkeypatch):
-    model, tokenizer = trained
-    monkeypatch.setattr(template_limits, "MAX_SECONDS", 1)
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", endless)
-    with pytest.raises(DataError, match="chat template took more than 1 s"):
-        answer(model, tokenizer, [{"role": "user", "content": "w5"}])
-    with pytest.raises(DataError, match="chat template took more than 1 s"):
-        stop_token_ids(model, tokenizer)

@@ -1,7 +1,5 @@
 """`base.backward: fp8`: the forward pass keeps its bits, and input gradients stay within the rounding of float8."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,16 +12,13 @@ from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError, UsageError
 from flatout.models.blocks import decoder_layers
 from flatout.models.frozen.fp8_backward import convert_backward_to_float8
-from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, fuse_frozen
+from flatout.models.frozen.frozen_linear import Fp8BackwardLinear
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.planner.settings import PlanSettings
-from flatout.track.callback import Callback, Reporter
-from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
 
 SETTINGS = {"model": {"name": "m"}, "base": {"backward": "fp8"}}
@@ -154,21 +149,6 @@ def test_the_plan_counts_the_copies(targets, tmp_path):
     assert planned.working_bytes == plain.working_bytes
 
 
-def test_the_run_converts_and_says_so(tmp_path):
-    class Lines(Callback):
-        def on_stage(self, name, text):
-            said[name] = text
-
-    said: dict[str, str] = {}
-    planned = SimpleNamespace(parallel_layout=SINGLE_RANK, memory=SimpleNamespace(transposed_weights=False))
-    model = adapted_model(tmp_path)
-    replace_layers(
-        SimpleNamespace(model=model, deferred_weights=None), make_config(SETTINGS), planned, Reporter(Lines())
-    )
-    assert said["fp8"].startswith("14 linear layers compute input gradients in fp8; their copies take 0.00 GiB")
-    assert said["fused"].endswith("(dense, float8 input gradients)")
-
-
 def test_experts_stay_exact_and_the_line_says_so(tmp_path):
     model = adapted_model(tmp_path, "qwen3_moe", targets=["q_proj", "experts"])
     line = convert_backward_to_float8(model)
@@ -191,12 +171,6 @@ def test_a_model_without_such_layers_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"base\.backward: fp8 needs frozen") as refused:
         convert_backward_to_float8(model)
     assert refused.value.fixes[0].settings == {"base.backward": "same"}
-
-
-def test_layers_of_two_kinds_are_not_fused():
-    plain = [nn.Linear(48, 32, bias=False).requires_grad_(False) for _ in range(2)]
-    with pytest.raises(UsageError, match=r"differ in storage \(Fp8BackwardLinear, Linear\)"):
-        fuse_frozen([Fp8BackwardLinear(plain[0]), plain[1]], fp8=False)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])

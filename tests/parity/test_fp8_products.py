@@ -1,7 +1,5 @@
 """Float8 and 4-bit products: what the bytes stand for, values and gradients, alone and fused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny_models import save_tiny_model, tiny_samples
@@ -20,10 +18,7 @@ from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.planner.settings import PlanSettings
-from flatout.track.callback import Reporter
-from flatout.trainer.build import replace_layers
 from flatout.trainer.model_shape import make_shape
 
 CPU = torch.device("cpu")
@@ -158,20 +153,6 @@ def test_weights_turned_once_compile_as_one_graph(tmp_path):
         compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
         gradients.append(torch.autograd.grad(compiled(x), x, draw(11, 64, seed=5))[0])
     assert torch.equal(*gradients)
-
-
-def test_4_bit_weights_are_never_kept_turned(tmp_path):
-    model = adapted_model(tmp_path, Nf4Linear.from_dense)
-    assert fuse_layers(model, transposed=True).report.endswith("(4-bit)")
-
-
-def test_the_run_keeps_weights_turned_where_the_plan_says(tmp_path):
-    for transposed in (False, True):
-        model = adapted_model(tmp_path, Fp8Linear)
-        planned = SimpleNamespace(parallel_layout=SINGLE_RANK, memory=SimpleNamespace(transposed_weights=transposed))
-        config = make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}})
-        report = replace_layers(SimpleNamespace(model=model, deferred_weights=None), config, planned, Reporter()).report
-        assert ("transposed once" in report) == transposed
 
 
 def test_4_bit_weights_in_float8_products_are_close_to_dense_ones(tmp_path):

@@ -104,32 +104,6 @@ def test_no_document_sees_another(family, form):
         assert float((after - before)[documents == changed].detach().abs().max()) > 1e-3
 
 
-def test_tied_embeddings_collect_both_gradients():
-    ours, truth = pair("qwen3", "sdpa", torch.float64)
-    assert ours.get_input_embeddings().weight is ours.get_output_embeddings().weight
-    samples = tiny_samples(LENGTHS)
-    packed_cross_entropy(ours, flatten_samples(samples)).loss_sum.backward()
-    alone_loss(truth, samples)[0].backward()
-    gradient = ours.get_input_embeddings().weight.grad
-    assert relative(gradient, truth.get_input_embeddings().weight.grad) < 1e-10
-    seen = torch.zeros(len(gradient), dtype=torch.bool)
-    seen[torch.cat([torch.from_numpy(ids) for ids, _ in samples])] = True
-    assert float(gradient[~seen].norm()) > 0, "rows never embedded still get the head's gradient"
-
-
-@pytest.mark.parametrize("form", ["plain", "sdpa"])
-def test_gradient_checkpointing_changes_nothing(form):
-    plain, checked = (tiny_model("qwen3", attention=registered_name(form)).train() for _ in range(2))
-    checked.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = flatten_samples(tiny_samples(LENGTHS))
-    losses = [packed_cross_entropy(model, batch).loss_sum for model in (plain, checked)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    for mine, true in zip(checked.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, true.grad)
-
-
 def test_bf16_autocast_mixes_no_dtypes_and_stays_close():
     model = tiny_model("qwen3", torch.float32, "flatout_documents")
     batch = flatten_samples(tiny_samples(LENGTHS))

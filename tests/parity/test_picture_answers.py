@@ -19,14 +19,9 @@ from PIL import Image
 from plain_pictures import plain_processor
 
 from flatout.cli.main import main
-from flatout.config.schema import DataConfig
-from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
 from flatout.data.prompt_file import Prompt, shown_prompt
 from flatout.errors import UsageError
-from flatout.rollout.sampler import pictures_of
-from flatout.trainer.eval_prompts import choose_rows
-from flatout.trainer.picture_inputs import processor_of
 
 PICTURES = [draw(*size, seed, mode=MODES[seed % 3]) for seed, size in enumerate(SIZES)]
 TEXTS = {"what is shown?": PICTURES[:1], "two <image> and <image>": PICTURES[1:3], "is it red?": []}
@@ -198,31 +193,6 @@ def test_texts_need_neither_pillow_nor_processor(
     monkeypatch.chdir(tmp_path)
     assert main(["chat", str(folder), "--image", "a.png", *options]) == code
     assert says in capfd.readouterr().err
-
-
-def test_rows_with_pictures_are_chosen_with_one_processor(model_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Rows that are too long are passed over before one is made."""
-    made = []
-
-    def counted(store: Any) -> Any:
-        made.append(store)
-        return processor_of(store)
-
-    monkeypatch.setattr("flatout.trainer.eval_prompts.processor_of", counted)
-    values = {
-        "name": "set",
-        "root": tmp_path / "data",
-        "sources": [{"path": str(write_rows(tmp_path))}],
-        "num_procs": 1,
-    }
-    store = open_or_build(DataConfig(**values), str(model_of("qwen2_5_vl")))
-    all_rows = range(len(store.lengths))
-    rows, num_too_long = choose_rows([(store, all_rows)], 1000)
-    assert any(pictures_of(context) for context, _ in rows)
-    assert (num_too_long, len(made)) == (0, 1)
-    rows, num_too_long = choose_rows([(store, all_rows)], 1)
-    assert (rows, len(made)) == ([], 1)
-    assert num_too_long > 10
 
 
 def parts_of(path: str) -> list[dict[str, str]]:

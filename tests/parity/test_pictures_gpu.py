@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,32 +92,3 @@ def test_steps_equal_plain_ones(
         assert compiled, log
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert not [event for event in events if event["kind"] == "compiled"], "a step waited for the compiler"
-
-
-@pytest.mark.parametrize("precision", LIMITS)
-@pytest.mark.parametrize(
-    ("device", "family"),
-    [("cpu", "qwen3_vl"), *(pytest.param("cuda", family, marks=GPU) for family in ("qwen2_5_vl", "qwen3_vl"))],
-)
-def test_a_resumed_run_ends_with_the_same_bits(
-    world: PictureWorld, tmp_path: Path, device: str, family: str, precision: str
-) -> None:
-    from flatout.trainer.run import train
-
-    def config(name: str) -> Any:
-        checkpoint = {"every_steps": 1, "keep": 9}
-        return world.config(
-            family, tmp_path / name, device=device, deterministic=True, model={"precision": precision},
-            checkpoint=checkpoint,
-        )  # fmt: skip
-
-    train(config("one"))
-    shutil.copytree(tmp_path / "one", tmp_path / "again")
-    for folder in (tmp_path / "again" / "final", *(tmp_path / "again" / "checkpoints").glob("step-[34]")):
-        shutil.rmtree(folder)
-    train(config("again"))
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours, truth = (load_file(tmp_path / run / "checkpoints" / "step-4" / name) for run in ("again", "one"))
-        assert ours.keys() == truth.keys()
-        differing = [key for key in truth if not torch.equal(ours[key], truth[key])]
-        assert not differing

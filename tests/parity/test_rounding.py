@@ -31,7 +31,7 @@ def test_places_round_to_the_value_and_are_uniform(dtype: torch.dtype) -> None:
         assert ((values + size * step).to(dtype).float() - values)[2:][large].abs().max() == 0
 
 
-def test_a_part_gets_the_places_of_the_whole_and_other_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_gets_the_places_of_the_whole_and_other_values_stay() -> None:
     torch.manual_seed(0)
     values = torch.randn(6, 40, 30).bfloat16().float()
     whole = values.clone()
@@ -45,7 +45,3 @@ def test_a_part_gets_the_places_of_the_whole_and_other_values_stay(monkeypatch: 
     other = values.clone()
     dither_within_rounding(other, torch.bfloat16, seed=4)
     assert (other != whole).float().mean() > 0.9
-    monkeypatch.setattr("flatout.kernels.rounding._CHUNK_ELEMENTS", 1000)
-    in_parts = values.clone()
-    dither_within_rounding(in_parts, torch.bfloat16, seed=3)
-    assert torch.equal(in_parts, whole)

@@ -12,6 +12,7 @@ from peft import PeftModel
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+from usual import usual
 
 from flatout.cli.main import main
 from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
@@ -61,7 +62,7 @@ def logits(model):
     return model(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", usual(["llama", "gemma2"], ["llama"]))
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_files_are_pefts_and_merged_is_equal(tmp_path, case, family):

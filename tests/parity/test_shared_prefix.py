@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_attention_flash import plain_passes
 from test_attention_forms import boundaries, inputs
 from test_models_packed import relative
 from tiny_models import VOCAB_SIZE, tiny_model, use_rotary_table
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from usual import usual
 
 from flatout.kernels.attention.flash import make_varlen_attention, packed_operator
-from flatout.kernels.attention.reference import masked_attention, plain_attention, sdpa_attention
+from flatout.kernels.attention.reference import plain_attention, sdpa_attention
 from flatout.kernels.attention.shared_prefix import SharedPrefixes
 from flatout.models.attention import registered_name
 from flatout.models.blocks import replace_module
@@ -86,8 +87,8 @@ def gradients_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, list[tor
     return sums.loss_sum.detach(), [torch.zeros(1) if grad is None else grad for grad in found]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("dtype", usual([torch.float64, torch.float32], [torch.float64]), ids=["fp64", "fp32"])
+@pytest.mark.parametrize("groups", usual(GROUPS, ["two", "none"]))
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_shared_equals_unshared(family: str, form: Any, groups: str, dtype: torch.dtype) -> None:
     model = exact_model(family, dtype, form, **MODELS[family])
@@ -126,43 +127,6 @@ def test_each_shared_token_counts_once_for_every_sample() -> None:
     assert all(relative(mine, true) < 1e-6 for mine, true in zip(found, truth, strict=True))
 
 
-def causal_passes(by_token: bool) -> Any:
-    """A causal kernel in fp64 with the formulas of the FlashAttention papers, one document at a time."""
-
-    def documents(cu_seqlens: Any) -> Any:
-        bounds = cu_seqlens.unique().tolist()
-        return [slice(start, end) for start, end in pairwise(bounds)]
-
-    def forward(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, scale: float, __: Any) -> Any:
-        outputs, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2])
-        for own in documents(cu_seqlens):
-            mask = torch.ones(len(q[own]), len(q[own]), dtype=torch.bool).tril()
-            outputs[own] = masked_attention(q[own], k[own], v[own], mask, scale=scale)
-            wide = k[own].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            scores = torch.einsum("thd,shd->ths", q[own], wide) * scale
-            log_sums[own] = scores.masked_fill(~mask[:, None], float("-inf")).logsumexp(-1)
-        return outputs, log_sums if by_token else log_sums.T
-
-    def backward(*arguments: Any) -> Any:
-        output_grad, q, k, v, output, log_sums, cu_seqlens, _, scale, __ = arguments
-        log_sums = log_sums if by_token else log_sums.T
-        grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
-        for own in documents(cu_seqlens):
-            groups, mask = q.shape[1] // k.shape[1], torch.ones(len(q[own]), len(q[own]), dtype=torch.bool).tril()
-            wide_k, wide_v = (tensor[own].repeat_interleave(groups, dim=1) for tensor in (k, v))
-            scores = (torch.einsum("thd,shd->hts", q[own], wide_k) * scale).masked_fill(~mask, float("-inf"))
-            weights = (scores - log_sums[own].T[..., None]).exp()
-            change = torch.einsum("thd,shd->hts", output_grad[own], wide_v)
-            row_sums = (output_grad[own] * output[own]).sum(-1).T[..., None]
-            score_grad = weights * (change - row_sums) * scale
-            grads[0][own] = torch.einsum("hts,shd->thd", score_grad, wide_k)
-            for grad, a, b in ((grads[1], score_grad, q), (grads[2], weights, output_grad)):
-                grad[own] = torch.einsum("hts,thd->shd", a, b[own]).unflatten(1, (-1, groups)).sum(2)
-        return tuple(grads)
-
-    return forward, backward
-
-
 def shared_documents(device: str = "cpu", padded: int | None = None) -> tuple[list[int], SharedPrefixes]:
     """Lengths of the documents of a stream with two prefixes, a sample alone and a tail; and where the prefixes are."""
     samples, shared = samples_of([(70, [5, 130, 11]), (129, [2, 70]), (0, [60])])
@@ -184,7 +148,7 @@ def test_parts_merge_by_their_log_sum_exps(
     lengths, shared = shared_documents(padded=padded)
     form = packed_operator(
         "flatout_tests::shared",
-        *causal_passes(by_token),
+        *plain_passes(by_token),
         log_sums_by_token=by_token,
     )
     sinks = torch.linspace(-3, 8, heads, dtype=torch.float64, requires_grad=True) if with_sinks else None
@@ -205,7 +169,7 @@ def test_parts_merge_by_their_log_sum_exps(
 
 
 def test_one_compiled_graph_serves_batches_with_and_without_prefixes() -> None:
-    form = packed_operator("flatout_tests::shared_compiled", *causal_passes(False))
+    form = packed_operator("flatout_tests::shared_compiled", *plain_passes(False))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 

@@ -337,13 +337,6 @@ def test_columns_of_several_types_are_said_in_a_sentence(tmp_path: Path) -> None
     assert Path(data_file(frame.to_dict("records"), tmp_path)).read_text().count("\n") == 2
 
 
-def test_splits_are_asked_for_one(tiny: Any) -> None:
-    datasets = pytest.importorskip("datasets")
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}]))
-    with pytest.raises(UsageError, match=r"the splits train; pass one, such as data\['train'\]"):
-        flatout.train(model=str(tiny.model_dir), data=splits)
-
-
 def test_plan_verify_and_build_data(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
@@ -423,12 +416,3 @@ def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(
         flatout.plan(model=str(tiny.model_dir), data=given, device="0.63GB", **settings)
     with pytest.raises(flatout.FlatoutError, match="device '12 apples' is unknown; choose one of b200"):
         flatout.plan(model=str(tiny.model_dir), data=given, device="12 apples", **settings)
-
-
-@pytest.mark.parametrize("seed", [0.9, "abc", -1, None])
-def test_sampling_takes_whole_numbers_of_any_kind(seed: Any) -> None:
-    from flatout.rollout.sampler import check_options
-
-    check_options(np.int32(8), 1.0, 0.9, np.int64(2**40), 7)
-    with pytest.raises(UsageError, match=r"seed is .*; expected 0 to"):
-        check_options(8, None, None, None, seed)

@@ -43,12 +43,6 @@ except KeyboardInterrupt as error:
     print("caught", error, isinstance(error, flatout.FlatoutError))
 print("then", len(train().metrics()))
 """
-FAILS_LATER = """
-try:
-    train()
-except KeyboardInterrupt:
-    raise ValueError("of the script")
-"""
 SAVED = "stop requested: saved at step 1; run the same command to resume"
 UNSAVED = "interrupted without a save; the same call goes on from the last checkpoint, or begins anew if there is none"
 
@@ -79,7 +73,6 @@ def signalled(
     ("place", "number", "gpus", "code", "sentence"),
     [
         ("step", signal.SIGINT, None, 75, SAVED),
-        ("step", signal.SIGTERM, None, 75, SAVED),
         ("plan", signal.SIGINT, None, 130, UNSAVED),
         pytest.param("step", signal.SIGINT, [0, 1], 75, "stop requested: saved at step", marks=pytest.mark.slow),
     ],
@@ -98,17 +91,3 @@ def test_a_script_that_catches_it_goes_on(tiny: Any, tmp_path: Path) -> None:
     assert code == 0, said
     assert f"caught {SAVED} True" in said
     assert last[-1] == "then 4"
-
-
-def test_other_errors_keep_their_traceback(tiny: Any, tmp_path: Path) -> None:
-    code, last, said = signalled(tiny, tmp_path, FAILS_LATER)
-    assert code == 1
-    assert "Traceback (most recent call last)" in said
-    assert last[-1] == "ValueError: of the script"
-
-
-def test_ipython_shows_the_sentence_too(tiny: Any, tmp_path: Path) -> None:
-    pytest.importorskip("IPython")
-    _, last, said = signalled(tiny, tmp_path, ENDS, "-m", "IPython", "--no-banner", "--quick")
-    assert "Traceback" not in said
-    assert last[-1] == SAVED

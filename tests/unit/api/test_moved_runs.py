@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from usual import usual
 
 import flatout
 from flatout.cli.main import main
@@ -60,7 +61,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.fixture(params=["moved", "copied", "in its folder", "from elsewhere"])
+@pytest.fixture(params=usual(["moved", "copied", "in its folder", "from elsewhere"], ["copied", "from elsewhere"]))
 def placed(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[str], Path]]:

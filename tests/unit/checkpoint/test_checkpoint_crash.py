@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,73 +172,6 @@ def test_a_failing_disk_at_every_operation(scene: Scene, quick_path: Path, error
     assert len(told) >= 25
     assert all("RUN" in message for message in told)
     assert all(("disk or quota full" in message) is (error == FULL_DISK) for message in told)
-
-
-def test_a_process_that_exits_at_an_operation(scene: Scene, quick_path: Path) -> None:
-    folders = fresh_folders(scene, quick_path)
-    num_operations = len(operations(scene, next(folders)))
-    for k in range(0, num_operations, 6):
-        run_dir = next(folders)
-        child = os.fork()
-        if child == 0:
-            checkpoints(run_dir, FaultyDisk(k, "exit")).save(scene.saved)
-            os._exit(1)  # never reached: the disk ends the process
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
-        require_old_or_new(scene, run_dir)
-
-
-def _save_until_killed(run_dir: Path) -> None:
-    """A training run without the training: resume, then save a step after the other, on the real disk."""
-    saves = checkpoints(run_dir, Disk(), keep=2)
-    newest = saves.newest()
-    step = newest.step if newest else 0
-    while True:
-        step += 1
-        saves.save(snapshot_of(step), best=step % 7 == 0)
-
-
-def wait_for_step(run_dir: Path, step: int) -> None:
-    until_s = time.monotonic() + 120
-    newest = 0
-    while newest < step:
-        names = (path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*"))
-        newest = max((int(name) for name in names if name.isdigit()), default=0)
-        assert time.monotonic() < until_s
-
-
-def test_fifty_random_kills_fifty_resumes(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    draw = random.Random(20261120)
-    started_s = time.monotonic()
-    for number in range(1, 6):
-        (tmp_path / str(number)).mkdir()
-        checkpoints(tmp_path / str(number), Disk()).save(snapshot_of(number))
-    save_s = (time.monotonic() - started_s) / 5
-    last_step, num_resumed, num_debris = 0, 0, 0
-    for _ in range(50):
-        child = os.fork()
-        if child == 0:
-            try:
-                _save_until_killed(run_dir)
-            finally:
-                os._exit(1)
-        # anywhere in a save, however fast this machine is
-        wait_for_step(run_dir, last_step + draw.randint(0, 3))
-        time.sleep(draw.uniform(0.0, 2 * save_s))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        folder = run_dir / "checkpoints"
-        num_debris += folder.exists() and any(".tmp-" in path.name for path in folder.iterdir())
-        newest = checkpoints(run_dir, Disk()).newest()
-        step = newest.step if newest else 0
-        assert newest is None or same(newest, snapshot_of(step))
-        assert step >= last_step
-        num_resumed += 1
-        last_step = step
-    assert num_resumed == 50
-    assert last_step >= 20  # and they left the run time to get on
-    assert num_debris >= 5  # the kills did hit saves
 
 
 class SignallingDisk(FaultyDisk):

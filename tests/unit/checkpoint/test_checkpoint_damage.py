@@ -71,22 +71,6 @@ def test_damage_is_named_and_the_older_one_used(run_dir: Path, name: str, damage
     assert events[1][1]["step"] == 1
 
 
-def test_a_file_of_the_older_save_is_recognised(run_dir: Path) -> None:
-    folder = run_dir / "checkpoints"
-    shutil.copyfile(folder / "step-1" / "optimizer.safetensors", folder / "step-2" / "optimizer.safetensors")
-    _, events = load(run_dir)
-    assert "it belongs to a different save: found {" in events[0][1]["why"]
-    assert "'step': '1'" in events[0][1]["why"]
-
-
-def test_truncation_tells_bytes_found_and_expected(run_dir: Path) -> None:
-    path = run_dir / "checkpoints" / "step-2" / "model.safetensors"
-    size_bytes = path.stat().st_size
-    _truncate(path, path)
-    _, events = load(run_dir)
-    assert f"found {size_bytes // 2:,} bytes, expected {size_bytes:,}" in events[0][1]["why"]
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_no_flipped_bit_anywhere_is_accepted(run_dir: Path, name: str) -> None:
     path = run_dir / "checkpoints" / "step-2" / name

@@ -11,13 +11,10 @@ import pytest
 import torch
 from faulty_disk import BROKEN_DISK, FULL_DISK, FaultyDisk, QuickDisk, same, snapshot_of
 
-from flatout.checkpoint.optimizer_state import optimizer_state, state_sizes
-from flatout.checkpoint.write import Checkpoints, Snapshot
-from flatout.checkpoint.write_async import Saver, Staging, choose_saver
-from flatout.config.schema import OptimConfig
+from flatout.checkpoint.write import Checkpoints
+from flatout.checkpoint.write_async import Saver, Staging
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk, DurableIO
-from flatout.optim.build import make_optimizer
 from flatout.track.callback import Reporter
 
 CPU = torch.device("cpu")
@@ -119,21 +116,6 @@ def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path:
     saver.close()
 
 
-def test_a_callback_that_fails_on_a_complete_save_ends_the_run_at_the_next_update(tmp_path: Path) -> None:
-    class Refusing(Told):
-        def saved(self, step: int, folder: Path, facts: Mapping[str, Any]) -> None:
-            raise LookupError("on_save failed")
-
-    told = Refusing()
-    saver = saver_on(tmp_path, told, QuickDisk())
-    saver.save(snapshot_of(1))
-    saver.close()
-    assert same(newest(tmp_path), snapshot_of(1))
-    assert told.events == [("callback_failed", {"step": 1, "why": "on_save failed"})]
-    with pytest.raises(LookupError, match="on_save failed"):
-        saver.before_update()
-
-
 def test_a_host_without_memory_for_the_copy_skips_a_save_that_is_not_required(tmp_path: Path) -> None:
     class Full(Staging):
         def lay_out(self, snapshot: Any) -> Any:
@@ -150,47 +132,3 @@ def test_a_host_without_memory_for_the_copy_skips_a_save_that_is_not_required(tm
     assert told.events == [("not_saved", {"step": 1, "why": "no 7 bytes of host memory"})]
     with pytest.raises(ResourceError, match="no 7 bytes"):
         saver.save(snapshot_of(2), required=True)
-
-
-def test_the_choice_is_told(tmp_path: Path) -> None:
-    told = Told()
-    checkpoints = Checkpoints(tmp_path, keep=1, on_event=told.event)
-
-    def choose(wanted: bool | str, device: str, available_bytes: int | None) -> None:
-        choose_saver(
-            wanted,
-            checkpoints,
-            told,
-            device=torch.device(device),
-            num_bytes=2**20,
-            available_bytes=available_bytes,
-        )
-
-    choose("auto", "cpu", None)
-    choose("auto", "cuda", 2**20)
-    choose(False, "cuda", None)
-    choose(True, "cpu", 0)
-    assert [line.partition(":")[0] for line in told.lines] == ["training waits for each save"] * 3 + ["asynchronous"]
-    assert "0.0 GiB free" in told.lines[1]
-
-
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.exhaustive), "sgd"])
-def test_memory_got_ahead_is_enough_for_the_first_save(name: str) -> None:
-    """Sizes from just under to just over those of blocks, so that a wrong order or a block too small would show."""
-    megabyte = 2**20 // 4
-    lengths = [65 * megabyte, 2 * megabyte, 63 * megabyte, 31 * megabyte, 3, 33 * megabyte, 100]
-    named = {f"p{place}": torch.nn.Parameter(torch.ones(length)) for place, length in enumerate(lengths)}
-    config = OptimConfig(name=name)
-    staging = Staging(CPU)
-    staging.reserve(state_sizes(named, config))
-    optimizer = make_optimizer(named, config)
-    for parameter in named.values():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    staging.wait_reserved()
-    held_bytes = sum(block.nbytes for block in staging.blocks)
-    model = {name: parameter.detach() for name, parameter in named.items()}
-    state = {"model": model, "optimizer": optimizer_state(optimizer, named)}
-    staging.lay_out(Snapshot(step=1, tensors=state, facts={}))
-    needed_bytes = sum(tensor.nbytes for tensors in state.values() for tensor in tensors.values())
-    assert sum(block.nbytes for block in staging.blocks) == held_bytes < needed_bytes + 2 * 2**27

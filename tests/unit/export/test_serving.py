@@ -13,10 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flatout.api.run import Run
 from flatout.cli.main import main
 from flatout.data.templates.template import OURS
-from flatout.errors import UsageError
 
 TEMPLATES = Path(__file__).parents[3] / "flatout" / "data" / "templates"
 # a turn of neither has a place for a system prompt of its own
@@ -187,24 +185,6 @@ def test_what_cannot_be_written_is_said(
     assert export(run, tmp_path / "out", *options) == code
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("to", "options"),
-    [
-        ("tensorrt", {}),
-        ("gguf", {"adapter": True}),
-        ("vllm", {"kind": "q8_0"}),
-        ("gguf", {"kind": "../q8"}),
-        ("gguf", {"llama_cpp": Path("nowhere")}),
-    ],
-)
-def test_python_is_told_of_no_option(run_dir: Path, tmp_path: Path, to: str, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as refused:
-        Run(run_dir).export(to, tmp_path / "out", **options)
-    assert "--" not in refused.value.text
-    if options.get("adapter"):
-        assert refused.value.fixes[0].settings == {"--to": "vllm"}
 
 
 def test_a_folder_with_content_is_left_alone(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from transformers import (
     NomicBertConfig,
     Qwen3Config,
 )
+from usual import usual
 
 from flatout.cli.main import main
 from flatout.models.stops import set_stops, stop_token_ids
@@ -88,7 +89,7 @@ def base_model(tiny: Any, folder: Path, kind: Kind) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=usual(KINDS, ["base with chatml", "adapter of a base", "like GLM"]))
 def trained(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
     """A run that has learnt one answer by heart."""
     from flatout.trainer.run import train
@@ -175,6 +176,7 @@ def test_config_json_stops_where_a_program_reads_no_generation_config(
     stops = stop_ids(tmp_path / "out")
     held = json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"]
     assert held == (stops if len(stops) > 1 else stops[0])
+    require_stop(tmp_path / "out", kind)
     (tmp_path / "out/generation_config.json").unlink()
     tokenizer, model = (each.from_pretrained(tmp_path / "out") for each in (AutoTokenizer, AutoModelForCausalLM))
     given = torch.tensor([prompt(tokenizer)])
@@ -218,13 +220,6 @@ def test_every_class_of_configs_takes_the_stops(config: Any) -> None:
         assert type(config)(**config.to_dict()).eos_token_id == takes
 
 
-@pytest.mark.parametrize("to", ["vllm", "mlx"])
-def test_served_folders_stop(trained: tuple[Kind, Path], tmp_path: Path, to: str) -> None:
-    kind, run = trained
-    assert main(["export", str(run), "--to", to, "--out", str(tmp_path / to)]) == 0
-    require_stop(tmp_path / to, kind)
-
-
 def test_llama_cpp_stops(trained: tuple[Kind, Path], tmp_path: Path) -> None:
     kind, run = trained
     assert main(["export", str(run), "--to", "ollama", "--quantize", "f32", "--out", str(tmp_path / "out")]) == 0
@@ -233,38 +228,3 @@ def test_llama_cpp_stops(trained: tuple[Kind, Path], tmp_path: Path) -> None:
         said = call("/completion", prompt=prompt(tokenizer), n_predict=40, temperature=0)
     assert (said["content"], said["stop_type"]) == (ANSWER, "eos")
     assert f'PARAMETER stop "{kind.stop}"' in (tmp_path / "out" / "Modelfile").read_text().splitlines()
-
-
-@pytest.mark.parametrize("trained", ["base with chatml", "like GLM"], indirect=True)
-@pytest.mark.parametrize("to", ["gguf", "ollama"])
-def test_stops_that_gguf_has_no_field_for_are_told(
-    trained: tuple[Kind, Path], tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gguf, model, out = pytest.importorskip("gguf"), tmp_path / "model", tmp_path / "out"
-    shutil.copytree(trained[1] / "final", model, ignore=shutil.ignore_patterns("manifest.json"))
-    tokenizer, file = AutoTokenizer.from_pretrained(model), model / "generation_config.json"
-
-    def told(stops: list[int]) -> tuple[str, list[str]]:
-        """What an export with these stops prints, and those of them that the file does not hold."""
-        shutil.rmtree(out, ignore_errors=True)
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": stops}))
-        capsys.readouterr()
-        assert main(["export", str(model), "--to", to, "--quantize", "f32", "--out", str(out)]) == 0
-        fields = gguf.GGUFReader(next(out.glob("*.gguf"))).fields
-        held = [
-            fields[key].contents() for key in fields if key.endswith(("eos_token_id", "eot_token_id", "eom_token_id"))
-        ]
-        left_out = tokenizer.convert_ids_to_tokens([one for one in stops if one not in held])
-        return " ".join("".join(capsys.readouterr()).split()), left_out
-
-    own = stop_ids(model)
-    said, left_out = told(own)
-    assert "warning" not in said
-    assert not left_out
-    wanted = list(dict.fromkeys([*own, *tokenizer.convert_tokens_to_ids(TOKENS)]))
-    said, left_out = told(wanted)
-    assert len(left_out) == len(wanted) - 3
-    assert f"three tokens that end an answer, and not {', '.join(map(repr, left_out))}: " in said
-    if to == "ollama":
-        lines = (out / "Modelfile").read_text().splitlines()
-        assert {f'PARAMETER stop "{token}"' for token in tokenizer.convert_ids_to_tokens(wanted)} <= set(lines)

@@ -89,8 +89,8 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
     [
         ("silent", 6, "does not answer within 1 s"),
         pytest.param("gone", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
-        ("refusing", 2, "the hub rejects it: "),
-        ("listing", 6, "does not answer as a hub does"),
+        pytest.param("refusing", 2, "the hub rejects it: ", marks=pytest.mark.exhaustive),
+        pytest.param("listing", 6, "does not answer as a hub does", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind: str, code: int, said: str) -> None:
@@ -105,6 +105,7 @@ def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind:
     assert len(connections) <= 2
 
 
+@pytest.mark.exhaustive
 def test_a_tokenizer_that_a_silent_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     with hub("silent") as (address, _):

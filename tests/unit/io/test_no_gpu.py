@@ -2,8 +2,7 @@
 
 import pytest
 
-from flatout.errors import ResourceError
-from flatout.io.no_gpu import certain_reason, no_gpu_error
+from flatout.io.no_gpu import certain_reason
 
 
 @pytest.mark.parametrize(
@@ -23,12 +22,3 @@ def test_the_cause_is_named(env: dict[str, str], cuda: str | None, driver: str, 
 
 def test_a_driver_that_is_there_is_asked_by_those_who_start_it() -> None:
     assert certain_reason({"CUDA_VISIBLE_DEVICES": "0,1"}, "2.13.0", "12.8", "libc.so.6") is None
-
-
-def test_the_way_to_the_cpu_is_spelled_as_what_asked() -> None:
-    error = no_gpu_error("--device cuda", "the driver finds no GPU")
-    assert isinstance(error, ResourceError)
-    assert "the driver finds no GPU" in error.text
-    assert error.fixes[0].settings == {"--device": "cpu"}
-    assert no_gpu_error("device: cuda", "none").fixes[0].settings == {"device": "cpu"}
-    assert no_gpu_error("gpus", "none").fixes[0].settings == {"device": "cpu", "gpus": None}

@@ -16,9 +16,8 @@ import pytest
 from faulty_disk import FULL_DISK, FaultyDisk
 
 from flatout.errors import ResourceError
-from flatout.io import bounded_wait
 from flatout.io.durable_io import Disk, DurableIO
-from flatout.io.file_lock import RunLock, locked
+from flatout.io.file_lock import RunLock
 
 
 def in_child(act: Callable[[], None]) -> int:
@@ -98,12 +97,6 @@ def test_a_lock_file_that_says_nothing_still_refuses(tmp_path: Path, content: st
             pass
 
 
-def test_a_shorter_holder_leaves_no_rest_of_a_longer_one(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text("x" * 3000)
-    with RunLock(tmp_path):
-        json.loads((tmp_path / ".lock").read_text())
-
-
 @pytest.mark.parametrize("at", range(6))
 def test_an_unwritable_or_full_folder_is_found_before_step_1(tmp_path: Path, at: int) -> None:
     """The probe's operations: create, write, sync, close, unlink; then nothing is left to fail."""
@@ -120,13 +113,6 @@ def test_an_unwritable_or_full_folder_is_found_before_step_1(tmp_path: Path, at:
             pass
 
 
-def test_a_probe_left_by_a_crash_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / ".write-probe").write_text("")
-    with RunLock(tmp_path):
-        pass
-    assert not (tmp_path / ".write-probe").exists()
-
-
 def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ResourceError, match="run: Not a directory"), RunLock(tmp_path / "run"):
@@ -134,27 +120,6 @@ def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "other" / ".lock").mkdir(parents=True)
     with pytest.raises(ResourceError, match=r"cannot open .*other/\.lock: Is a directory"), RunLock(tmp_path / "other"):
         pass
-
-
-def test_a_lock_that_another_process_has_is_waited_for_with_a_word_and_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, told = tmp_path / "sub" / "lock", []
-    holding = locked(path, "nobody")
-    child = in_child(holding.__enter__)
-    monkeypatch.setattr(bounded_wait, "NOTICE_AFTER_S", 0.0)
-    with (
-        pytest.raises(ResourceError, match=rf"timed out waiting for the builder, 0 s \(lock {path}\)"),
-        locked(path, "the builder", limit_s=0.2),
-    ):
-        pass
-
-    def end_holder(line: str) -> None:
-        told.append(line)
-        kill(child)
-
-    with locked(path, "the builder", end_holder):
-        assert told == [f"waiting for the builder, at most 43200 s (lock {path})"]
 
 
 def test_a_run_whose_folder_is_deleted_takes_it_again(tmp_path: Path) -> None:

@@ -3,15 +3,12 @@
 import re
 import subprocess
 import sys
-import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import save_tiny_model
 from torch import nn
-from torch._dynamo.variables.torch import tracing_state_functions
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -21,7 +18,6 @@ from flatout.models.attention import window_marker
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile import layers as compiling
 from flatout.models.compile.layers import CompileOptions
-from flatout.models.compile.regions import ends_of_kinds
 from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
@@ -84,11 +80,6 @@ def compiles_elsewhere():
     return len(compiled) == 1
 
 
-def test_off_on_the_cpu(loaded):
-    assert compiling.compile_layers(loaded, "auto", CompileOptions(None)).line == "off: only on CUDA"
-    assert compiling.compile_layers(loaded, "off", CompileOptions(None)).line == "off: as configured"
-
-
 def test_layers_that_are_no_graph_run_eagerly_and_the_line_says_so(loaded):
     """The per-document loop of the sdpa form reads boundaries on the host, so no layer with it is one graph."""
     before = packed_cross_entropy(loaded.model, batch()).loss_sum
@@ -126,47 +117,6 @@ def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
         after, num_compiled = loss_and_runs(compilable, runs)
     assert torch.allclose(after, before)
     assert num_compiled == 3
-
-
-def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(compilable, runs):
-    layers = decoder_layers(compilable.model)
-    outcome = compile_on_the_cpu(compilable, proved=True)
-    assert outcome.is_complete
-    assert outcome.line.endswith("(smallest cosine 1.000000 of 2 layers)")
-    assert ends_of_kinds(layers, compilable.model) == {layers[0], layers[2]}
-    assert loss_and_runs(compilable, runs)[1] == 3
-    compilable.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
-    assert ends_of_kinds(layers, compilable.model) == set(layers)
-
-
-@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive)])
-def test_the_compiler_chooses_block_sizes_for_a_large_batch(compilable, monkeypatch, dropout):
-    """It does when a graph first runs; with dropout, the graph for training is another one."""
-    compilable.model.config.attention_dropout = dropout
-    compile_module, sizes = nn.Module.compile, []
-
-    def backend(graph, _):
-        def run(*args):
-            sizes.append(max(arg.shape[1] for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3))
-            return graph(*args)
-
-        return run
-
-    monkeypatch.setattr(nn.Module, "compile", lambda layer, **how: compile_module(layer, **how, backend=backend))
-    assert compile_on_the_cpu(compilable, large_lengths=(700, 700, 700)).is_complete
-    assert sizes[:2] == [2176, 2176]
-    # the ends of the only kind; with dropout, all three layers for training
-    assert sizes.count(2176) == (5 if dropout else 2)
-    assert max(size for size in sizes if size != 2176) == 1152
-
-
-def test_the_large_batch_fits_the_largest_pass_and_has_no_layers_width(tmp_path):
-    save_tiny_model(tmp_path, "qwen3", intermediate_size=4480)
-    loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=torch.device("cpu"), seed=0)
-    sizes = [sum(compiling._large_lengths(loaded, tokens)) for tokens in (0, 4863, 4864, 16127, 10**9)]
-    assert sizes == [0, 0, 2432, 2432, 8064]
-    rows = compiling._large_lengths(replace(loaded, is_padded=True), 10**9)
-    assert len(rows) * compiling._row_length(rows) <= 8064
 
 
 def test_batches_with_and_without_shared_prefixes_run_by_one_graph(compilable, runs):
@@ -260,34 +210,6 @@ def test_a_recurrence_that_is_a_loop_over_tokens_is_never_compiled(compilable, r
     assert not any(traced)
 
 
-def test_all_layers_of_a_recurrence_without_a_convolution_run_eagerly(compilable, runs):
-    without_kinds(compilable.model.config, "rwkv")
-    outcome = compile_on_the_cpu(compilable)
-    assert outcome.line == "off: transformers may compute its recurrence by a loop over tokens"
-    assert loss_and_runs(compilable, runs)[1] == 0
-
-
-def test_compiled_layers_of_hybrids_do_not_take_the_branch_for_exporting(compilable, runs):
-    """torch 2.11 would, and transformers calls no kernel that knows documents there."""
-    states = tracing_state_functions()
-    states[torch.compiler.is_exporting] = True
-    layers = decoder_layers(compilable.model)
-
-    class Kernel(type(layers[0].mlp)):
-        def forward(self, x):
-            return x if torch.compiler.is_exporting() else super().forward(x)
-
-    for layer in layers:
-        layer.mlp.__class__ = Kernel
-    config = compilable.model.config
-    config.model_type, config.conv_kernel = "mamba2", 1
-    outcome, num_compiled = compile_and_compare(compilable, runs)
-    assert outcome.is_complete
-    # newer torch does not read this entry
-    assert states[torch.compiler.is_exporting] is False
-    assert num_compiled == 3
-
-
 @pytest.mark.parametrize(
     ("broken", "differs", "num_compiled"), [(None, "output differs there", 2), ("it does not compile there", None, 0)]
 )
@@ -302,22 +224,6 @@ def test_what_another_rank_finds_holds_here_too(compilable, runs, broken, differ
     assert outcome.num_compiled == num_compiled
     assert (broken or differs) in outcome.line
     assert loss_and_runs(compilable, runs)[1] == num_compiled
-
-
-def test_one_class_that_does_not_compile_leaves_the_others_compiled(compilable, runs):
-    layers = decoder_layers(compilable.model)
-
-    class Breaking(type(layers[1])):
-        def forward(self, *args, **kwargs):
-            torch._dynamo.graph_break()
-            return super().forward(*args, **kwargs)
-
-    layers[1].__class__ = Breaking
-    outcome, num_compiled = compile_and_compare(compilable, runs)
-    assert (outcome.num_compiled, outcome.num_layers) == (2, 3)
-    assert "1 run eagerly: Breaking is not one graph (" in outcome.line
-    assert num_compiled == 2
-    assert compiles_elsewhere()
 
 
 class NoGradient(torch.autograd.Function):
@@ -406,16 +312,3 @@ assert not torch._dynamo.utils.counters["frames"], torch._dynamo.utils.counters
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_compiler_that_cannot_be_imported_ends_nothing(monkeypatch):
-    def broken(name):
-        raise RuntimeError("no C compiler")
-
-    raised = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
-    monkeypatch.setattr(compiling, "import_module", broken)
-    thread = compiling.import_compiler()
-    thread.join(timeout=120)
-    assert not thread.is_alive()
-    assert not raised

@@ -142,12 +142,6 @@ def test_missing_folder_and_adapter_folder(tmp_path):
         read_model_config(str(tmp_path), None)
 
 
-def test_quantized_models_are_refused(folder):
-    edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.raises(UsageError, match="quantized"):
-        load(folder)
-
-
 def test_a_run_is_no_model_and_a_model_beside_a_runs_file_is_one(tmp_path):
     run_identity(tmp_path)
     with pytest.raises(UsageError, match="is a run, not a model"):

@@ -187,14 +187,6 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert (failure.rank, failure.how) == (1, "never answered")
 
 
-def test_another_ranks_event_reaches_the_first() -> None:
-    group = Group(2)
-    group.clients[0].event("out_of_memory", {"step": 4})
-    assert group.clients[0].poll(0.0, WORKING) is None
-    group.until(lambda: group.events)
-    assert group.events == [("out_of_memory", {"rank": 1, "step": 4})]
-
-
 @pytest.mark.parametrize("hello", [b"{}", b'{"rank": 0}', b'{"rank": 2}', b'{"rank": true}', b'{"rank": "1"}'])
 def test_who_is_no_rank_of_the_run_is_turned_away(hello: bytes) -> None:
     group = Group(2)
@@ -203,13 +195,6 @@ def test_who_is_no_rank_of_the_run_is_turned_away(hello: bytes) -> None:
     assert "it claims to be rank" in group.dropped[0]
     group.meet(WORKING, 1)
     assert list(group.server.peers) == [1]
-
-
-def test_a_second_connection_for_a_rank_changes_nothing() -> None:
-    group = Group(2)
-    with raw_peer(group, b'{"rank": 1, "host": "x"}'):
-        group.until(lambda: group.dropped)
-    group.meet(WORKING, 1)
 
 
 @pytest.mark.parametrize(

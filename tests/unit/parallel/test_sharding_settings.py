@@ -12,7 +12,7 @@ from torch import nn
 from flatout.config.read import make_config
 from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.buckets import BucketedSum, into_buckets
+from flatout.parallel.strategies.buckets import into_buckets
 from flatout.parallel.strategies.ddp import DDP
 from flatout.parallel.strategies.sharded import Sharded
 from flatout.planner.parallel_layout import ParallelLayout
@@ -34,39 +34,6 @@ def test_buckets_come_in_reverse_order_and_large_gradients_travel_alone() -> Non
     wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     buckets = [[p.numel() for p in bucket] for bucket in into_buckets([*parameters, wide], bucket_bytes=44)]
     assert buckets == [[6, 5], [200], [100], [2], [4, 3]]
-
-
-def test_sums_start_in_the_last_pass_only_and_in_order(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    monkeypatch.setattr("flatout.parallel.strategies.buckets.BUCKET_BYTES", 0)
-    parameters = list(model.parameters())
-    buckets = BucketedSum(parameters)
-    buckets._buckets = [[parameter] for parameter in reversed(parameters)]
-    buckets._bucket_of = {parameter: 2 - index for index, parameter in enumerate(parameters)}
-    sent: list[int] = []
-    monkeypatch.setattr(
-        "flatout.parallel.strategies.buckets.dist.all_reduce",
-        lambda tensor, group, async_op: sent.append(tensor.data_ptr()) or Done(),  # type: ignore[func-returns-value]
-    )
-    x = torch.randn(2, 4)
-    buckets.start(last=False)
-    model(x).sum().backward()
-    assert not sent
-    buckets.start(last=True)
-    model(x).sum().backward()
-    expected = [parameter.grad.data_ptr() for parameter in reversed(parameters) if parameter.grad is not None]
-    assert (sent, len(buckets.sums)) == (expected, 3)
-    buckets.finish()
-    assert not buckets.sums
-    # no pass at all: every sum still takes part, with zeros
-    model.zero_grad()
-    buckets.finish()
-    assert len(sent) == 6
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters)
-
-
-class Done:
-    def wait(self) -> None: ...
 
 
 def run_out(strategy: Any, *, last: bool, model: nn.Module | None = None) -> None:
