@@ -24,7 +24,7 @@ class PlanSettings:
     full: FullConfig
     sharding: ShardingConfig
     optimizer: OptimizerTraits
-    precision: Literal["auto", "bf16", "fp16", "fp32"]
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"]
     compiles: bool
     """Whether layers are compiled where they can be."""
     records_graphs: bool

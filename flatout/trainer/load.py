@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Thread
 
 import torch
 
@@ -35,12 +36,7 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
     """
     config, planned, device, reporter = setup.config, setup.planned, setup.device, setup.reporter
     _prepare_device(config, device)
-    importing = None
-    if device.type == "cuda" and config.compile != "off":
-        reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
-        importing = import_compiler()
-    if device.type == "cuda" and (named := named_capability()):
-        reporter.stage("kernels", f"chosen as on compute capability {named[0]}.{named[1]}: {CAPABILITY} is set")
+    importing = _choose_kernels(config, device, reporter)
     waits = weights_wait_in_files(config, planned, device)
     if waits and config.lora.init_path is not None:
         text = "lora.init_path reads whole weights, of which each rank loads its shard only"
@@ -90,6 +86,17 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
     return loaded
+
+
+def _choose_kernels(config: Config, device: torch.device, reporter: Reporter) -> Thread | None:
+    """Report where kernels come from; return the thread that imports the compiler, if there will be one."""
+    importing = None
+    if device.type == "cuda" and config.compile != "off":
+        reporter.stage("compile", f"kernels are cached in {keep_compiled_kernels()}")
+        importing = import_compiler()
+    if device.type == "cuda" and (named := named_capability()):
+        reporter.stage("kernels", f"chosen as on compute capability {named[0]}.{named[1]}: {CAPABILITY} is set")
+    return importing
 
 
 def _prepare_device(config: Config, device: torch.device) -> None:
