@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 from synthetic_run import write_synthetic_run  # noqa: E402
 
+from flatout.config.schema import Config, SourceConfig  # noqa: E402
 from flatout.studio.app import make_app  # noqa: E402
 
 PORT, TOKEN = 8765, "the-token-of-this-test"
@@ -54,3 +55,19 @@ def write_run(folder: Path) -> Path:
     settings = {"name": folder.name, "model": {"name": "tiny-model"}, "data": {"name": "chats"}}
     (folder / "config.yaml").write_text(json.dumps(settings))
     return folder
+
+
+def shows_default(name: str, text: str) -> bool:
+    """Whether a control with this text shows its setting's default, as the schema has it."""
+    kind: Any = SourceConfig if name == "format" else Config
+    *sections, leaf = name.split(".")
+    for section in sections:
+        kind = kind.model_fields[section].annotation
+    default = kind.model_fields[leaf].get_default(call_default_factory=True)
+    if default is None:
+        return text == "not set"
+    if isinstance(default, bool):
+        return text == str(default).lower()
+    if isinstance(default, int | float):  # auto stands for a rate of the method, as the help says
+        return (name, text) == ("optim.lr", "auto") or float(text) == default
+    return text == str(default)

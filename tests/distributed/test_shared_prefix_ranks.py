@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,23 @@ def test_ranks_that_share_micro_batches_share_no_prefixes(
     auto, why = "batch.share_prefix=auto", "not shared: with context.parallel, ranks share each sample's tokens"
     assert main(["plan", *typed, "--ranks", "2", auto, *context]) == 0
     assert f"prefixes {why}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.exhaustive
+def test_steps_without_shared_prefixes_are_those_with_them(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+    config = run_of(tiny, tmp_path, "fp32")
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    typed = [str(tmp_path / "run.yaml"), "batch.max_steps=2", "device=cpu"]
+    context = ["gpus=[0,1]", "context.parallel=2"]
+    auto, why = "batch.share_prefix=auto", "not shared: with context.parallel, ranks share each sample's tokens"
+    assert main(["train", *typed, auto, *context, f"run_dir={tmp_path / 'context'}"]) == 0
+    assert re.search(rf"(?m) prefixes +{why}$", (tmp_path / "context" / "train.log").read_text())
+    # the same steps share prefixes without it
+    assert main(["train", *typed, auto]) == 0
+    alone, together = metrics_of(config.folder), metrics_of(tmp_path / "context")
+    assert min(each["shared_share"] for each in alone) > 0.1
+    assert [each["shared_share"] for each in together] == [0, 0]
+    assert [each["loss"] for each in together] == pytest.approx([each["loss"] for each in alone], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])

@@ -1,6 +1,7 @@
 """`flatout verify` on whole models: several architectures, packed, accumulated and over real processes."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -73,6 +74,21 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not list((tmp_path / "run").glob(".verify-*"))
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80 and "written to" not in line] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("base", [{}, {"storage": "nf4"}])
+@pytest.mark.parametrize("lora", [{"modules_to_save": ["lm_head", "down_proj"]}, {"modules_to_save": ["embed_tokens"]}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_trained_in_full_agree_on_every_strategy(
+    tiny: Any, tmp_path: Path, base: dict[str, Any], lora: dict[str, Any], tied: bool
+) -> None:
+    CONFIG_MAPPING["llama"](**SHAPE, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
+    model = {"name": str(tmp_path / "model"), "init": "random"}
+    data = {"tokenizer": str(tiny.model_dir), "root": str(tmp_path / "data"), "new_tokens": ["<tool>"]}
+    config = tiny.config(tmp_path / "run", model=model, data=data, lora={"rank": 4, **lora}, base=base)
+    code, report = run_verify(config, tmp_path, "--ranks", "2")
+    assert (code, report["passed"]) == (0, True), report
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
@@ -189,3 +205,12 @@ def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(t
     assert "nowhere/facts.json: the file is missing" in row.note
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [command for command in commands if str(tmp_path / "ranks").encode() in command]
+
+
+def test_a_traceback_of_a_rank_is_told_without_the_prefixes_that_torch_adds(tiny: Any, tmp_path: Path) -> None:
+    from flatout.verifier.ranks import RankCase, run_rank_cases
+
+    values = tiny.config(tmp_path / "run").model_dump(mode="json") | {"strategy": "ddp"}
+    no_path: Any = None
+    (row,) = run_rank_cases([RankCase("ddp", 1, values, 0, no_path, 1e-4)], tmp_path / "ranks")
+    assert re.match(r"rank \d ended: TypeError: ", row.note), row.note

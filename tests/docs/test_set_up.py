@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from local_server import local_server
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -123,6 +126,80 @@ def test_this_python_makes_one(tmp_path: Path) -> None:
     assert make_venv.problem_of(Path(sys.prefix)) is None
 
 
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(tmp_path / "gone")
+    assert f"rm -r {tmp_path}/venv" in str(make_venv.problem_of(tmp_path / "venv"))
+    monkeypatch.setattr(make_venv, "find_spec", lambda name: None)
+    assert "apt install python3-venv" in str(make_venv.problem_of(tmp_path / "new"))
+
+
+def test_a_long_step_shows_what_it_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(make_venv, "LINE_S", 0.05)
+    go_on, stop = tmp_path / "go on", tmp_path / "stop"
+    wait = "\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.01)\n"
+    child = (
+        "import pathlib, time\n"
+        "print('  Downloading torch-2.13.0-cp311-linux.whl (191.8 MB)\\nProgress 96000000 of 191800000', flush=True)"
+        + wait.format(str(go_on))
+        + "print('Installing collected packages: a, b, c', flush=True)"
+        + wait.format(str(stop))
+    )
+    shown: list[str] = []
+
+    def write(text: str, **_: object) -> None:
+        """Let the child go on when its step has been shown."""
+        shown.append(text)
+        if "96 of 192 MB" in text:
+            go_on.touch()
+        if "installing 3 packages" in text:
+            stop.touch()
+
+    monkeypatch.setattr(make_venv, "print", write, raising=False)
+    make_venv.run("Installing torch", [sys.executable, "-c", child])
+    assert shown[0] == "Installing torch"
+    assert any(re.fullmatch(r"  \d+ s  downloading torch, 96 of 192 MB", line) for line in shown)
+    assert any(re.fullmatch(r"  \d+ s  installing 3 packages", line) for line in shown)
+
+
+def test_a_step_that_fails_ends_with_what_pip_said(capsys: pytest.CaptureFixture[str]) -> None:
+    child = "print('Collecting x'); print('ERROR: no matching distribution'); raise SystemExit(3)"
+    with pytest.raises(SystemExit, match="failed with exit code 3"):
+        make_venv.run("Installing", [sys.executable, "-c", child])
+    assert "no matching distribution" in capsys.readouterr().err
+    make_venv.run("Compiling", [sys.executable, "-c", child], check=False)
+
+
+class Index(BaseHTTPRequestHandler):
+    """An index that has torch."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/whl/torch/" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_cpu_build_is_taken_from_its_index_if_that_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_driver(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(make_venv, "ctypes", SimpleNamespace(CDLL=no_driver))
+    with local_server(Index) as url:
+        monkeypatch.setattr(make_venv, "CPU_INDEX", f"{url}/whl")
+        assert make_venv.torch_index() == ["--extra-index-url", f"{url}/whl"]
+        monkeypatch.setattr(make_venv, "CPU_INDEX", f"{url}/other")
+        assert make_venv.torch_index() == []
+    assert make_venv.torch_index() == []
+    assert capsys.readouterr().out.count("does not answer") == 2
+    monkeypatch.setattr(make_venv, "ctypes", SimpleNamespace(CDLL=str))
+    assert make_venv.torch_index() == []
+    assert "torch with CUDA" in capsys.readouterr().out
+
+
 def test_the_pages_name_the_commands_and_the_cpu_build_first() -> None:
     readme, install = (ROOT / "README.md").read_text(), (ROOT / "docs" / "install.md").read_text()
     assert len(readme.splitlines()) <= 140
@@ -134,3 +211,13 @@ def test_the_pages_name_the_commands_and_the_cpu_build_first() -> None:
         assert f"pip install -c constraints.txt --extra-index-url {make_venv.CPU_INDEX} -e ." in page
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         assert not re.search(r"^ *python -m venv", page.read_text(), re.M), page
+
+
+def test_git_ignores_what_the_pages_make() -> None:
+    made = {"demo-run/", "demo-images/", "runs/", "merged/", "chats.jsonl", "run.yaml", ".venv/"}
+    ignored = {line.lstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    assert made <= ignored
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    assert all(name.rstrip("/") in readme for name in ("demo-run", "merged", "chats.jsonl", "run.yaml"))
+    assert "DEMO := demo-run\n" in makefile
+    assert re.search(r"^\trm -rf .*\$\(DEMO\)", makefile, re.M)

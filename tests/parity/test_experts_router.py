@@ -200,6 +200,24 @@ def test_routers_are_read_in_one_graph() -> None:
             assert bool(grad.any())
 
 
+def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path: Path) -> None:
+    """Passes that are measured before step 0 have its index, but other samples."""
+    model = loaded_model("qwen3_moe", tmp_path)
+    loss = ModelWithLoss(model)
+    routers = Routers(model, ExpertsConfig(balance_loss=0.1))
+    loss.aux_loss = routers
+
+    def start() -> bool:
+        routers.start_step(StepFacts(0, NUM_TOKENS, 1.0, torch.device("cpu"), lambda values: values))
+        return routers.needs_passes(2)
+
+    assert start()
+    loss(flatten_samples(SAMPLES))
+    assert not start()
+    routers.forget_step()
+    assert start()
+
+
 @pytest.mark.parametrize("how", ["observed", "failed", "added", "without losses"])
 def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
     """A pass that only observes has gradients on, as training's kernels do; one that fails is repeated."""

@@ -85,6 +85,23 @@ def test_lean_updates_resume_recompile_nothing_and_never_wait(name: str) -> None
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_flat_adapters_take_the_steps_of_separate_ones(name: str) -> None:
+    config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
+    flat, separate = parameters(torch.float32, CUDA), parameters(torch.float32, CUDA)
+    for named, is_flat in ((flat, True), (separate, False)):
+        optimizer = make_optimizer(named, config, flat=is_flat)
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            optimizer.zero_grad(set_to_none=True)
+            loss = sum((p * torch.randn(p.shape, generator=generator).to(CUDA)).sum() for p in named.values())
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            optimizer.step()
+    for key in flat:
+        torch.testing.assert_close(flat[key], separate[key], rtol=1e-6, atol=1e-7)
+
+
 def load(folder: Path, num_layers: int = 2, **full: Any) -> Any:
     if not (folder / "config.json").exists():
         save_tiny_model(folder, "qwen3", num_hidden_layers=num_layers, **SHAPE)

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatout.config.schema import LoraConfig
 from flatout.kernels.cross_entropy import tiled
 from flatout.kernels.cross_entropy.tiled import tile_terms
-from flatout.models import token_head
+from flatout.models import model_with_loss, token_head
 from flatout.models.lora.layer import add_lora
-from flatout.models.model_with_loss import packed_cross_entropy
+from flatout.models.model_with_loss import packed_cross_entropy, prepare_head
 from flatout.models.packed import flatten_samples
 from flatout.objectives.loss_inputs import SampleScores, target_losses
 
@@ -150,6 +150,14 @@ def test_replaced_rows_are_trained_by_row_too():
         torch.testing.assert_close(mine, true, atol=1e-12, rtol=1e-12)
 
 
+def test_reference_is_torchs_cross_entropy():
+    hidden, weight, targets = problem(9, 4, 13)
+    loss_sum, num_correct = reference_loss(hidden, weight, targets)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(loss_sum, F.cross_entropy(logits, targets, reduction="sum"))
+    assert int(num_correct) == int((logits.argmax(-1) == targets).sum())
+
+
 class LiveTensors(TorchDispatchMode):
     """The most tensors of one shape that were alive at once."""
 
@@ -195,6 +203,14 @@ def test_strided_hidden_and_weight():
     )
 
 
+def test_memory_poisoned_with_nan(monkeypatch):
+    """Whatever the tiled form reads it must have written: new memory starts as NaN."""
+    real = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: real(*a, **k).fill_(float("nan")))
+    inputs = problem(13, 5, 19)
+    equal(run(tiled.token_loss, *inputs, tile_rows=4), run(reference_loss, *inputs), 1e-12)
+
+
 def test_no_rows_give_zero_with_a_live_graph():
     hidden, weight, targets = problem(3, 4, 7)
     loss_sum, num_correct = tiled.token_loss(hidden[:0], weight, targets[:0])
@@ -236,6 +252,11 @@ def test_low_precision_errs_no_more_than_plain(dtype):
         ):
             errors[name] += torch.tensor([float((a - b).norm()) for a, b in zip(found, truth, strict=True)])
     assert bool((errors["ours"] <= errors["plain"] * torch.tensor([2.0, 3.0, 3.0]) + 1e-6).all()), errors
+
+
+def test_bad_tile_rows_are_refused():
+    with pytest.raises(ValueError, match="tile_rows"):
+        tiled.token_loss(*problem(3, 4, 7), tile_rows=0)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -305,6 +326,26 @@ def plain_terms(logits, targets, scale, softcap):
     return losses.detach(), shaped.argmax(-1) == targets, gradient.to(logits.dtype)
 
 
+@pytest.mark.parametrize("num_rows", [1, 127, 128, 300, 512])
+def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
+    """Fused tiles, of which all sizes are multiples of 128 rows, in fp32 without their kernel."""
+    sizes = []
+    monkeypatch.setattr(
+        tiled, "tile_terms", lambda logits, *rest: sizes.append(len(logits)) or plain_terms(logits, *rest)
+    )
+    inputs = problem(num_rows, 5, 31, torch.float32)
+    for softcap in (None, 2.0):
+        truth = run(reference_loss, *inputs, scale=0.5, softcap=softcap)
+        equal(run(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True), truth, 5e-5)
+        truth = by_row(plain_by_row, *inputs, scale=0.5, softcap=softcap)
+        ours = by_row(tiled.token_loss, *inputs, scale=0.5, softcap=softcap, tile_rows=256, fused=True, by_row=True)
+        for mine, true in zip(ours, truth, strict=True):
+            torch.testing.assert_close(mine, true, atol=5e-5, rtol=5e-5)
+    assert not any(size % 128 for size in sizes)
+    # once for the sum; by row a trained head takes a second pass
+    assert sum(sizes) == 2 * 3 * -(-num_rows // 128) * 128
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -339,6 +380,20 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
         broken = logits.clone()
         broken[150, vocabulary - 1] = float(value)
         assert tile_terms(broken, targets, scale, softcap)[0].isfinite().tolist() == [row != 150 for row in range(200)]
+
+
+def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
+    model, sizes = tiny_model("llama", attention="flatout_plain"), []
+    real = token_head.token_loss
+    monkeypatch.setattr(
+        token_head, "token_loss", lambda rows, *rest, **more: sizes.append(len(rows)) or real(rows, *rest, **more)
+    )
+    prepare_head(model, 512)
+    assert not sizes  # in fp64 on a CPU tiles have the sizes they come in
+    monkeypatch.setattr(model_with_loss, "is_fused", lambda device, dtype: True)
+    prepare_head(model, 512)
+    assert sizes == [128, 256, 384, 512]
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.gpu

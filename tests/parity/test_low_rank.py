@@ -244,6 +244,21 @@ def copies_of(device):
     return copies, [narrow, narrow_t, wide, terms, wide_terms, scales]
 
 
+@pytest.mark.parametrize(("major", "minor"), [pytest.param(*own, marks=on_gpu) for own in ((7, 5), (8, 0), (8, 6))])
+def test_copies_without_terms_compile_for_gpus_without_float8(major, minor):
+    """Compiled, not run, as triton refuses the type itself there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from flatout.kernels.low_rank.triton import _write_lora_copies
+
+    constants = {"ROWS": 16, "COLUMNS": 256, "SECOND_TERM": 1 / 16, "TERMS": False}
+    for dtype in ("fp16", "fp32"):
+        signature = {"table": "*i64", "like": f"*{dtype}"} | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(fn=_write_lora_copies, signature=signature, constexprs=constants)
+        assert compile(source, target=GPUTarget("cuda", 10 * major + minor, 32)).asm["ptx"]
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
 def test_copies_of_all_matrices_in_one_launch_are_those_of_the_reference(device):
     torch.manual_seed(0)

@@ -143,6 +143,44 @@ def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(
         assert_planned_within(config, peak_bytes)
 
 
+def test_an_equal_start_measures_nothing_and_takes_the_same_steps(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_fewer_activations(monkeypatch)
+    model = make_model(tiny, tmp_path / "model", **SHAPES["deep"])
+    plans = []
+    for name in ("first", "second"):
+        config = limited(tiny, tmp_path / name, model, compile="off", recompute="none")
+        peak_bytes, told = step_peak_bytes(config, reuse_checks=True)
+        assert bool(told.starts("measured")) == (name == "first")
+        plans.append(assert_planned_within(config, peak_bytes))
+    assert plans[0].pass_settings == plans[1].pass_settings
+    assert plans[0].device is not None
+    assert plans[1].device is not None
+    assert plans[0].device.corrections == plans[1].device.corrections
+
+
+def test_measuring_leaves_no_trace_in_the_numbers(tiny: Any, tmp_path: Path) -> None:
+    """Equal losses with and without measured passes, at the same micro-batches."""
+    model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
+    config = limited(tiny, tmp_path / "measured", model, compile="off", recompute="none")
+    _, told = step_peak_bytes(config)
+    assert told.starts("measured")
+    tokens = planned_for(config, read_record(config.folder / "memory.json")).memory.micro_batch_tokens
+    batch = {"samples_per_step": 100, "max_steps": 3, "micro_batch_tokens": tokens}
+    same = tiny.config(
+        tmp_path / "given", model={"name": str(model)}, batch=batch, device="cuda", compile="off", recompute="none"
+    )
+    _, told = step_peak_bytes(same)
+    assert told.starts("not measured: batch.micro_batch_tokens is set")
+
+    def losses(config: Config) -> list[float]:
+        lines = map(json.loads, (config.folder / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if line["kind"] == "step"]
+
+    assert losses(config) == pytest.approx(losses(same), rel=1e-3)
+
+
 def picture_rows(folder: Path) -> Path:
     """Rows that are alike: two pictures each."""
     (folder / "picture.png").write_bytes(draw(45, 45))
@@ -234,3 +272,28 @@ def test_preference_training_is_within_5_percent(tiny: Any, tmp_path: Path, kind
     assert told.starts("measured")
     planned = assert_planned_within(config, peak_bytes)
     assert len(planned.plan.step(0).by_rank[0]) > 1
+
+
+@pytest.mark.parametrize("kind", ["dpo", "simpo"])
+def test_peaks_of_first_steps_are_not_those_of_the_reference(tiny: Any, tmp_path: Path, kind: str) -> None:
+    """Where the reference's passes, before step 0, were those of longer pairs than the first steps'."""
+    rows = [
+        {"prompt": f"What is {i}?", "chosen": f"It is {i}. " * (30 + i), "rejected": "No. " * (30 + i)}
+        for i in range(0, 96, 2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
+    config = tiny.config(
+        tmp_path / "run", model={"name": str(model)}, device="cuda", compile="off", recompute="none", objective=kind,
+        data={
+            "name": "pairs", "root": str(tmp_path), "sources": [{"path": str(tmp_path / "rows.jsonl")}],
+            "shuffle": False, "max_tokens": 1024,
+        },
+        batch={"samples_per_step": 8, "max_steps": 6, "micro_batch_tokens": 8192, "shuffle": False},
+    )  # fmt: skip
+    before = torch.cuda.memory_allocated()
+    step_peak_bytes(config)
+    lines = map(json.loads, (config.folder / "metrics.jsonl").read_text().splitlines())
+    peaks = [line["peak_memory_bytes"] - before for line in lines if line["kind"] == "step"]
+    # the fourth step's pass is planned to take half more than the second one's
+    assert peaks[1] < 0.85 * peaks[3]

@@ -9,9 +9,11 @@ from tiny_models import save_tiny_model, tiny_samples
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels.attention.cudnn import cudnn_problem
+from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import CompileOptions, compile_layers
+from flatout.models.compile.recompute import apply_recompute
 from flatout.models.load.model import load_model
-from flatout.models.lora.layer import add_lora
+from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.selftest import check_packing
@@ -66,6 +68,43 @@ def test_self_test_passes_with_torchs_kernel(tmp_path, family, precision):
     assert "no leak" in check_packing(loaded)
 
 
+def test_layers_compile_as_one_graph(tmp_path, kernel):
+    torch._dynamo.reset()
+    eager, compiled = (load(tmp_path, attention=kernel) for _ in range(2))
+    for loaded in (eager, compiled):
+        add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    for layer in decoder_layers(compiled.model):
+        layer.compile(fullgraph=True, dynamic=True)
+    for lengths in ([5, 300, 1, 90], [64, 200], [17, 33, 250]):
+        batch = flatten_samples(tiny_samples(lengths)).to(CUDA)
+        gradients = []
+        for loaded in (eager, compiled):
+            loaded.model.zero_grad()
+            sums = packed_cross_entropy(loaded.model, batch)
+            sums.loss_sum.backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in trainable_parameters(loaded.model).values()]))
+        cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+        assert float(cosine) > 0.99
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_learns_one_batch(tmp_path, method):
+    loaded = load(tmp_path, method=method)
+    if method == "lora":
+        add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    optimizer = torch.optim.AdamW(trainable_parameters(loaded.model).values(), lr=3e-3, fused=True)
+    batch = flatten_samples(tiny_samples([5, 120, 1, 60])).to(CUDA)
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
+            sums = packed_cross_entropy(loaded.model, batch)
+        optimizer.zero_grad()
+        (sums.loss_sum / batch.num_label_tokens).backward()
+        optimizer.step()
+        losses.append(float(sums.loss_sum.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
 @pytest.mark.parametrize("largest_pass_tokens", [0, 16384])
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
@@ -100,3 +139,20 @@ def test_norms_gradients_of_any_size_are_one_graph(tmp_path, largest_pass_tokens
             )
             with torch.autocast("cuda", dtype=loaded.dtype, enabled=loaded.autocast):
                 packed_cross_entropy(loaded.model, batch).loss_sum.backward()
+
+
+def test_compile_is_off_where_it_cannot_be(tmp_path):
+    save_tiny_model(tmp_path, "qwen3_moe", **SHAPE)
+    own_loop = ModelConfig(name=str(tmp_path), experts="eager")
+    loaded = load_model(own_loop, method="lora", device=CUDA, seed=0)
+    assert "expert routing" in compile_layers(loaded, "auto", CompileOptions(num_boundaries=64)).line
+    assert compile_layers(loaded, "off", CompileOptions(num_boundaries=64)).line == "off: as configured"
+
+
+def test_compiled_layers_with_checkpointing_learn(tmp_path):
+    torch._dynamo.reset()
+    save_tiny_model(tmp_path, "qwen3", **SHAPE)
+    loaded = load_model(ModelConfig(name=str(tmp_path)), method="lora", device=CUDA, seed=0)
+    apply_recompute(loaded.model, "full")
+    add_lora(loaded.model, LoraConfig(rank=8), seed=0)
+    assert compile_layers(loaded, "auto", CompileOptions(num_boundaries=64)).is_complete

@@ -184,3 +184,14 @@ def test_a_picture_in_memory_is_that_of_its_file(tmp_path: Path) -> None:
         prompts_in_memory("what?", [np.zeros((20, 30, 3), np.uint8)], None)
     with pytest.raises(UsageError, match="pixels of mode PA; convert it to RGBA"):
         prompts_in_memory("what?", [Image.new("PA", (20, 30))], None)
+
+
+def test_small_copies_are_on_white(tmp_path: Path) -> None:
+    from flatout.data.pictures.show import thumbnails
+
+    contents = dict(files())
+    for name in ("drawing.png", "lossy.webp"):
+        (copy,) = thumbnails([contents[name]])
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(copy.split(",")[1]))))
+        assert pixels[-1, -1].min() > 240
+        assert pixels[7, 12].max() < 60

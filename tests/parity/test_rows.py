@@ -9,6 +9,7 @@ from tiny_models import tiny_config, tiny_samples
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import PackingError
+from flatout.models.blocks import model_inputs
 from flatout.models.load.model import LoadedModel, Loading, load_model
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch, flatten_samples
@@ -106,3 +107,12 @@ def test_the_self_test_finds_a_leak(tmp_path, leak):
     loaded.model.get_input_embeddings().register_forward_hook(leaky, with_kwargs=True)
     with pytest.raises(PackingError, match="changes the logits of another"):
         prove_layout(loaded, longest=40, any_attention=False)
+
+
+def test_a_layer_that_drops_the_boundaries_attends_within_its_row(tmp_path):
+    loaded = load(tmp_path, "llama", "fp64")
+    batch = flatten_samples(SAMPLES, row_length=32)
+    inputs, _ = model_inputs(loaded.model, batch)
+    without = {name: value for name, value in inputs.items() if "row" not in name}
+    assert len(without) < len(inputs)
+    assert torch.equal(loaded.model(**inputs).logits, loaded.model(**without).logits)

@@ -118,3 +118,22 @@ def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[SamplerMo
                 # bf16 has 8 bits: rounding moves logits of this size by up to 2^-5
                 assert float((true - torch.tensor(one.logprobs)).abs().median()) < own.tolerance / 2
     assert not told
+
+
+def test_memory_is_freed_and_bounds_the_slots(
+    weights: tuple[SamplerModel, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, told = weights
+    # kernels keep workspaces
+    sample(own, SamplingParams(40), records=False)
+    free = backends.free_bytes(own.device)
+    monkeypatch.setattr(backends, "MAX_SHARE", 64 * 1024 * 48 / free)
+    before = torch.cuda.memory_allocated()
+    few = sample(own, SamplingParams(40), records=False)
+    assert torch.cuda.memory_allocated() <= before + (8 << 20)
+    assert told
+    assert "answers are sampled at once" in told.pop()
+    told.clear()
+    monkeypatch.setattr(backends, "MAX_SHARE", 0.5)
+    same = [one.ending for group in sample(own, SamplingParams(40), records=False) for one in group]
+    assert [one.ending for group in few for one in group] == same

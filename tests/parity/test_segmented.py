@@ -168,6 +168,33 @@ def test_outputs_may_be_modified_in_place(num_tokens, tmp_path, monkeypatch):
     assert gradient.abs().max() > 0
 
 
+def test_the_kernel_is_for_bf16_on_hopper_gpus(monkeypatch):
+    layers = ([64, 32], 48, [8, 8])
+    assert not segmented.fits(CPU, torch.bfloat16, *layers)
+    monkeypatch.setattr(segmented, "capability", lambda _: HOPPER)
+    assert segmented.fits(CPU, torch.bfloat16, *layers)
+    assert not segmented.fits(CPU, torch.float32, *layers)
+    for unfit in (([64, 24], 48, [8, 8]), ([64, 32], 40, [8, 8]), ([64, 32], 48, [8, 4]), ([16] * 4, 48, [8] * 4)):
+        assert not segmented.fits(CPU, torch.bfloat16, *unfit)
+
+
+def test_a_gpu_that_cannot_load_it_uses_torchs_products_and_says_so(tmp_path, monkeypatch):
+    def load(*_, **__):
+        raise OSError("libnvrtc.so.13 is not there\nand more")
+
+    monkeypatch.setattr(segmented, "capability", lambda _: HOPPER)
+    monkeypatch.setattr(segmented.hopper, "load", load)
+    segmented.load_error.cache_clear()
+    try:
+        report = fuse_layers(adapted_model(tmp_path, "dense", precision="bf16")).report
+    finally:
+        segmented.load_error.cache_clear()
+    expected = (
+        "torch's products sum layers and adapters, as the kernel for one accumulator fails: libnvrtc.so.13 is not there"
+    )
+    assert report.endswith(f"(dense); {expected}")
+
+
 def operands(num_rows, sizes, num_columns, rank, kind, seed=0):
     """Random parts (M, K_i) of very different sizes, weights, and a low-rank product, for the kernel; all on CUDA."""
     cuda = {"device": "cuda", "dtype": torch.bfloat16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flatout.cli.main import main
+from flatout.export import push
 
 
 @pytest.fixture
@@ -147,6 +149,28 @@ def test_a_hub_that_answers_something_else_is_one_sentence(
     assert TOKEN not in error
     hub.odd = {}
     assert main(["push", str(run_dir), "mine", "--base", "someone/base", "--replace"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked_s", "committed_s"),
+    [("/api/whoami", 1.0, 600.0), ("/repos/create", 1.0, 600.0), ("/commit/", 15, 1.0)],
+)
+def test_a_hub_that_goes_silent_is_told_and_bounded(
+    run_dir: Path, hub: Hub, path: str, asked_s: float, committed_s: float, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A question is waited for shortly, and a commit as long as a hub needs for one."""
+    assert push.ASKED_S < push.COMMITTED_S
+    monkeypatch.setattr(push, "ASKED_S", asked_s)
+    monkeypatch.setattr(push, "COMMITTED_S", committed_s)
+    monkeypatch.setattr("flatout.track.console.SILENT_S", 0.2)
+    hub.silent = path
+    started_s = time.monotonic()
+    assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
+    assert time.monotonic() - started_s < 30
+    said = capsys.readouterr().err
+    assert f"... {'asking the hub' if 'whoami' in path else 'uploading to the hub'}" in " ".join(said.split())
+    assert f"{hub.address} cannot be reached" in said.splitlines()[-1]
 
 
 def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.io.kept_facts import PACKAGE, find_facts, keep_facts
+from flatout.errors import ResourceError
+from flatout.io.kept_facts import PACKAGE, find_facts, hashes_of, keep_facts
 
 KEY = {"flatout": "1", "device": ["cuda", 9, 0], "settings": {"rank": 16, "dropout": 0.0}}
 
@@ -82,6 +83,21 @@ def test_only_what_this_user_has_written_is_believed(cache: Path, who: str, monk
         assert "belongs to user 12345" in told.pop()
 
 
+def test_a_forged_hash_of_a_large_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flatout.models.load import source
+
+    monkeypatch.setattr(source, "REMEMBERED_BYTES", 1)
+    weights, memory = tmp_path / "model.safetensors", tmp_path / "digests"
+    weights.write_bytes(b"weights")
+    true = source.cached_file_hash(weights, memory)
+    (note,) = memory.iterdir()
+    kept = json.loads(note.read_text())
+    note.write_text(json.dumps({**kept, "xxh3": "0" * 32}))
+    assert source.cached_file_hash(weights, memory).xxh3 == "0" * 32  # the note counts: it is this user's
+    memory.chmod(0o777)
+    assert source.cached_file_hash(weights, memory) == true
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -108,6 +124,11 @@ def test_the_facts_of_another_key_in_the_place_of_this_one_do_not_count(cache: P
     (other,) = set(cache.iterdir()) - {mine}
     other.replace(mine)
     assert find_facts("self-test", KEY) is None
+
+
+def test_nan_is_not_kept() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        keep_facts("compiled layers", KEY, {"smallest_cosine": float("nan")})
 
 
 def test_a_folder_that_cannot_be_written_is_told(cache: Path) -> None:
@@ -147,3 +168,13 @@ def test_a_changed_line_of_flatout_or_another_package_changes_the_identity(tmp_p
     assert installed["packages"] != changed["packages"]
     (site / "kernels-1.0.dist-info").rename(site / "kernels-1.1.dist-info")
     assert identity_of(package, PYTHONPATH=f"{package.parent}:{site}")["packages"] != installed["packages"]
+
+
+def test_hashes_are_of_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "modeling.py"
+    file.write_text("a")
+    before = hashes_of({"modeling": file})
+    file.write_text("b")
+    assert hashes_of({"modeling": file}) != before
+    with pytest.raises(ResourceError, match="gone"):
+        hashes_of({"gone": tmp_path / "gone"})

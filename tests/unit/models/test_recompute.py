@@ -7,6 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.recompute import (
+    MEMORY_BUDGET,
     ActivationOffload,
     HostEmbedding,
     apply_recompute,
@@ -54,6 +55,34 @@ def test_every_level_has_the_gradients_of_none(make_model, level, dropout):
     apply_recompute(model, level)
     for one, other in zip(gradients(make_model(dropout=dropout)), gradients(model), strict=True):
         assert torch.equal(one, other)
+
+
+def test_layer_inputs_wait_on_the_host_and_nothing_else_does(make_model, monkeypatch):
+    saved = []
+    flatten_samples = ActivationOffload._pack
+
+    def spy(self, tensor):
+        packed = flatten_samples(self, tensor)
+        saved.append((tensor, packed))
+        return packed
+
+    monkeypatch.setattr(ActivationOffload, "_pack", spy)
+    model, inputs = make_model(), []
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(lambda layer, args: inputs.append(args[0].detach().clone()))
+    apply_recompute(model, "full")
+    copies = ActivationOffload(model)
+    ids = torch.arange(20)[None]
+    loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+    moved = [tensor for tensor, packed in saved if not isinstance(packed, torch.Tensor)]
+    assert len(copies._slots) == len(moved)
+    # the layers' inputs in order, then what the last norm keeps of its own input
+    for layer_input, tensor in zip(inputs, moved, strict=False):
+        assert torch.equal(layer_input, tensor)
+    assert NUM_LAYERS <= len(moved) <= NUM_LAYERS + 3
+    # weights, masks and rotations stay where they are
+    assert all(tensor.shape == (1, 20, 32) for tensor in moved)
+    loss.backward()
 
 
 def test_what_is_on_the_host_is_what_the_backward_pass_reads(make_model):
@@ -106,6 +135,15 @@ def test_hooks_end_with_the_forward_pass_even_when_it_fails(make_model):
         assert torch.equal(one, other)
 
 
+def test_without_gradients_nothing_is_copied(make_model):
+    model = make_model()
+    apply_recompute(model, "full")
+    copies = ActivationOffload(model)
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(9)[None], use_cache=False)
+    assert len(copies._slots) == 0
+
+
 def test_a_frozen_embedding_waits_on_the_host_and_gives_the_same_bits(make_model):
     plain, moved = make_model(), make_model()
     for model in (plain, moved):
@@ -141,6 +179,17 @@ def test_an_embedding_that_is_trained_tied_or_no_plain_lookup_stays(make_model):
     scaled.requires_grad_(False)
     assert not offload_embedding(scaled)
     assert offload_embedding(make_model().requires_grad_(False))
+
+
+def test_partial_is_the_compilers_budget_and_only_there():
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    with compiling_with("budget"):
+        assert config.activation_memory_budget == MEMORY_BUDGET
+    assert config.activation_memory_budget == before
+    with compiling_with("full"):
+        assert config.activation_memory_budget == before
 
 
 @pytest.mark.parametrize("level", ["none", "selective"])

@@ -243,6 +243,41 @@ def test_a_slow_callback_holds_up_no_heartbeat(pair: type[Pair]) -> None:
     assert [facts["step"] for _, facts in slow.events[:2]] == [3, 4]
 
 
+def test_a_disk_that_stalls_while_the_loss_is_noted_keeps_no_process_alive(pair: type[Pair]) -> None:
+    stalled = threading.Event()
+    try:
+        both = pair(on_peer_lost=[lambda error: stalled.wait(DEADLINE_S) and None])
+        with pytest.raises(DataError), both.watches[1].guard():
+            raise DataError("row 3 is bad")
+        both.until(lambda: both.left[0])
+        assert not stalled.is_set()
+    finally:
+        stalled.set()
+
+
+NOBODY_READS = """
+import os
+from flatout.errors import PeerLostError
+from flatout.parallel.fault_tolerance.peer_watch import leave
+
+os.set_blocking(2, False)
+try:
+    while os.write(2, b"x" * 512):
+        pass
+except BlockingIOError:
+    os.set_blocking(2, True)
+leave(PeerLostError("rank 1 died", 1))
+"""
+
+
+def test_a_terminal_that_takes_no_text_keeps_no_process_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", NOBODY_READS], stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(DEADLINE_S) == 7
+        finally:
+            process.kill()
+
+
 HOLDS_THE_INTERPRETER = """
 import ctypes, time
 import torch.distributed as dist

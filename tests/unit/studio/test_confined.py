@@ -17,11 +17,14 @@ from safetensors.torch import save_file
 from flatout.config.objective import OBJECTIVES, class_of_kind
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.section import nested_kinds, paths_of
+from flatout.data import workers as workers_module
 from flatout.data.conversation import Origin, PictureSource
 from flatout.data.pictures.read import read_picture
 from flatout.data.rows.sources import open_source
 from flatout.data.token_store import TokenStore
+from flatout.data.workers import ROWS_PER_CHUNK
 from flatout.errors import FlatoutError, SecurityError
+from flatout.io.hub import hub_source
 from flatout.studio import trainings as trainings_module
 from flatout.studio import worker as worker_module
 from flatout.studio.jobs import Worker, WorkerJob
@@ -146,7 +149,7 @@ def client(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(trainings_module, "start_python", start)
     monkeypatch.setattr(Worker, "submit", submit)
-    monkeypatch.setattr("sys.argv", ["worker"])  # without folders of models
+    monkeypatch.setattr(worker_module, "_workspace", lambda: Workspace(workspace))
     monkeypatch.setenv("FLATOUT_STUDIO_FOLDERS", json.dumps([str(workspace)]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -395,3 +398,36 @@ def test_an_adapter_and_rows_lead_nowhere_outside(client: Any, workspace: Path, 
     accepted = {"settings": SETTINGS, "overrides": ["data.sources=[{path: '*.jsonl'}]"]}
     assert client.post("/api/train", json=accepted).status_code == 200  # links beside the files do not matter
     assert watched.events() == set()
+
+
+def test_models_of_the_person_who_started_studio_are_read_with_their_links(
+    workspace: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = outside / "hub" / "snapshot"
+    snapshot.mkdir(parents=True)
+    for file in (outside / "model").iterdir():  # as in the hub's cache
+        (snapshot / file.name).symlink_to(file)
+    monkeypatch.chdir(workspace)
+    for folders, is_allowed in (([str(workspace), str(outside / "hub")], True), ([str(workspace)], False)):
+        monkeypatch.setenv("FLATOUT_STUDIO_FOLDERS", json.dumps(folders))
+        found = Workspace(workspace, [Path(folder) for folder in folders[1:]])
+        for act in (found.config, lambda settings: hub_source(settings["model.name"], None)):
+            settings = {**SETTINGS, "model.name": str(snapshot)}
+            if is_allowed:
+                act(settings)
+            else:
+                with pytest.raises(SecurityError):
+                    act(settings)
+    monkeypatch.delenv("FLATOUT_STUDIO_FOLDERS")
+    assert hub_source(str(snapshot), None) == (str(snapshot), None)  # the command line reads what a person names
+
+
+def test_processes_that_tokenize_import_no_module_of_the_workspace(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "json.py").write_text("raise SystemExit('a module of the workspace was imported')")
+    rows = (workspace / "chats.jsonl").read_text()
+    (workspace / "chats.jsonl").write_text(rows * (2 * ROWS_PER_CHUNK // rows.count("\n") + 1))
+    monkeypatch.setattr(workers_module, "usable_procs", lambda wanted: 2)
+    body = {"settings": {**SETTINGS, "data.name": "x", "data.num_procs": "2"}, "source": "chats.jsonl"}
+    assert json.loads(client.post("/api/build", json=body).text.splitlines()[-1]) == {"result": "x"}

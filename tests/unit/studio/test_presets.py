@@ -2,20 +2,80 @@
 
 from __future__ import annotations
 
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from flatout.cli.chat import add_arguments
 from flatout.config.names import dotted_names
 from flatout.config.read import dump_config, make_config
 from flatout.config.template import describe_setting
 from flatout.studio.trainings import Trainings
 from flatout.studio.workspace import Workspace
-from tests.studio_client import CHOSEN, write_run
+from tests.studio_client import CHOSEN, open_studio, shows_default, write_run
 
 SHORT_FORMS = {"model", "data", "track", "objective"}
+
+
+class Controls(HTMLParser):
+    """Name and shown value of each control, as a browser shows it: of a select without a selected option, the first."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.values: dict[str, str] = {}
+        self._select, self._options, self._is_selected, self._text = "", list[tuple[str, bool]](), False, ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        name = given.get("name") or ""
+        if tag == "select":
+            self._select, self._options = name, []
+        elif tag == "option":
+            self._text, self._is_selected = "", "selected" in given
+        elif tag == "input" and given.get("type") not in ("radio", "checkbox", "file") and name:
+            self.values[name] = given.get("value") or given.get("placeholder") or ""
+        elif tag == "input" and given.get("type") == "checkbox":
+            assert "checked" not in given
+
+    def handle_data(self, data: str) -> None:
+        self._text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "option":
+            self._options.append((self._text, self._is_selected))
+        elif tag == "select" and self._select and self._options:
+            assert sum(is_selected for _, is_selected in self._options) == 1, self._select
+            self.values[self._select] = next(text for text, is_selected in self._options if is_selected)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Any]:
+    with open_studio(tmp_path) as client:
+        yield client
+
+
+@pytest.mark.parametrize("page", ["/data", "/plan"])
+def test_each_control_shows_the_default_of_its_setting(client: Any, page: str) -> None:
+    values = Controls(client.get(page).text).values
+    shown = {name: text for name, text in values.items() if name not in CHOSEN}
+    assert len(shown) >= 6
+    assert {name: text for name, text in shown.items() if not shows_default(name, text)} == {}
+
+
+def test_a_chat_answers_as_long_as_on_the_command_line(client: Any, tmp_path: Path) -> None:
+    (write_run(tmp_path / "runs" / "a") / "final").mkdir()
+    parser = ArgumentParser()
+    add_arguments(parser)
+    shown = re.search(r'id="max-tokens"[^>]* value="(\d+)"', client.get("/chat").text)
+    assert shown is not None
+    assert int(shown[1]) == parser.get_default("max_new_tokens")
 
 
 def test_each_default_is_a_choice_and_reads_back_to_itself(tmp_path: Path) -> None:

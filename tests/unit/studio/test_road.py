@@ -15,6 +15,7 @@ import pytest
 
 from flatout.track.run_log import read_run
 from tests.conftest import Tiny
+from tests.studio_client import CHOSEN, shows_default
 
 pytest.importorskip("selenium")
 pytest.importorskip("starlette")
@@ -295,3 +296,66 @@ def alert_of(driver: Any) -> Any:
         return driver.switch_to.alert
     except NoAlertPresentException:
         return None
+
+
+@pytest.mark.slow
+def test_forms_begin_with_defaults_and_send_only_what_a_person_chose(
+    browser: Any, studio: tuple[str, Path], tiny: Tiny
+) -> None:
+    address, workspace = studio
+    shutil.copy(tiny.chats, workspace / "chats.jsonl")
+    page = Page(browser)
+    browser.get(address)
+    page.until(lambda: page.find("[name='data.name']").get_property("value") == "chats", "the name of the only file")
+    sent = """
+    const done = arguments[1], own = window.fetch;
+    window.fetch = (path, options) => {
+      if (path === arguments[0]) done(JSON.parse(options.body));
+      return own(path, options);
+    };
+    """
+    body = browser.execute_async_script(sent + "document.getElementById('build').requestSubmit()", "/api/build")
+    assert body["settings"] == {"data.name": "chats", "model.name": "tiny-model"}
+    assert (body["format"], body["overrides"], body["replaces"]) == ("auto", [], False)
+    page.until(lambda: "of 120" in page.text("#samples-status"), "the samples")
+    controls = """return [...document.querySelectorAll("[data-setting] [name]")].map(
+      (one) => [one.name, one.value || one.placeholder])"""
+    shown = dict(browser.execute_script(controls))
+    assert shown["data.dedupe"] == "off"
+    assert {name: text for name, text in shown.items() if name not in CHOSEN and not shows_default(name, text)} == {}
+    browser.get(browser.execute_script("return location.origin") + "/plan")
+    shown = dict(browser.execute_script(controls))
+    assert {name: text for name, text in shown.items() if name not in CHOSEN and not shows_default(name, text)} == {}
+    body = browser.execute_async_script(
+        sent + "document.getElementById('f-lora.rank').dispatchEvent(new Event('input', {bubbles: true}))", "/api/plan"
+    )
+    assert body["settings"] == {"data.name": "chats", "model.name": "tiny-model"}
+    assert not page.errors
+
+
+@pytest.mark.slow
+def test_columns_that_no_format_has_are_offered(browser: Any, studio: tuple[str, Path], tiny: Tiny) -> None:
+    """The page offers the columns with what stands in them, what was chosen is trained, and other files need none."""
+    address, workspace = studio
+    (workspace / "pairs.csv").write_text(
+        "frage,antwort\n" + "".join(f"Wie heisst du?,Ich bin Test {n}.\n" for n in range(9))
+    )
+    (workspace / "near.csv").write_text("question,answer\nWho?,A test.\n")
+    shutil.copy(tiny.chats, workspace / "chats.jsonl")
+    page = Page(browser)
+    browser.get(address)
+    page.find("#files label:has([value='near.csv'])").click()
+    page.until(lambda: "This is our guess" in page.text("#columns-note"), "the guess")
+    assert page.find("#column-output").get_property("value") == "answer"
+    page.find("#files label:has([value='chats.jsonl'])").click()
+    page.until(lambda: not browser.find_element("id", "columns").is_displayed(), "a file that needs none")
+    page.find("#files label:has([value='pairs.csv'])").click()
+    page.until(lambda: "Say which of them" in page.text("#columns-note"), "the columns")
+    assert "frage: Wie heisst du?" in page.text("#column-instruction")
+    page.fill("#column-instruction", "frage")
+    page.fill("#column-output", "antwort")
+    page.shoot("columns")
+    page.find("#build [type=submit]").click()
+    page.until(lambda: "of 9" in page.text("#samples-status"), "the samples")
+    assert "Ich bin Test 0." in page.text("#samples-body")
+    assert not page.errors

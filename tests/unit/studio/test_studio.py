@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -9,24 +10,30 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from synthetic_run import write_synthetic_run
 
 from flatout.cli.main import main
-from flatout.config.read import load_config
-from flatout.errors import ResourceError, SecurityError, install
+from flatout.config.read import load_config, make_config
+from flatout.config.schema import Config, DataConfig
+from flatout.errors import ResourceError, SecurityError, UsageError, install
 from flatout.io.file_lock import RunLock, holder_of, locked
 from flatout.studio import app as app_module
+from flatout.studio import jobs as jobs_module
+from flatout.studio import trainings as trainings_module
 from flatout.studio import workspace as workspace_module
 from flatout.studio.app import make_app
+from flatout.studio.jobs import Worker
 from flatout.studio.trainings import Trainings
 from flatout.studio.worker import chat
 from flatout.studio.workspace import Workspace
+from flatout.track.run_log import read_run, record_of
 from tests.conftest import Tiny
 from tests.studio_client import (
     ADDRESS,
@@ -127,6 +134,76 @@ def test_every_page_forbids_what_is_not_its_own(client: Any) -> None:
         assert "<script>" not in answer.text
 
 
+@pytest.mark.parametrize(
+    "path", ["..", "/etc/passwd", "way-out/passwd", "tiny-model/../../x", "a\0b", "runs/" + "x" * 5000]
+)
+def test_paths_outside_the_workspace_are_refused(client: Any, path: str) -> None:
+    assert "workspace" in refusal(client.get("/api/run", params={"folder": path}), 403)
+    assert "workspace" in client.get("/run", params={"folder": path}).text
+    for action, body in {
+        "build": {"source": path, "settings": SETTINGS},
+        "stop": {"folder": path},
+        "resume": {"folder": path},
+        "chat": {"run": path, "turns": [], "prompt": "Hi", "max_new_tokens": 1},
+    }.items():
+        assert "workspace" in refusal(client.post(f"/api/{action}", json=body), 403), action
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run_dir=/tmp/elsewhere", "run_dir=../x", "data.sources=[{path: /etc/passwd}]", "deepspeed=/etc/passwd",
+     "model.name=way-out", "data.template='~/x.jinja'", "lora.continue_from=way-out/x", "data.root=..",
+     "eval.prompts=/etc/passwd", "data.tokenizer=/etc",
+     "strategy=deepspeed; deepspeed={zero_optimization: {stage: 2, x: {nvme_path: /etc}}}"],
+)  # fmt: skip
+def test_settings_that_name_other_places_are_refused(client: Any, workspace: Path, override: str) -> None:
+    before = set(workspace.rglob("*"))
+    for action in ("train", "plan"):
+        overrides = ["eval.fraction=0.1", *override.split("; ")]
+        answer = client.post(f"/api/{action}", json={"settings": SETTINGS, "overrides": overrides})
+        assert "outside the workspace" in refusal(answer, 403)
+    assert set(workspace.rglob("*")) == before
+
+
+def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[list[str]]()
+
+    def start(words: list[str], *_: Any, **__: Any) -> Any:
+        started.append(words)
+        return SimpleNamespace(poll=lambda: 0)
+
+    monkeypatch.setattr(trainings_module, "start_python", start)
+    (workspace / "mine.py").write_text("raise SystemExit('this file ran')")
+    for action in ("train", "plan"):
+        body = {"settings": SETTINGS, "overrides": ["objective.path=mine.py:Mine"]}
+        assert "run as code" in refusal(client.post(f"/api/{action}", json=body), 403)
+    given = marked(workspace / "runs" / "of-another-person")
+    settings = "run_dir: runs/of-another-person\nmodel: {name: nowhere/tiny-model}\n"
+    (given / "config.yaml").write_text(f"{settings}objective: {{path: mine.py:Mine}}\n")
+    answer = client.post("/api/resume", json={"folder": "runs/of-another-person"})
+    assert "run as code" in refusal(answer, 403)
+    (given / "config.yaml").write_text(f"{settings}objective: {{kind: weighted_tokens}}\n")
+    assert client.post("/api/resume", json={"folder": "runs/of-another-person"}).status_code == 200
+    assert [words[-1] for words in started] == ["runs/of-another-person/config.yaml"]
+    shutil.rmtree(given)
+    assert Workspace(workspace).config(SETTINGS, ["objective.kind=weighted_tokens"]).objective.kind == "weighted_tokens"
+
+
+def test_only_settings_that_are_paths_must_be_in_the_workspace(workspace: Path) -> None:
+    texts = [
+        "eval.fraction=0.1",
+        "eval.prompts=[/help, ~hello]",
+        "data.template_args={greeting: /hi}",
+        "freeze=[/x]",
+        "method=full",
+    ]
+    config = Workspace(workspace).config(SETTINGS, texts)
+    assert config.eval.prompts == ["/help", "~hello"]
+    assert config.freeze == ["/x"]
+
+
 def test_wrong_settings_are_named(client: Any) -> None:
     body = {"settings": {**SETTINGS, "lora.rank": "many"}, "overrides": ["lora.rnak=8", "no-equals"]}
     assert "no-equals" in refusal(client.post("/api/train", json=body), 400)
@@ -161,6 +238,74 @@ def test_an_upload_is_streamed_bounded_and_never_overwrites(
     assert "already exists" in refusal(client.post("/api/upload", params={"name": "own.jsonl"}, content=b""), 400)
     monkeypatch.setattr(app_module, "MAX_UPLOAD_BYTES", 100)
     assert "larger than" in refusal(client.post("/api/upload", params={"name": "b.jsonl"}, content=b"x" * 101), 400)
+
+
+def test_two_uploads_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+
+    async def content(text: bytes, first_done: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+        yield text
+        if first_done is not None:
+            await first_done.wait()
+
+    async def upload_both() -> None:
+        first_done = asyncio.Event()
+        late = asyncio.create_task(workspace.receive("a.jsonl", content(b"late", first_done)))
+        await asyncio.sleep(0)
+        assert await workspace.receive("a.jsonl", content(b"first")) == "uploads/a.jsonl"
+        first_done.set()
+        with pytest.raises(UsageError, match="already exists"):
+            await late
+
+    asyncio.run(upload_both())
+    (file,) = (tmp_path / "uploads").iterdir()
+    assert file.read_bytes() == b"first"
+
+
+def test_an_upload_removes_what_killed_ones_left_and_syncs_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads" / f".{'0a' * 8}.part").write_text("x")
+    (tmp_path / "uploads" / ".mine.part").write_text("a person's")
+    event_loop = threading.get_ident()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced_in.append(threading.get_ident()))
+    synced_in: list[int] = []
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    assert asyncio.run(Workspace(tmp_path).receive("a.jsonl", content())) == "uploads/a.jsonl"
+    assert {file.name for file in (tmp_path / "uploads").iterdir()} == {"a.jsonl", ".mine.part"}
+    assert synced_in
+    assert event_loop not in synced_in
+
+
+def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(
+    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    sent: list[dict[str, Any]] = []
+    headers = {"host": f"127.0.0.1:{PORT}", "x-flatout-token": TOKEN}
+    scope = {"type": "http", "method": "POST", "path": "/api/upload", "query_string": b"name=cut.jsonl"}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(make_app(workspace, TOKEN, PORT, print)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert b"cut off" in sent[1]["body"]
+    assert not list(workspace.rglob("*.part"))
+
+    def survey(self: Workspace) -> None:
+        raise PermissionError(13, "Permission denied", "secret-folder")
+
+    monkeypatch.setattr(Workspace, "survey", survey)
+    answer = client.get("/runs")
+    assert answer.status_code == 409
+    assert "cannot use secret-folder: Permission denied" in answer.text
 
 
 def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> None:
@@ -199,6 +344,17 @@ def test_what_files_and_settings_hold_is_escaped(client: Any, workspace: Path) -
     for address in ("/data", f"/data?name={evil}", f"/chat?run={evil}", f"/run?folder={evil}"):
         assert "<img" not in client.get(address).text, address
     file.unlink()
+
+
+def test_the_form_shows_the_schemas_own_help_and_defaults(client: Any) -> None:
+    html = client.get("/plan").text
+    for name in ("lora.rank", "schedule.kind", "eval.every_steps"):
+        section, _, leaf = name.partition(".")
+        field = Config.model_fields[section].annotation.model_fields[leaf]
+        assert field.description.split(":")[0].split(";")[0] in html.replace("&#39;", "'").replace("&lt;", "<")
+    assert 'placeholder="16"' in html
+    assert "<option selected>linear</option>" in html
+    assert DataConfig.model_fields["loss_type"].default in client.get("/data").text
 
 
 def test_a_run_that_fails_says_why_and_lives_in_its_own_session(
@@ -241,6 +397,25 @@ def test_data_is_built_and_shown_by_a_worker_that_may_die(client: Any, workspace
     assert "error" in last
 
 
+def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def last_line(worker: Worker) -> str:
+        job = worker.submit("samples", name="none", first=0, count=1)
+        return str([line async for line in job.follow()][-1]["error"])
+
+    async def ask_twice() -> list[str]:
+        worker = Worker(Workspace(tmp_path))
+        monkeypatch.setattr(jobs_module, "MAX_LINE_BYTES", 8)
+        found = [await last_line(worker)]
+        monkeypatch.setattr(jobs_module, "MAX_LINE_BYTES", 1 << 20)
+        found.append(await last_line(worker))
+        await worker.close()
+        return found
+
+    first, second = asyncio.run(ask_twice())
+    assert "cannot be used" in first
+    assert "no data set 'none'" in second
+
+
 def test_a_plan_does_not_wait_for_a_build(client: Any, workspace: Path) -> None:
     def build() -> None:
         body = {"source": "chats.jsonl", "settings": {**SETTINGS, "data.name": "slow", "data.num_procs": "1"}}
@@ -255,6 +430,28 @@ def test_a_plan_does_not_wait_for_a_build(client: Any, workspace: Path) -> None:
         assert building.is_alive()
     building.join()
     assert built[-1] == {"result": "slow"}
+
+
+def test_speed_is_of_the_run_that_started_last_and_not_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (marked(write_synthetic_run(tmp_path / "runs" / name, num_steps=400)) for name in ("old", "new"))
+    for folder, day in ((old, 1), (new, 2)):
+        start = json.loads((folder / "start.json").read_text())
+        (folder / "start.json").write_text(json.dumps({**start, "first_started_at": day * 86400.0}))
+    steps = read_run(new).steps
+    (old / "touched").touch()  # the time of a folder is not that of its run
+    monkeypatch.setattr(trainings_module, "SPEED_BYTES", 20_000)
+    monkeypatch.setattr(trainings_module, "record_of", lambda line: num_read.append(1) or record_of(line))
+    num_read: list[int] = []
+    config = make_config({"model": {"name": start["model"]}, "method": start["method"]})
+    trainings = Trainings(Workspace(tmp_path))
+    assert [row["folder"] for row in trainings.rows(["runs/old", "runs/new"])] == ["runs/new", "runs/old"]
+    found = trainings.measured_speed(config)
+    assert found is not None
+    assert found[1] == "runs/new"
+    assert min(one.tokens_per_s for one in steps) <= found[0] <= max(one.tokens_per_s for one in steps)
+    assert 0 < len(num_read) < 100
 
 
 def test_a_chat_beside_a_training_says_so_or_is_refused(
@@ -395,6 +592,14 @@ def test_columns_that_no_format_has_are_offered_and_read(client: Any, workspace:
     assert "Test" in shown
     wrong = body | {"settings": settings | {"data.name": "no"}, "columns": {"instruction": "x", "output": "y"}}
     assert "'x'" in lines_of(client.post("/api/build", json=wrong))[-1]["error"]
+
+
+def test_a_model_without_weights_has_no_plan(client: Any, workspace: Path) -> None:
+    shutil.copytree(workspace / "tiny-model", workspace / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
+    body = {"settings": {**SETTINGS, "model.name": "empty-model"}}
+    *_, last = lines_of(client.post("/api/plan", json=body))
+    assert last["error"].startswith("empty-model has no *.safetensors weights")
+    shutil.rmtree(workspace / "empty-model")
 
 
 def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

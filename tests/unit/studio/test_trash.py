@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from flatout.cli.main import main
 from flatout.config.folders import is_run_folder
+from flatout.io.file_lock import RunLock
 from tests.studio_client import open_studio, refusal, write_run
 
 
@@ -46,6 +48,20 @@ def test_a_deleted_run_is_in_the_trash_with_a_persons_files(client: Any, tmp_pat
     assert "runs/old" not in client.get("/runs").text
     (tmp_path / ".trash" / "runs" / "old").rename(tmp_path / "runs" / "old")
     assert client.get("/run", params={"folder": "runs/old"}).status_code == 200
+
+
+def test_a_run_that_flatout_alone_wrote_has_nothing_to_name(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = write_run(tmp_path / "runs" / "plain")
+    with RunLock(folder):
+        assert "is locked by" in refusal(delete(client, "runs/plain", []), 409)
+    assert delete(client, "runs/plain").json()["others"] == []
+    assert delete(client, "runs/plain", []).json()["trash"] == ".trash/runs/plain"
+    monkeypatch.chdir(tmp_path)
+    main(["runs", "."])
+    shown = capsys.readouterr()
+    assert "plain" not in shown.out + shown.err
 
 
 @pytest.mark.parametrize("where", [".", "proj"])
@@ -86,3 +102,12 @@ def test_a_new_run_takes_no_folder_of_others(client: Any, tmp_path: Path) -> Non
         answer = client.post("/api/train", json=body | {"overrides": [f"run_dir={hidden}"]})
         assert "run_dir: " in refusal(answer, 400)
     assert [path.name for path in tmp_path.iterdir()] == ["proj"]
+
+
+def test_a_run_with_a_name_of_other_letters_is_shown_and_deleted(client: Any, tmp_path: Path) -> None:
+    name = "runs/Läufe 中文"
+    folder = write_run(tmp_path / name)
+    (folder / "config.yaml").write_text(f"name: x\nrun_dir: {name}\nmodel: m\n")
+    for page in ("/run", "/report", "/api/run", "/api/settings"):
+        assert client.get(page, params={"folder": name}).status_code == 200, page
+    assert delete(client, name, []).json()["trash"] == f".trash/{name}"
