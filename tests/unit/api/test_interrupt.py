@@ -74,7 +74,7 @@ def signalled(
     [
         ("step", signal.SIGINT, None, 75, SAVED),
         ("plan", signal.SIGINT, None, 130, UNSAVED),
-        pytest.param("step", signal.SIGINT, [0, 1], 75, "stop requested: saved at step", marks=pytest.mark.slow),
+        pytest.param("step", signal.SIGINT, [0, 1], 75, "stop requested: saved at step", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_script_ends_with_one_sentence(

@@ -100,6 +100,7 @@ def test_what_is_on_the_host_is_what_the_backward_pass_reads(make_model):
     assert not all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_offload_their_inputs_alike(make_model):
     torch._dynamo.reset()
     model = make_model()

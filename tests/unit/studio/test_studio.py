@@ -59,11 +59,13 @@ def workspace(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(workspace: Path) -> Iterator[Any]:
-    """A browser with the cookie; its requests come from a page of studio."""
-    with open_studio(workspace) as client:
-        yield client
+    """A browser with the cookie; its requests come from a page of studio, whose workers serve all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with open_studio(workspace) as client:
+            yield client
 
 
 def lines_of(answer: Any) -> list[dict[str, Any]]:
@@ -103,12 +105,13 @@ def test_a_name_that_was_pointed_at_this_machine_is_refused(client: Any, host: s
 def test_a_page_of_another_site_changes_nothing(client: Any, workspace: Path, origin: str) -> None:
     answer = client.post("/api/upload", params={"name": "evil.jsonl"}, content=b"{}", headers={"origin": origin})
     assert "another site" in refusal(answer, 403)
-    del client.headers["origin"]
+    own = client.headers.pop("origin")
     answer = client.post("/api/upload", params={"name": "evil.jsonl"}, content=b"{}")
     assert "which page" in refusal(answer, 403)
     assert not list(workspace.rglob("*evil*"))
     # a program with the token in a header needs no page
     assert client.post("/api/cancel", headers={"x-flatout-token": TOKEN}).status_code == 200
+    client.headers["origin"] = own
 
 
 def test_every_page_forbids_what_is_not_its_own(client: Any) -> None:
