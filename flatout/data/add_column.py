@@ -29,28 +29,35 @@ from flatout.io.file_lock import locked
 
 
 def add_column(
-    folder: Path,
-    name: str,
-    values: NDArray[Any],
-    *,
-    per: Per,
-    meaning: str,
-    durable_io: DurableIO | None = None,
-    replaces: Callable[[Mapping[str, Column]], Collection[str]] | None = None,
+    folder: Path, name: str, values: NDArray[Any], *, per: Per, meaning: str, durable_io: DurableIO | None = None
 ) -> TokenStore:
     """Write a column into a finished store, and return the store with it; one of the same name is replaced.
 
     `values` [number of tokens, samples or units, as `per` says] have one of the types of `Column`. The column is in the
-    store whole or not at all, whenever a write ends; open stores keep what they read. Those of the store's columns that
-    `replaces` returns leave it; no other process changes them meanwhile. Raises DataError for values that do not fit,
-    UsageError for a column that `check_column` refuses, and ResourceError if the disk is full.
+    store whole or not at all, whenever a write ends; open stores keep what they read. Raises DataError for values that
+    do not fit, UsageError for a column that `check_column` refuses, and ResourceError if the disk is full.
+    """
+    dtype: Any = values.dtype.name
+    return write_column(folder, name, Column(dtype, per, meaning), values, durable_io=durable_io)
+
+
+def write_column(
+    folder: Path,
+    name: str,
+    column: Column,
+    values: NDArray[Any],
+    *,
+    durable_io: DurableIO | None = None,
+    replaces: Callable[[Mapping[str, Column]], Collection[str]] = lambda _: (),
+) -> TokenStore:
+    """Write a column as `add_column` does.
+
+    Those of the store's columns that `replaces` returns leave it; no other process changes them meanwhile.
     """
     durable_io = durable_io or DurableIO()
     with locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}"):
         store, manifest = TokenStore.open(folder), read_manifest(folder)
-        dtype: Any = values.dtype.name
-        column = check_column(name, Column(dtype, per, meaning))
-        layout = Layout(manifest.columns, manifest.shards)
+        column, layout = check_column(name, column), Layout(manifest.columns, manifest.shards)
         values = column.checked(name, values, layout.items(name, column=column).stop)
         if name == PREFIX_TOKENS:
             units = store.unit_offsets
@@ -69,8 +76,8 @@ def add_column(
         durable_io.remove_tree(folder / column.file)  # of a write that a crash ended
         content = [memoryview(npy_header(column, len(values))), values.view(np.uint8).data]
         durable_io.create(folder / column.file, content, sum(map(len, content)))
-        leaving = () if replaces is None else replaces(manifest.columns)
-        gone = {one: manifest.columns[one] for one in {*leaving} & manifest.columns.keys() - {*COLUMNS, name}}
+        leaving = {*replaces(manifest.columns)} & manifest.columns.keys() - {*COLUMNS, name}
+        gone = {one: manifest.columns[one] for one in leaving}
         other_columns = {one: own for one, own in manifest.columns.items() if one not in gone}
         shards = tuple(
             replace(shard, xxh3={one: own for one, own in shard.xxh3.items() if one not in gone}) for shard in shards

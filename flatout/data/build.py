@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from flatout.config.folders import free_folder
 from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
-from flatout.data.build_report import BuildReport, Done, timed
+from flatout.data.build_report import BuildReport, timed
 from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
-from flatout.data.dedupe import SeenRows
+from flatout.data.dedupe import without_repeated
 from flatout.data.judged import own_columns
-from flatout.data.pictures.changes import changed_pictures, files_of
+from flatout.data.pictures.changes import changed_pictures
 from flatout.data.pictures.processor import processor_digest
 from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.formats.parser import RowParser, make_parser
@@ -304,33 +304,30 @@ def _build(
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
-    done = Done(report, SeenRows())
     with (
-        new_store(folder, to_tokens.num_ids, _identity(meta, content), done.restore, columns) as writer,
-        _kept(writer, done, log),
+        new_store(folder, to_tokens.num_ids, _identity(meta, content), report.restore, columns) as writer,
+        _kept(writer, report, log),
     ):
-        if done.num_chunks:
+        if report.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
-        chunks = islice(_chunks(readers, copies, report, log_note), done.num_chunks, None)
+        chunks = islice(_chunks(readers, copies, report, log_note), report.num_chunks, None)
         on_chunk = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
-            tokens = done.seen.without_repeated(read)
-            append_chunk(writer, chunk, tokens, done.files)
-            done.picture_files |= files_of(chain.from_iterable(tokens.pictures))
-            done.num_chunks += 1
-            report.add(chunk, tokens)
+            done = without_repeated(read, report.seen)
+            append_chunk(writer, chunk, done, report.files)
+            report.add(chunk, done)
             if writer.is_full:
-                writer.close_shard(done.state())
+                writer.close_shard(report.new_records())
             on_chunk(report.counts["rows"])
         report.close(writer.num_samples, writer.num_distinct())
-        meta = replace(meta, files=tuple(map(redacted, done.files)), labels=labels_of(readers))
+        meta = replace(meta, files=tuple(map(redacted, report.files)), labels=labels_of(readers))
         meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
         meta = meta if meta.counts.get("pictures") else replace(meta, processor="")
         meta = _with_template(meta, to_tokens, log_note) if report.counts["conversations"] else _without_template(meta)
         left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
         for text in left_out + report.notes():
             log_note(text)
-        writer.finish(meta, redacted(report.report(notes)), done.picture_files)
+        writer.finish(meta, redacted(report.report(notes)), report.picture_files)
 
 
 def _with_template(meta: StoreMeta, to_tokens: SampleTokenizer, log: Log) -> StoreMeta:
@@ -376,15 +373,15 @@ def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str) 
 
 
 @contextmanager
-def _kept(writer: StoreWriter, done: Done, log: Log) -> Iterator[None]:
+def _kept(writer: StoreWriter, report: BuildReport, log: Log) -> Iterator[None]:
     """Keep what is tokenized when the set is refused, for a build that differs only in what refused it."""
     try:
         yield
     except DataError:
         if writer.num_open_tokens >= _WORTH_KEEPING_TOKENS:
-            writer.close_shard(done.state())
+            writer.close_shard(report.new_records())
         if writer.shards:
-            log(f"{done.report.counts['rows']:,} rows are tokenized; a build that allows it continues from there")
+            log(f"{report.counts['rows']:,} rows are tokenized; a build that allows it continues from there")
         raise
 
 

@@ -5,36 +5,25 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 import numpy as np
 
 from flatout.config.schema import DataConfig
 from flatout.data.conversation import Origin
-from flatout.data.dedupe import SeenRows
+from flatout.data.counts import ALWAYS_COUNTED, COUNTS, LISTED, LOSING
 from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
-from flatout.data.pictures.changes import Files
-from flatout.data.tokenize import LOSING
+from flatout.data.pictures.changes import Files, files_of
 from flatout.data.workers import Chunk, Problem, TokenizedChunk
 from flatout.errors import DataError, Fix
 
 MAX_PROBLEMS = 5
 _CUT = {"truncated": "truncated", "split": "split", "lost_labels": "without a label left", "too_long": "too long"}
 _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to report more of them at once
-_LISTED = ("truncated", "split", "too_long", "no_labels", "lost_labels", "typed_control", "equal_rows")
-_COUNTED = (
-    *_LISTED, "deduped_tokens", "deduped_labels", "rows", "bad", "kept", "samples", "conversations", "duplicates",
-    "windows_without_labels",
-    "sorted_results", "foreign_markup", "doubled_markup", "media_marks",
-    "typed_control_tokens", "reasoning_dropped", "reasoning_masked", "reasoning_as_text", "empty_answers",
-    "split_by_question", "questions", "unlike_prompt", "documents", "template_marks", "learnt_control",
-    "repeated_prompt", "several_answers", "tabbed_text",
-    "tokens", "label_tokens", *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
-)  # fmt: skip
 # shares of rows that may be lost before a build with on_bad_row: error stops
 _MAX_SHARES = {"no_labels": 0.001, "lost_labels": 0.01}
 # so many rows of each kind, and so many errors, are listed; all are counted
@@ -48,13 +37,56 @@ TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
 
 
-@dataclass
-class _News:
-    """What happened to rows: errors of bad ones, (what, file, row) of others, and rows of each length."""
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """What is remembered of a chunk; an interrupted build takes the records of its shards once more."""
 
+    counts: dict[str, int]
+    """How often each thing happened, by its name in the report."""
+    num_units: int
+    """Units that it gave."""
     problems: list[Problem]
+    """The errors of its bad rows."""
     listed: list[tuple[str, str, int]]
-    lengths: Counter[int]
+    """What happened to a row that the report names, its file and its number."""
+    lengths: dict[int, int]
+    """Rows of each length in tokens, before the length policy."""
+    keys: list[int]
+    """Keys of the rows that are in the store, for `data.dedupe`."""
+    files: list[str]
+    """The files that its samples are from."""
+    picture_files: Files
+    """The files that its pictures are from."""
+
+    @classmethod
+    def of_json(cls, raw: Mapping[str, Any]) -> ChunkRecord:
+        """Return what `dataclasses.asdict` and JSON made of a record."""
+        problems = [(text, tuple(Fix(**fix) for fix in fixes)) for text, fixes in raw["problems"]]
+        lengths = {int(length): count for length, count in raw["lengths"].items()}
+        return cls(**{**raw, "problems": problems, "lengths": lengths})
+
+
+def _record(chunk: Chunk, done: TokenizedChunk) -> ChunkRecord:
+    problems = [*chunk.problems, *done.problems]
+    counts = Counter(rows=len(chunk.rows) + len(chunk.problems), bad=len(problems))
+    counts.update(deduped_tokens=done.repeated.tokens, deduped_labels=done.repeated.labels)
+    listed, lengths = list[tuple[str, str, int]](), Counter[int]()
+    for row, outcome in zip(chunk.rows, done.outcomes, strict=True):
+        fate, is_typed = outcome.fate, outcome.noticed["typed_control_tokens"] > 0
+        counts.update(outcome.noticed)
+        counts.update(tokens=outcome.size.tokens, label_tokens=outcome.size.labels, typed_control=is_typed)
+        if fate in LOSING:
+            counts.update({f"{fate}_tokens": outcome.lost.tokens, f"{fate}_labels": outcome.lost.labels})
+        if fate != "bad":
+            counts[fate] += 1
+        if fate not in ("bad", "equal_rows"):
+            lengths[outcome.num_tokens] += 1
+        names = [fate] * (fate in LISTED) + ["typed_control"] * is_typed
+        listed += [(name, row.origin.source, row.origin.row_number) for name in names]
+    kept = [key for key, one in zip(done.keys, done.outcomes, strict=False) if key and one.fate != "equal_rows"]
+    files = [*dict.fromkeys(chunk.rows[row].origin.source for row in done.sample_row.tolist())]
+    pictures = files_of(chain.from_iterable(done.pictures))
+    return ChunkRecord(dict(counts), len(done.unit_sizes), problems, listed, dict(lengths), kept, files, pictures)
 
 
 class BuildReport:
@@ -67,33 +99,28 @@ class BuildReport:
     def __init__(self, config: DataConfig, most_rows: Callable[[], int | None] = lambda: None) -> None:
         self._config, self._most_rows = config, most_rows
         self._most: int | None = _UNASKED
-        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self.counts: Counter[str] = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
         self.problems: list[Problem] = []
+        self.num_chunks = 0
+        self.seen = set[int]()
+        """Keys of the rows that are in the store, for `data.dedupe`."""
+        self.files: dict[str, int] = {}
+        """The number of each file in the store."""
+        self.picture_files: Files = {}
         # row numbers by what happened, then by file
-        self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in _LISTED}
+        self._listed: dict[str, dict[str, array[int]]] = {name: defaultdict(lambda: array("q")) for name in LISTED}
         self._num_listed: Counter[str] = Counter()
         self._lengths: Counter[int] = Counter()  # rows of each length, before the length policy
         self._percentiles: dict[str, int] = {}
-        self._num_pieces = self._read_since_loss = 0
-        self._news: list[_News] = []
+        self._num_units = self._read_since_loss = 0
+        self._new: list[ChunkRecord] = []
 
     def add(self, chunk: Chunk, done: TokenizedChunk) -> None:
         """Count one chunk. Raises DataError as soon as it is certain that the set will be refused."""
-        problems = [*chunk.problems, *done.problems]
-        rows = len(chunk.rows) - len(done.problems)
-        self.counts.update({"rows": rows + len(problems), "bad": len(problems), "typed_control": len(done.typed_rows)})
-        self.counts.update(done.counts)
-        self.counts.update(fate for fate in done.fates if fate != "bad")
-        unmeasured = ("bad", "equal_rows")  # nothing else is counted of these
-        lengths = Counter(n for n, fate in zip(done.num_tokens, done.fates, strict=True) if fate not in unmeasured)
-        listed = [(fate, index) for index, fate in enumerate(done.fates) if fate in _LISTED]
-        listed += [("typed_control", index) for index in done.typed_rows]
-        origins = [(name, chunk.rows[index].origin) for name, index in listed]
-        news = _News(problems, [(name, origin.source, origin.row_number) for name, origin in origins], lengths)
-        self._take(news)
-        self._news.append(news)
-        self._num_pieces += done.num_units
-        self._check(len(chunk.rows) + len(problems))
+        record = _record(chunk, done)
+        self._take(record)
+        self._new.append(record)
+        self._check(len(chunk.rows) + len(record.problems))
 
     def check_unread(self, problems: list[Problem]) -> None:
         """Raise DataError if so many rows could not even be read, of which no chunk is counted yet."""
@@ -101,30 +128,27 @@ class BuildReport:
             self.problems += problems
             self._stop()
 
-    def state(self) -> dict[str, Any]:
-        """Return what happened since the last call, for `restore`."""
-        news, self._news = self._news, []
-        return {
-            "counts": self.counts,
-            "num_pieces": self._num_pieces,
-            "problems": [
-                (text, [(fix.settings, fix.why) for fix in fixes]) for part in news for text, fixes in part.problems
-            ],
-            "listed": [row for part in news for row in part.listed],
-            "lengths": list(sum((part.lengths for part in news), Counter[int]()).items()),
-        }
+    def new_records(self) -> list[dict[str, Any]]:
+        """Return the records of the chunks since the last call as JSON, for `restore`."""
+        new, self._new = self._new, []
+        return [asdict(record) for record in new]
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier build counted; call it for each of its states, in order."""
-        self.counts = Counter(state["counts"])
-        self._num_pieces = state["num_pieces"]
-        problems = [(text, tuple(Fix(*fix) for fix in fixes)) for text, fixes in state["problems"]]
-        self._take(_News(problems, state["listed"], Counter(dict(state["lengths"]))))
+    def restore(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what an earlier build counted; call it for each of its lists of records, in order."""
+        for raw in records:
+            self._take(ChunkRecord.of_json(raw))
 
-    def _take(self, news: _News) -> None:
-        self.problems += news.problems[: max(0, MAX_LISTED_PROBLEMS - len(self.problems))]
-        self._lengths.update(news.lengths)
-        for name, source, row in news.listed:
+    def _take(self, record: ChunkRecord) -> None:
+        self.num_chunks += 1
+        self.counts.update(record.counts)
+        self._num_units += record.num_units
+        self.problems += record.problems[: max(0, MAX_LISTED_PROBLEMS - len(self.problems))]
+        self._lengths.update(record.lengths)
+        self.seen.update(record.keys)
+        self.picture_files |= record.picture_files
+        for name in record.files:
+            self.files.setdefault(name, len(self.files))
+        for name, source, row in record.listed:
             if self._num_listed[name] < MAX_LISTED:
                 self._num_listed[name] += 1
                 self._listed[name][source].append(row)
@@ -183,7 +207,7 @@ class BuildReport:
         counts, config, rows = self.counts, self._config, self.counts["rows"]
         self._percentiles = self._spread()
         # copies that the weights ask for are no duplicates
-        counts["duplicates"] = self._num_pieces - num_distinct
+        counts["duplicates"] = self._num_units - num_distinct
         counts["samples"] = num_samples
         self._check_special_tokens()
         if config.on_bad_row == "error" or not num_samples:
@@ -230,58 +254,26 @@ class BuildReport:
 
     def notes(self) -> list[str]:
         """Return what a user should know about the rows, one sentence each."""
-        counts, learnt = self.counts, ""
+        counts, notes = self.counts, list(unit_notes(self.counts))
+        are_units = counts["pairs"] or counts["labelled"]
+        ends = {}
         if counts["learnt_control"]:
             rows = self._some("typed_control")
-            learnt = f", and in answers of {counts['learnt_control']} rows they carry loss ({rows})"
-        texts = {
-            "bad": "bad rows were skipped",
-            "too_long": "rows were dropped: too long",
-            "no_labels": "rows were dropped: no label tokens",
-            "lost_labels": "rows were dropped: truncation left no label",
-            "truncated": f"rows were truncated to {self._config.max_tokens} tokens",
-            "split": f"rows were split into windows of {self._config.max_tokens} tokens",
-            "typed_control": "rows contain control tokens as text; they were encoded as text" + learnt,
-            "split_by_question": f"conversations became {counts['questions']} samples, one for each question: the chat "
-            "template writes earlier answers otherwise than inference shows them (data.lost_reasoning=split)",
-            "reasoning_masked": "answers carry no loss: the chat template drops their reasoning",
-            "reasoning_dropped": "turns lost their reasoning: the chat template drops it",
-            "reasoning_as_text": "answers have reasoning in <think> tags, which stay as they are; the chat template "
-            "writes reasoning_content otherwise (`flatout data template` shows how)",
-            "unlike_prompt": "answers follow other text than inference shows: see the chat template's notes",
-            "empty_answers": "answers are empty; they do not contribute to the loss",
-            "several_answers": "rows have several answers; the most frequent, or else the first, is trained",
-            "tabbed_text": "text files have a tab in each line, as tables do, and each is trained as one document; "
-            "name such a file .tsv, with a line of column names, to read its columns",
-            "sorted_results": "rows had results of parallel calls out of order; their ids put them in order",
-            "equal_rows": "rows were dropped: equal to an earlier row (data.dedupe)",
-            "duplicates": "samples are duplicates; they are kept",
-        }
-        if counts["pictures"]:
-            texts["transparent_pictures"] = "pictures have transparent parts; the image processor fills them"
-        if counts["pairs"] or counts["labelled"]:
-            texts |= {
-                "too_long": "rows lost units: an answer is too long, and only whole units are kept",
-                "no_labels": "rows lost units: an answer has no label tokens",
-                "duplicates": "units are duplicates; they are kept",
-            }
-        if counts["repeated_prompt"] > _MAX_TYPED * (counts["documents"] + counts["conversations"]):
-            texts["repeated_prompt"] = (
-                "answers begin with their prompt, which a model learns to repeat; remove it there"
-            )
+            ends["typed_control"] = f", and in answers of {counts['learnt_control']} rows they carry loss ({rows})"
         if self._config.dedupe == "off":
-            texts["duplicates"] += "; data.dedupe=exact leaves out rows that repeat an earlier one"
-        notes = list(unit_notes(counts))
-        for name, what in texts.items():
-            note = f"{counts[name]} {what}"
-            if name in LOSING:
-                tokens, labels = counts[f"{name}_tokens"], counts[f"{name}_labels"]
-                note += (
-                    f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all) "
-                    f"and {labels:,} label tokens ({labels / max(counts['label_tokens'], 1):.1%} of all)"
-                )
-            if counts[name]:
-                notes.append(note)
+            ends["duplicates"] = "; data.dedupe=exact leaves out rows that repeat an earlier one"
+        for fate in LOSING:
+            tokens, labels = counts[f"{fate}_tokens"], counts[f"{fate}_labels"]
+            ends[fate] = (
+                f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all) "
+                f"and {labels:,} label tokens ({labels / max(counts['label_tokens'], 1):.1%} of all)"
+            )
+        few_repeat = counts["repeated_prompt"] <= _MAX_TYPED * (counts["documents"] + counts["conversations"])
+        for name, how in COUNTS.items():
+            note = (are_units and how.note_of_units) or how.note
+            if note and counts[name] and not (name == "repeated_prompt" and few_repeat):
+                note = note.format(max_tokens=self._config.max_tokens, questions=counts["questions"])
+                notes.append(f"{counts[name]} {note}{ends.get(name, '')}")
         if tokens := counts["deduped_tokens"]:
             notes.append(f"dropped copies of rows held {tokens:,} tokens, {counts['deduped_labels']:,} of them labels")
         return [*notes, *markup_notes(counts)]
@@ -328,39 +320,6 @@ class BuildReport:
         fixes = {str(fix): fix for _, of_row in problems for fix in (*of_row, *[_SKIP] * (not are_all))}
         said = f"data set {self._config.name!r}: bad rows, so nothing was built"
         raise DataError(said + lines, [*fixes.values()])
-
-
-@dataclass
-class Done:
-    """What a build has done: its report, rows to compare with, the chunks it has read, and each file's number."""
-
-    report: BuildReport
-    seen: SeenRows
-    num_chunks: int = 0
-    files: dict[str, int] = field(default_factory=dict)
-    picture_files: Files = field(default_factory=dict)
-    _num_reported: int = 0
-    _num_pictures_reported: int = 0
-
-    def state(self) -> dict[str, Any]:
-        """Return what is new since the last call, for `restore`."""
-        new = list(islice(self.files, self._num_reported, None))
-        self._num_reported = len(self.files)
-        pictures = dict(islice(self.picture_files.items(), self._num_pictures_reported, None))
-        self._num_pictures_reported = len(self.picture_files)
-        own = {"chunks": self.num_chunks, "files": new, "picture_files": pictures}
-        return {**own, "report": self.report.state(), "seen": self.seen.state()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier build did; call it for each of its states, in order."""
-        self.seen.restore(state["seen"])
-        self.report.restore(state["report"])
-        self.num_chunks = state["chunks"]
-        for name in state["files"]:
-            self.files.setdefault(name, len(self.files))
-        self._num_reported = len(self.files)
-        self.picture_files.update(state["picture_files"])
-        self._num_pictures_reported = len(self.picture_files)
 
 
 def timed(

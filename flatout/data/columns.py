@@ -26,7 +26,7 @@ class Column:
 
     `dtype` is numpy's name of the values on disk, or `bits`: packed, the first in the lowest bit of a byte. `meaning`
     says what a value is. `fingerprint` (32 hex digits) identifies the content, and `file` holds it; both are empty
-    before the column is written.
+    before the column is written. NaN stands for a value that is missing, which only a `partial` column may have.
     """
 
     dtype: Literal["bits", "bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64"]
@@ -34,6 +34,7 @@ class Column:
     meaning: str = ""
     fingerprint: str = ""
     file: Annotated[str, Field(pattern=r"^([a-z0-9_-]+\.npy)?$")] = ""
+    partial: bool = False
 
     @property
     def stored(self) -> np.dtype[Any]:
@@ -47,7 +48,8 @@ class Column:
                 f"column {name!r} has values of shape {list(values.shape)}; expected one for each {self.per}: [{count}]"
             )
         stored = np.ascontiguousarray(values, dtype=self.stored)
-        fits = np.can_cast(values.dtype, self.stored, "same_kind") and bool(np.isfinite(stored).all())
+        there = stored[~np.isnan(stored)] if self.partial else stored
+        fits = np.can_cast(values.dtype, self.stored, "same_kind") and bool(np.isfinite(there).all())
         if not fits or (self.stored.kind in "biu" and not np.array_equal(stored, values)):
             raise DataError(f"column {name!r} has {values.dtype} values; expected finite values of type {self.dtype}")
         return stored
@@ -86,7 +88,7 @@ PICTURES = {
 }
 """Columns of a set with pictures."""
 _TYPES = ("bool", "int8", "uint8", "uint16", "int32", "int64", "uint64", "float32", "float64")
-_NAME = re.compile("[a-z][a-z_]*")
+_NAME = re.compile("[a-z][a-z0-9_]*")
 HEADER_BYTES = 128
 
 
@@ -123,7 +125,9 @@ def fingerprint(name: str, column: Column, shards: Sequence[Shard]) -> str:
 def check_column(name: str, column: Column) -> Column:
     """Return a column that a store may have besides `COLUMNS`. Raises UsageError for another."""
     if not _NAME.fullmatch(name) or name in COLUMNS:
-        raise UsageError(f"a column cannot be called {name!r}: take lower case and _, and none of {', '.join(COLUMNS)}")
+        raise UsageError(
+            f"a column cannot be called {name!r}: take lower case, digits and _, and none of {', '.join(COLUMNS)}"
+        )
     if name == REFERENCE:
         raise UsageError(f"column {name}: runs compute it; give yours another name, such as ref_logprob")
     if column.dtype not in _TYPES:

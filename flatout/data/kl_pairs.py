@@ -21,22 +21,19 @@ _TRIES = 64
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KLStore(TokenStore):
-    """The samples of `base`, each with what sample `answer_of[i]` has from its first label token on, int64 (N,).
+    """Prompts of a store, each with the answer to another one; only `sample` reads tokens."""
 
-    `prompt_tokens` int64 (N,) counts the tokens before the first label in `base`. Only `sample` reads tokens.
-    """
-
-    base: TokenStore | None = None
-    answer_of: NDArray[np.int64] | None = None
-    prompt_tokens: NDArray[np.int64] | None = None
+    base: TokenStore
+    """The samples that prompts and answers are from."""
+    answer_of: NDArray[np.int64]
+    """The sample of which each prompt gets the tokens from the first label on, (N,)."""
+    prompt_tokens: NDArray[np.int64]
+    """Tokens of each sample of `base` before its first label, (N,)."""
 
     def sample(self, index: int, columns: object = ()) -> TokenSample:
         """Return a prompt with the answer to another one; there are no columns per token."""
-        assert self.base is not None
-        assert self.answer_of is not None
-        assert self.prompt_tokens is not None
         other = int(self.answer_of[index])
         own, answer = self.base.sample(index), self.base.sample(other)
         first, start = int(self.prompt_tokens[index]), int(self.prompt_tokens[other])

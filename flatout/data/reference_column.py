@@ -9,30 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.objective import REFERENCE
-from flatout.data.add_column import add_column
+from flatout.data.add_column import write_column
 from flatout.data.columns import Column
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, ResourceError
 
-UNKNOWN = 1.0
-"""Stands for a value that is not computed yet; a log-probability is at most 0."""
 MOST_KEPT = 16
 """References that a data set keeps, the newest; each takes 8 bytes a sample."""
 _PREFIX = "reference_"
-# names of columns have no digits
-_LETTERS = str.maketrans("0123456789", "ghijklmnop")
 
 
 def with_reference(store: TokenStore) -> TokenStore:
-    """Return the store with the column REFERENCE in memory, float64 (num_samples,), which is UNKNOWN everywhere."""
-    column = Column("float64", "sample", "log-probability of the label tokens by the reference", fingerprint=REFERENCE)
-    values = np.full(store.num_samples, UNKNOWN)
+    """Return the store with the column REFERENCE in memory, float64 (num_samples,); NaN is not computed yet."""
+    meaning = "log-probability of the label tokens by the reference"
+    column = Column("float64", "sample", meaning, fingerprint=REFERENCE, partial=True)
+    values = np.full(store.num_samples, np.nan)
     return replace(store, columns={**store.columns, REFERENCE: column}, extra={**store.extra, REFERENCE: values})
 
 
 def column_of_key(key: str) -> str:
     """Return the name of the column on disk that holds what was computed under this key (hexadecimal digits)."""
-    return f"{_PREFIX}{key[:16].translate(_LETTERS)}"
+    return f"{_PREFIX}{key[:16]}"
 
 
 def _still_there(store: TokenStore) -> TokenStore | None:
@@ -48,11 +45,11 @@ def _still_there(store: TokenStore) -> TokenStore | None:
 
 
 def add_kept(values: NDArray[np.float64], store: TokenStore, key: str) -> None:
-    """Put what was kept under a key where values (num_samples,) are UNKNOWN. Raises DataError for a damaged store."""
+    """Put what was kept under a key where values (num_samples,) are NaN. Raises DataError for a damaged store."""
     newer = _still_there(store)
     stored = None if newer is None else newer.extra.get(column_of_key(key))
     if stored is not None:
-        np.copyto(values, stored, where=values == UNKNOWN)
+        np.copyto(values, stored, where=np.isnan(values))
 
 
 def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
@@ -67,16 +64,16 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
         raise replaced
     values: NDArray[np.float64] = store.extra[REFERENCE].copy()
     add_kept(values, store, key)
-    name, description, gone = column_of_key(key), f"{meaning}; {UNKNOWN:g}: not computed", list[str]()
+    name, gone = column_of_key(key), list[str]()
 
     def oldest(columns: Mapping[str, Column]) -> list[str]:
         others = [one for one in columns if one.startswith(_PREFIX) and one != name]
         others.sort(key=lambda one: (store.folder / columns[one].file).stat().st_mtime_ns, reverse=True)
-        gone.extend(columns[one].meaning.partition(";")[0] for one in others[MOST_KEPT - 1 :])
+        gone.extend(columns[one].meaning for one in others[MOST_KEPT - 1 :])
         return others[MOST_KEPT - 1 :]
 
     try:
-        add_column(store.folder, name, values, per="sample", meaning=description, replaces=oldest)
+        write_column(store.folder, name, Column("float64", "sample", meaning, partial=True), values, replaces=oldest)
     except DataError:
         if _still_there(store) is None:  # in this moment
             raise replaced from None

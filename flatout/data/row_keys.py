@@ -13,8 +13,6 @@ from flatout.data.conversation import ParsedRow, PreferenceRow
 from flatout.data.encode import TokenizedText
 from flatout.data.token_store import TokenStore
 
-KEY_BYTES = 16
-
 
 def prompt_keys(store: TokenStore) -> NDArray[np.int64]:
     """Return a number for each sample [N], equal where the tokens before the first answer are.
@@ -30,7 +28,7 @@ def prompt_keys(store: TokenStore) -> NDArray[np.int64]:
     return np.where(has_prompt, keys, len(keys) + np.arange(len(keys)))
 
 
-def row_key(sample: ParsedRow, pieces: Sequence[TokenizedText]) -> bytes:
+def row_key(sample: ParsedRow, pieces: Sequence[TokenizedText]) -> int:
     """Return xxh3-128 of what is stored of a row: token ids, loss masks and pictures, and units with their columns."""
     content = xxhash.xxh3_128(np.array([len(piece.token_ids) for piece in pieces], np.int64).tobytes())
     for piece in pieces:
@@ -39,4 +37,4 @@ def row_key(sample: ParsedRow, pieces: Sequence[TokenizedText]) -> bytes:
         content.update(b"".join(picture.digest for picture in piece.pictures))
     if isinstance(sample, PreferenceRow):
         content.update(json.dumps([sample.units, sample.columns], sort_keys=True).encode())
-    return content.digest()
+    return content.intdigest()

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
+from flatout.data.counts import COUNTS, LOSING
 from flatout.data.judged import unit_lines
 from flatout.data.pictures.show import picture_statistics
 from flatout.data.token_store import TokenStore
-from flatout.data.tokenize import LOSING
 from flatout.errors import DataError
 from flatout.io.json_file import read_json
 from flatout.io.near_path import expand_home
@@ -21,27 +21,6 @@ from flatout.io.redact import printable
 _PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 _BAR_WIDTH, _WIDTH = 40, 80
 _MAX_SOURCES, _MAX_READ = 20, 10_000
-# counts of a store's meta, and how they are told
-ROW_FATES = {
-    "rows": "rows read",
-    "bad": "bad rows skipped",
-    "truncated": "truncated",
-    "split": "split into windows",
-    "too_long": "dropped: too long",
-    "lost_labels": "dropped: no label left after truncation",
-    "no_labels": "dropped: no label tokens",
-    "equal_rows": "dropped: equal to an earlier row",
-    "duplicates": "duplicates",
-    "typed_control": "rows with control tokens as text",
-    "sorted_results": "rows whose results of calls were put in order",
-    "doubled_markup": "rows with markup that the template writes too",
-    "foreign_markup": "rows with another model's chat markup",
-    "media_marks": "rows with <image> and the like as text",
-    "empty_answers": "empty answers, not in the loss",
-    "split_by_question": "conversations with a sample for each question (data.lost_reasoning)",
-    "reasoning_masked": "answers without loss, as the template drops their reasoning",
-    "reasoning_dropped": "turns whose reasoning the template dropped",
-}
 
 
 def statistics_lines(store: TokenStore) -> list[str]:
@@ -69,7 +48,7 @@ def statistics_lines(store: TokenStore) -> list[str]:
         low, high, count = (1 << power) // 2 + 1, 1 << power, int(numbers[power])
         bar = "█" * round(_BAR_WIDTH * count / int(numbers.max()))
         lines.append(f"{low:>7}-{high:<7} {count:>9,} {bar}")
-    lines += [f"{label}: {counts.get(name, 0):,}" for name, label in ROW_FATES.items()]
+    lines += [f"{how.label}: {counts.get(name, 0):,}" for name, how in COUNTS.items() if how.label]
     lines += _shares(store)
     wrapped = textwrap.TextWrapper(_WIDTH, subsequent_indent="  ")
     return [part for line in lines for part in (wrapped.wrap(line) if len(line) > _WIDTH else [line])]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,6 +23,8 @@ from flatout.data.columns import (
     PICTURES,
     PREFIX_TOKENS,
     Column,
+    Layout,
+    Per,
     Shard,
     check_column,
     check_prefixes,
@@ -35,11 +40,45 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import open_plain
 
 SHARD_TOKENS, _SHARD_SAMPLES = 1 << 21, 1 << 16
-_SAMPLES_AT_ONCE = 1 << 21
 _JOURNAL = "build.jsonl"
 _SHARD = TypeAdapter(Shard)
-State = Mapping[str, Any]
-"""What a builder must know after a shard to go on from there, as JSON."""
+State = Sequence[Mapping[str, Any]]
+"""What a builder must know of a shard to go on behind it, as JSON."""
+
+
+class _ColumnFile:
+    """The file of a column that is written, after room for its header."""
+
+    def __init__(self, column: Column, file: BinaryIO, num_values: int) -> None:
+        """Go on behind `num_values`; what a broken write left behind them is cut off."""
+        self.column, self.num_values, self._file, self._hash = column, num_values, file, xxhash.xxh3_128()
+        _cut(file, HEADER_BYTES + num_values * column.stored.itemsize)
+
+    def write(self, values: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values, dtype=self.column.stored).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self.num_values += len(values)
+
+    def end_shard(self) -> str:
+        """Return the hash of what was written since the last call, which the system has now."""
+        self._file.flush()
+        done, self._hash = self._hash.hexdigest(), xxhash.xxh3_128()
+        return done
+
+    def read(self, path: Path) -> NDArray[Any]:
+        """Return all values that were written; the file is at `path`."""
+        self._file.flush()
+        return np.fromfile(path, self.column.stored, self.num_values, offset=HEADER_BYTES)
+
+    def write_header(self) -> None:
+        self._file.seek(0)
+        self._file.write(npy_header(self.column, self.num_values))
+
+
+def _cut(file: BinaryIO, size_bytes: int) -> None:
+    file.truncate(size_bytes)
+    file.seek(size_bytes)
 
 
 class StoreWriter:
@@ -50,7 +89,7 @@ class StoreWriter:
         folder: Path,
         durable_io: DurableIO,
         num_ids: int,
-        identity: State,
+        identity: Mapping[str, Any],
         restore: Callable[[State], None],
         columns: Mapping[str, Column] | None = None,
     ) -> None:
@@ -61,44 +100,39 @@ class StoreWriter:
         """
         self._folder, self._durable_io, self._open = folder, durable_io, ExitStack()
         small_ids = {"token_ids": Column("uint16", "token")} if num_ids <= 1 << 16 else {}
-        self._extra = dict(columns or {})
-        for name, column in self._extra.items():
-            check_column(name, column)
-        self._columns = COLUMNS | small_ids | self._extra
+        self.own_columns = {name: check_column(name, column) for name, column in (columns or {}).items()}
+        every = COLUMNS | small_ids | self.own_columns
         self.shards: list[Shard] = []
-        self._samples = self._tokens = self._max = 0  # of finished shards
-        self._lengths = dict.fromkeys(self._columns, 0)
+        self.num_samples = self._num_tokens = self.max_token_id = 0
         facts = {"version": VERSION, "num_ids": num_ids, "identity": identity}
-        begun = json.dumps(facts | {"columns": {k: asdict(v) for k, v in self._extra.items()}}, sort_keys=True)
+        begun = json.dumps(facts | {"columns": {k: asdict(v) for k, v in self.own_columns.items()}}, sort_keys=True)
         with durable_io.resource_errors("write", folder):
-            size_bytes = self._resume(begun, restore)
+            size_bytes = self._resume(begun, every, restore)
             if not self.shards:
                 durable_io.remove_tree(folder)
                 durable_io.make_dir(folder)
-            self._journal = self._file(_JOURNAL, size_bytes)
+            self._journal = self._file(_JOURNAL)
+            _cut(self._journal, size_bytes)
+            lengths = Layout(every, self.shards)
             self._files = {
-                name: self._file(f"{name}.npy", HEADER_BYTES + self._lengths[name] * column.stored.itemsize)
-                for name, column in self._columns.items()
+                name: _ColumnFile(column, self._file(f"{name}.npy"), lengths.items(name).stop * bool(self.shards))
+                for name, column in every.items()
             }
         self._begin_shard()
         if not self.shards:
             self._journal.write(begun.encode() + b"\n")
-            self._write("offsets", np.zeros(1, np.int64))
+            self._files["offsets"].write(np.zeros(1, np.int64))
 
-    def _file(self, name: str, size_bytes: int) -> BinaryIO:
-        """Open a file of that size for appending: what a broken write left behind it is cut off."""
+    def _file(self, name: str) -> BinaryIO:
         path = self._folder / name
-        file = self._open.enter_context(self._durable_io.open_new(path, goes_on=path.exists()))
-        file.truncate(size_bytes)
-        file.seek(size_bytes)
-        return file
+        return self._open.enter_context(self._durable_io.open_new(path, goes_on=path.exists()))
 
-    def _resume(self, begun: str, restore: Callable[[State], None]) -> int:
+    def _resume(self, begun: str, columns: Mapping[str, Column], restore: Callable[[State], None]) -> int:
         """Take over the finished shards up to the first damaged one; return the bytes of the journal about them."""
         size_bytes = 0
         with suppress(OSError, ValueError, KeyError, ValidationError), ExitStack() as opened:
             journal = opened.enter_context(open_plain(self._folder / _JOURNAL))
-            files = {name: opened.enter_context(open_plain(self._folder / f"{name}.npy")) for name in self._columns}
+            files = {name: opened.enter_context(open_plain(self._folder / f"{name}.npy")) for name in columns}
             for file in files.values():
                 file.seek(HEADER_BYTES)
             for line in journal:
@@ -107,57 +141,35 @@ class StoreWriter:
                 if size_bytes:
                     entry = json.loads(line)
                     shard = _SHARD.validate_json(json.dumps(entry["shard"]))
-                    counts = {name: self._items(name, shard) for name in files}
-                    sizes = {name: counts[name] * self._columns[name].stored.itemsize for name in files}
+                    counts = {name: shard.num_values(column) for name, column in columns.items()}
+                    counts["offsets"] += not self.shards
+                    sizes = {name: count * columns[name].stored.itemsize for name, count in counts.items()}
                     hashes = {name: xxhash.xxh3_128_hexdigest(file.read(sizes[name])) for name, file in files.items()}
                     if hashes != shard.xxh3:  # a power cut may lose what was written last
                         break
                     restore(entry["state"])
-                    self._count(shard, counts, entry["max_token_id"])
+                    self.shards.append(shard)
+                    self.num_samples += shard.num_samples
+                    self._num_tokens += shard.num_tokens
+                    self.max_token_id = max(self.max_token_id, entry["max_token_id"])
                 size_bytes += len(line)
         return size_bytes if self.shards else 0
 
-    def _items(self, name: str, shard: Shard) -> int:
-        return shard.num_values(self._columns[name]) + (name == "offsets" and not self.shards)
-
-    def _count(self, shard: Shard, lengths: Mapping[str, int], max_token_id: int) -> None:
-        self._lengths = {name: length + lengths[name] for name, length in self._lengths.items()}
-        self._samples += shard.num_samples
-        self._tokens += shard.num_tokens
-        self._max = max(self._max, max_token_id)
-        self.shards.append(shard)
-
     def _begin_shard(self) -> None:
-        self._hashes = {name: xxhash.xxh3_128() for name in self._columns}
         self._masks: list[NDArray[np.bool_]] = []
-        self._shard_samples = self._shard_tokens = self._shard_units = self._shard_max = 0
-        self._shard_pictures = self._shard_bytes = 0
-        self.pictures = PictureFiles(self._lengths.get("picture_bytes", 0))
+        self._counts = Counter[Per]()
+        written = self._files.get("picture_bytes")
+        self.pictures = PictureFiles(written.num_values if written else 0)
 
     @property
     def is_full(self) -> bool:
         """Whether the open shard has as much as a shard should have."""
-        return self._shard_tokens >= SHARD_TOKENS or self._shard_samples >= _SHARD_SAMPLES
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that were appended, by an earlier writer too."""
-        return self._samples + self._shard_samples
-
-    @property
-    def own_columns(self) -> tuple[str, ...]:
-        """The columns that the store has besides `COLUMNS`."""
-        return tuple(self._extra)
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest token id of all samples."""
-        return max(self._max, self._shard_max)
+        return self._counts["token"] >= SHARD_TOKENS or self._counts["sample"] >= _SHARD_SAMPLES
 
     @property
     def num_open_tokens(self) -> int:
         """Tokens in the open shard."""
-        return self._shard_tokens
+        return self._counts["token"]
 
     def append(
         self,
@@ -167,7 +179,7 @@ class StoreWriter:
         files: NDArray[np.int32],
         rows: NDArray[np.int64],
         units: NDArray[np.int64] | None = None,
-        columns: Mapping[str, NDArray[Any]] | None = None,
+        columns: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     ) -> None:
         """Append n samples given flat: ids and mask [sum(lengths)], the others [n].
 
@@ -176,9 +188,11 @@ class StoreWriter:
         DataError for values that do not fit the samples or the column, and for a declared prefix that they do not
         share.
         """
-        columns, sizes = columns or {}, np.ones(len(lengths), np.int64) if units is None else units
-        if columns.keys() != self._extra.keys():
-            raise DataError(f"{self._folder}: columns {sorted(columns)} are given, but it has {sorted(self._extra)}")
+        sizes = np.ones(len(lengths), np.int64) if units is None else units
+        if columns.keys() != self.own_columns.keys():
+            raise DataError(
+                f"{self._folder}: columns {sorted(columns)} are given, but it has {sorted(self.own_columns)}"
+            )
         if (sizes < 1).any() or int(sizes.sum()) != len(lengths):
             raise DataError(
                 f"{self._folder}: units of {sizes.tolist()[:8]} samples, each of at least 1; they must add up to the "
@@ -186,147 +200,121 @@ class StoreWriter:
             )
         if not len(lengths):
             return
-        counts = {"token": int(lengths.sum()), "sample": len(lengths), "unit": len(sizes)}
+        counts: dict[Per, int] = {"token": int(lengths.sum()), "sample": len(lengths), "unit": len(sizes)}
         counts |= {"picture": len(columns.get("picture_sizes", ())), "byte": len(columns.get("picture_bytes", ()))}
-        own = {k: column.checked(k, columns[k], counts[column.per]) for k, column in self._extra.items()}
+        own = {
+            name: column.checked(name, columns[name], counts[column.per]) for name, column in self.own_columns.items()
+        }
         ends = np.cumsum(lengths)
         starts = ends - lengths
         if PREFIX_TOKENS in own:
             check_prefixes(token_ids, loss_mask, np.append(starts, ends[-1]), sizes, own[PREFIX_TOKENS])
         unit_starts = np.zeros(len(lengths), np.bool_)
         unit_starts[np.cumsum(sizes) - sizes] = True
-        pieces = zip(starts.tolist(), ends.tolist(), strict=True)
-        digests = [
-            xxhash.xxh3_64_intdigest(token_ids[a:b].tobytes() + loss_mask[a:b].tobytes() + pictures)
-            for (a, b), pictures in zip(pieces, picture_hashes(own, len(lengths)), strict=True)
-        ]
         largest = int(token_ids.max())
-        if largest > np.iinfo(self._columns["token_ids"].stored).max:
+        if largest > np.iinfo(self._files["token_ids"].column.stored).max:
             raise ValueError(f"token id {largest} is beyond the ids that the store was opened for")
+        given: dict[str, NDArray[Any]] = {
+            "token_ids": token_ids,
+            "offsets": ends + self._num_tokens,
+            "num_labels": np.add.reduceat(loss_mask, starts, dtype=np.int64),
+            "hashes": _hashes_of(token_ids, loss_mask, ends, own),
+            "files": files,
+            "rows": rows,
+            "unit_starts": unit_starts,
+        }
         with self._durable_io.resource_errors("write", self._folder):
-            offsets = ends + (self._tokens + self._shard_tokens)
-            given: dict[str, NDArray[Any]] = {"token_ids": token_ids, "offsets": offsets, "files": files, "rows": rows}
-            counted = {"num_labels": np.add.reduceat(loss_mask, starts, dtype=np.int64), "unit_starts": unit_starts}
-            for name, values in {**given, **counted, "hashes": np.array(digests, np.uint64), **own}.items():
-                self._write(name, values)
-        self._shard_units += len(sizes)
-        self._shard_pictures += counts["picture"]
-        self._shard_bytes += counts["byte"]
+            for name, values in {**given, **own}.items():
+                self._files[name].write(values)
+        self._counts.update(counts)
         self._masks.append(loss_mask)
-        self._shard_samples += len(lengths)
-        self._shard_tokens += int(ends[-1])
-        self._shard_max = max(self._shard_max, largest)
-
-    def _write(self, name: str, values: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(values, dtype=self._columns[name].stored).tobytes()
-        self._files[name].write(data)
-        self._hashes[name].update(data)
+        self.num_samples += len(lengths)
+        self._num_tokens += int(ends[-1])
+        self.max_token_id = max(self.max_token_id, largest)
 
     def close_shard(self, state: State) -> None:
         """Finish the open shard. A later writer of the same identity goes on behind it, from `state`.
 
         The system keeps what is written if this process is killed. After a power cut, the hashes tell what is left.
         """
+        counts = self._counts
         with self._durable_io.resource_errors("write", self._folder):
-            mask = np.concatenate(self._masks) if self._masks else np.zeros(0, np.bool_)
-            self._write("loss_mask", np.packbits(mask, bitorder="little"))
-            hashes = {name: hasher.hexdigest() for name, hasher in self._hashes.items()}
-            pictures = self._shard_pictures, self._shard_bytes
-            shard = Shard(self._shard_samples, self._shard_tokens, hashes, self._shard_units, *pictures)
-            entry = {"shard": asdict(shard), "max_token_id": self._shard_max, "state": state}
-            for file in self._files.values():
-                file.flush()
+            mask = np.concatenate([np.zeros(0, np.bool_), *self._masks])
+            self._files["loss_mask"].write(np.packbits(mask, bitorder="little"))
+            hashes = {name: file.end_shard() for name, file in self._files.items()}
+            shard = Shard(counts["sample"], counts["token"], hashes, counts["unit"], counts["picture"], counts["byte"])
+            entry = {"shard": asdict(shard), "max_token_id": self.max_token_id, "state": state}
             self._journal.write(json.dumps(entry).encode() + b"\n")
             self._journal.flush()
-        self._count(shard, {name: self._items(name, shard) for name in self._columns}, self._shard_max)
+        self.shards.append(shard)
         self._begin_shard()
 
     def num_distinct(self) -> int:
-        """Return how many different units there are, by the hashes of their samples; reads them a part at a time."""
-        parts, num_found = max(1, -(-self.num_samples // _SAMPLES_AT_ONCE)), 0
-        for part in range(parts):
-            own = [np.zeros(0, np.uint64)]
-            for hashes in self._unit_hashes():
-                own.append(hashes[hashes % np.uint64(parts) == part])
-            num_found += len(np.unique(np.concatenate(own)))
-        return num_found
-
-    def _unit_hashes(self) -> Iterator[NDArray[np.uint64]]:
-        """Yield a hash of each unit, many at a time: that of its sample, or of those of its samples in their order."""
-        pending, starts = np.zeros(0, np.uint64), np.zeros(0, np.bool_)
-        with ExitStack() as opened:
-            files = [opened.enter_context((self._folder / f"{n}.npy").open("rb")) for n in ("hashes", "unit_starts")]
-            for name, file in zip(("hashes", "unit_starts"), files, strict=True):
-                self._files[name].flush()
-                file.seek(HEADER_BYTES)
-            while block := files[0].read(8 * _SAMPLES_AT_ONCE):
-                hashes = np.append(pending, np.frombuffer(block, np.uint64))
-                starts = np.append(starts, np.frombuffer(files[1].read(len(block) // 8), np.bool_))
-                first = np.flatnonzero(starts)
-                whole = first[-1]  # the last unit may go on in the next block
-                yield _combined(hashes[:whole], first[:-1])
-                pending, starts = hashes[whole:], starts[whole:]
-        if len(pending):
-            yield _combined(pending, np.zeros(1, np.int64))
+        """Return how many different units there are, by the hashes of their samples."""
+        hashes, starts = (self._files[name].read(self._folder / f"{name}.npy") for name in ("hashes", "unit_starts"))
+        first = np.flatnonzero(starts)
+        if len(first) < len(hashes):  # of samples by their place in the unit
+            places = np.arange(len(hashes)) - np.repeat(first, np.diff(np.append(first, len(hashes))))
+            hashes = np.add.reduceat(hashes * (2 * places.astype(np.uint64) + np.uint64(1)), first)
+        hashes.sort()
+        return int(np.count_nonzero(hashes[1:] != hashes[:-1])) + bool(len(hashes))
 
     def finish(self, meta: StoreMeta, report: Mapping[str, Any], picture_files: Files | None = None) -> None:
         """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
-        if self._shard_samples or not self.shards:
-            self.close_shard({})
-        if self._extra.keys() >= PICTURES.keys() and not sum(shard.num_pictures for shard in self.shards):
-            self._drop_columns(PICTURES)
+        if self._counts or not self.shards:
+            self.close_shard([])
+        gone = PICTURES.keys() & self._files.keys() if not sum(shard.num_pictures for shard in self.shards) else ()
         with self._durable_io.resource_errors("write", self._folder):
-            for name, file in self._files.items():
-                file.seek(0)
-                file.write(npy_header(self._columns[name], self._lengths[name]))
+            for file in self._files.values():
+                file.write_header()
         self.close()
+        for name in (_JOURNAL, *(f"{name}.npy" for name in gone)):
+            self._durable_io.remove_tree(self._folder / name)
+        shards = tuple(
+            replace(shard, xxh3={name: own for name, own in shard.xxh3.items() if name not in gone})
+            for shard in self.shards
+        )
+        columns = {
+            name: replace(file.column, fingerprint=fingerprint(name, file.column, shards), file=f"{name}.npy")
+            for name, file in self._files.items()
+            if name not in gone
+        }
         self._durable_io.write_json(self._folder / "report.json", report)
         if picture_files:
             self._durable_io.write_json(self._folder / PICTURE_FILES, picture_files)
-        columns = {
-            name: replace(column, fingerprint=fingerprint(name, column, self.shards), file=f"{name}.npy")
-            for name, column in self._columns.items()
-        }
-        self._durable_io.write_json(
-            self._folder / MANIFEST, asdict(StoreManifest(VERSION, meta, columns, tuple(self.shards)))
-        )
-        self._durable_io.remove_tree(self._folder / _JOURNAL)
+        self._durable_io.write_json(self._folder / MANIFEST, asdict(StoreManifest(VERSION, meta, columns, shards)))
         self._durable_io.sync_tree(self._folder)
-
-    def _drop_columns(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._files.pop(name).close()
-            del self._columns[name]
-            self._durable_io.remove_tree(self._folder / f"{name}.npy")
-        columns = self._columns.keys()
-        self.shards = [
-            replace(shard, xxh3={name: value for name, value in shard.xxh3.items() if name in columns})
-            for shard in self.shards
-        ]
 
     def close(self) -> None:
         with self._durable_io.resource_errors("write", self._folder):
             self._open.close()
 
 
-def _combined(hashes: NDArray[np.uint64], first: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash for each unit, which begins at `first`; of one sample, its own."""
-    if not len(first):
-        return np.zeros(0, np.uint64)
-    places = np.arange(len(hashes)) - np.repeat(first, np.diff(np.append(first, len(hashes))))
-    return np.add.reduceat(hashes * (2 * places.astype(np.uint64) + np.uint64(1)), first)
+def _hashes_of(
+    token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_], ends: NDArray[np.int64], columns: Mapping[str, Any]
+) -> NDArray[np.uint64]:
+    """Return the hash of each sample: of its tokens, its loss mask and its pictures."""
+    pieces = pairwise([0, *ends.tolist()])
+    pictures = picture_hashes(columns, len(ends))
+    return np.array(
+        [
+            xxhash.xxh3_64_intdigest(token_ids[start:end].tobytes() + loss_mask[start:end].tobytes() + own)
+            for (start, end), own in zip(pieces, pictures, strict=True)
+        ],
+        np.uint64,
+    )
 
 
 def append_chunk(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files: dict[str, int]) -> None:
-    """Append a chunk, and rows that are drawn more than once again."""
+    """Append a chunk, and rows that are drawn more than once again; `files` numbers the files of rows."""
     if not len(done.lengths):
         return
     for copy in range(int(chunk.copies.max())):
         again = done if copy == 0 else done.of_rows(chunk.copies > copy)
-        origins = [chunk.rows[row].origin for row in again.piece_row]
+        origins = [chunk.rows[row].origin for row in again.sample_row]
         file_ids = np.array([files.setdefault(origin.source, len(files)) for origin in origins], np.int32)
         rows = np.array([origin.row_number for origin in origins], np.int64)
-        columns = {name: again.columns[name] for name in writer.own_columns if name in again.columns}
+        columns = {name: values for name, values in again.columns.items() if name in writer.own_columns}
         if "picture_bytes" in writer.own_columns:
             columns |= writer.pictures.columns(again.pictures or [()] * len(again.lengths))
         writer.append(again.token_ids, again.loss_mask, again.lengths, file_ids, rows, again.unit_sizes, columns)
@@ -336,7 +324,7 @@ def append_chunk(writer: StoreWriter, chunk: Chunk, done: TokenizedChunk, files:
 def new_store(
     folder: Path,
     num_ids: int,
-    identity: State | None = None,
+    identity: Mapping[str, Any] | None = None,
     restore: Callable[[State], None] = lambda _: None,
     columns: Mapping[str, Column] | None = None,
 ) -> Iterator[StoreWriter]:

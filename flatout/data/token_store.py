@@ -24,11 +24,9 @@ from pydantic import Field, TypeAdapter, with_config
 from flatout.data.columns import CHECKED, COLUMNS, Column, Layout, LossMask, Shard, fingerprint
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
-from flatout.environment import checks_again
 from flatout.errors import DataError
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import open_plain, read_json, validated
-from flatout.io.kept_facts import find_facts, keep_facts
 
 VERSION = 4
 MANIFEST = "manifest.json"
@@ -110,7 +108,7 @@ class StoreManifest:
 
     version: int
     meta: StoreMeta
-    columns: Mapping[Annotated[str, Field(pattern="^[a-z_]+$")], Column]
+    columns: Mapping[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], Column]
     shards: tuple[Shard, ...]
 
 
@@ -236,8 +234,7 @@ class TokenStore:
         """Open a finished store.
 
         `verify` checks the hashes of what is known of each sample now, and those of tokens shard by shard when `sample`
-        first reads one. A store whose every shard was found whole is not hashed again while its files are the same.
-        What was opened stays readable when another process replaces the store.
+        first reads one. What was opened stays readable when another process replaces the store.
         Raises DataError for a missing, incomplete, damaged or newer store.
         """
         require_allowed(folder)
@@ -276,7 +273,7 @@ class TokenStore:
 
 
 class ShardCheck:
-    """Checks hashes of shards once; a store that was found whole is remembered, by its files' sizes and times."""
+    """Checks hashes of shards once."""
 
     def __init__(
         self, folder: Path, columns: Mapping[str, Column], layout: Layout, arrays: Mapping[str, NDArray[Any]]
@@ -284,18 +281,8 @@ class ShardCheck:
         """Check the columns that hold a value a sample. Raises DataError."""
         self._folder, self._columns, self._layout, self._arrays = folder, columns, layout, arrays
         self._left = set(range(len(layout.shards)))
-        self._key = self._files_as_opened()
-        if not checks_again() and find_facts("tokens", self._key):
-            self._left.clear()
         for shard in sorted(self._left):
             self._verify(shard, ("sample", "unit", "picture"))
-
-    def _files_as_opened(self) -> dict[str, Any]:
-        files = {}
-        for name in (MANIFEST, *(column.file for column in self._columns.values())):
-            facts = (self._folder / name).stat()
-            files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
-        return {"store": str(self._folder.resolve()), "files": files}
 
     def __call__(self, sample: int) -> None:
         """Check the tokens of the shard that holds a sample. Raises DataError."""
@@ -306,8 +293,6 @@ class ShardCheck:
             return
         self._verify(shard, ("token", "byte"))
         self._left.discard(shard)  # another thread may have been as fast
-        if not self._left:
-            keep_facts("tokens", self._key, {"shards": len(self._layout.shards)})
 
     def _verify(self, shard: int, per: Collection[str]) -> None:
         expected = self._layout.shards[shard].xxh3

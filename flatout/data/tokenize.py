@@ -6,9 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from flatout.config.data import Dedupe
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, PreferenceRow, is_empty
+from flatout.data.counts import LOSING
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
@@ -34,9 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_MASKERS = 64
-LOSING = ("truncated", "split", "too_long", "lost_labels")
-"""Fates in which the length policy loses tokens."""
-Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels"]
+Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels", "bad", "equal_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +60,53 @@ class TokenizeOptions:
     media_root: Path | None = None
 
 
+class Size(NamedTuple):
+    """Tokens, and how many of them carry loss."""
+
+    tokens: int
+    labels: int
+
+    def plus(self, other: Size) -> Size:
+        """Return the size of both together."""
+        return Size(self.tokens + other.tokens, self.labels + other.labels)
+
+    def minus(self, pieces: Sequence[TokenizedText]) -> Size:
+        """Return what is left without these pieces."""
+        num_labels = sum(int(np.count_nonzero(piece.loss_mask)) for piece in pieces)
+        return Size(self.tokens - sum(len(piece.token_ids) for piece in pieces), self.labels - num_labels)
+
+
+NOTHING = Size(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened to a row."""
+
+    fate: Fate
+    """What became of it."""
+    num_tokens: int = 0
+    """Its length before the length policy; of several samples, that of the longest."""
+    size: Size = NOTHING
+    """All of its samples before the length policy."""
+    lost: Size = NOTHING
+    """What the length policy lost of `size`, if the fate is one of LOSING."""
+    noticed: Counter[str] = field(default_factory=Counter)
+    """What the report counts besides, by its names there."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedSample:
-    """What happened to one sample.
-
-    `pieces` go into the store (more than one only if split, none if left out); `num_tokens` is its length before the
-    policy (the longest, if it is split by questions); `counts` are for the report, under its names. Of a preference,
-    pieces are the samples of whole units: `unit_sizes` are their sizes, and `columns` have a value for each.
-    """
+    """The tokens of one row."""
 
     pieces: tuple[TokenizedText, ...]
-    fate: Fate
-    num_tokens: int
-    counts: dict[str, int]
-    unit_sizes: tuple[int, ...] = ()
+    """The samples that go into the store: several if the row is split or has several units, none if it is left out."""
+    outcome: Outcome
+    """What happened to the row."""
+    unit_sizes: tuple[int, ...]
+    """Samples of each unit; they add up to the number of pieces."""
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """A value for each unit, by column."""
 
 
 class SampleTokenizer:
@@ -247,7 +280,7 @@ class SampleTokenizer:
                 f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self.num_ids - 1} "
                 f"of tokenizer {self.options.tokenizer_name!r}; the row comes from a different tokenizer"
             )
-        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)), {})
+        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))
 
     def _preference(self, row: PreferenceRow, texts: Sequence[MaskedText]) -> TokenizedSample:
         """Tokenize each answer once, and put whole units together: one with an answer that is left out is left out."""
@@ -277,12 +310,12 @@ class SampleTokenizer:
         num_tokens, cuts = len(whole.token_ids), self.options.too_long in ("auto", "truncate")
         ids = whole.token_ids[:limit] if cuts else whole.token_ids
         done = self._fit(TokenizedText(ids, np.arange(len(ids)) == len(ids) - 1), counts, is_whole=True)
+        done.outcome.noticed["classified"] = len(done.pieces)
         if lost := num_tokens - len(ids):
-            more = {"tokens": num_tokens, "truncated_tokens": lost, "truncated_labels": 0}
-            done = replace(done, fate="truncated", num_tokens=num_tokens, counts=done.counts | more)
-        columns = row.columns if done.pieces else {CLASS: ()}
-        counted = done.counts | {"classified": len(done.pieces)}
-        return replace(done, counts=counted, unit_sizes=(1,) * len(done.pieces), columns=columns)
+            size = Size(num_tokens, done.outcome.size.labels)
+            cut = replace(done.outcome, fate="truncated", num_tokens=num_tokens, size=size, lost=Size(lost, 0))
+            done = replace(done, outcome=cut)
+        return replace(done, columns=row.columns if done.pieces else {CLASS: ()})
 
     def _conversation(
         self, sample: Conversation, texts: Sequence[MaskedText], *, is_whole: bool = False
@@ -313,7 +346,7 @@ class SampleTokenizer:
 
     def _plain(self, sample: PlainText) -> TokenizedSample:
         if not sample.text.strip():
-            return TokenizedSample((), "no_labels", 0, {"documents": 1})
+            return TokenizedSample((), Outcome("no_labels", noticed=Counter(documents=1)), ())
         text, counts = self._document(sample)
         return self._fit(text, counts, is_document=not (sample.prompt or sample.silent))
 
@@ -342,9 +375,14 @@ class SampleTokenizer:
         return TokenizedText(ids, loss_mask), counts
 
     def _fit(
-        self, text: TokenizedText, counts: dict[str, int], *, is_document: bool = False, is_whole: bool = False
+        self,
+        text: TokenizedText,
+        counts: Mapping[str, int] = MappingProxyType({}),
+        *,
+        is_document: bool = False,
+        is_whole: bool = False,
     ) -> TokenizedSample:
-        """Apply the length policy."""
+        """Apply the length policy; `counts` are what was noticed before."""
         length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
         if text.pictures and policy != "error":
             policy = "drop"  # a picture is not cut
@@ -368,11 +406,10 @@ class SampleTokenizer:
         pieces = tuple(window for window in windows if window.loss_mask.any())
         if windows and not pieces:
             fate = "lost_labels"
-        counts |= {"tokens": length, "label_tokens": num_labels, "windows_without_labels": len(windows) - len(pieces)}
-        if fate in LOSING:
-            counts[f"{fate}_tokens"] = length - sum(len(piece.token_ids) for piece in pieces)
-            counts[f"{fate}_labels"] = num_labels - sum(int(piece.loss_mask.sum()) for piece in pieces)
-        return TokenizedSample(pieces, fate, length, counts)
+        size = Size(length, num_labels)
+        lost = size.minus(pieces) if fate in LOSING else NOTHING
+        seen = Counter(counts) + Counter(windows_without_labels=len(windows) - len(pieces))
+        return TokenizedSample(pieces, Outcome(fate, length, size, lost, seen), (1,) * len(pieces))
 
 
 def _is_learnt(text: MaskedText) -> bool:
@@ -382,18 +419,21 @@ def _is_learnt(text: MaskedText) -> bool:
 
 def _joined(samples: Sequence[TokenizedSample], counts: Mapping[str, int]) -> TokenizedSample:
     """Return the samples of one row as one; what any of them lost counts under the fate of the row."""
-    fates = {sample.fate for sample in samples}
+    outcomes = [sample.outcome for sample in samples]
+    fates = {outcome.fate for outcome in outcomes}
     order: tuple[Fate, ...] = ("truncated", "split", "too_long", "lost_labels", "kept", "no_labels")
     fate: Fate = next((fate for fate in order if fate in fates), "no_labels")
     if fate == "lost_labels" and fates != {fate}:
         fate = "truncated"
-    total = Counter(counts)
-    for sample in samples:
-        for name, count in sample.counts.items():
-            lossy, _, kind = name.rpartition("_")
-            total[f"{fate}_{kind}" if lossy in LOSING else name] += count
+    outcome = Outcome(
+        fate,
+        max((one.num_tokens for one in outcomes), default=0),
+        reduce(Size.plus, (one.size for one in outcomes), NOTHING),
+        reduce(Size.plus, (one.lost for one in outcomes), NOTHING),
+        sum((one.noticed for one in outcomes), Counter(counts)),
+    )
     pieces = tuple(piece for sample in samples for piece in sample.pieces)
-    return TokenizedSample(pieces, fate, max((s.num_tokens for s in samples), default=0), dict(total))
+    return TokenizedSample(pieces, outcome, (1,) * len(pieces))
 
 
 def _joined_units(row: PreferenceRow, answers: Sequence[TokenizedSample]) -> TokenizedSample:
@@ -403,29 +443,26 @@ def _joined_units(row: PreferenceRow, answers: Sequence[TokenizedSample]) -> Tok
     texts = [[answers[place].pieces[0] for place in unit] for unit in units]
     if any(len(unit) > 1 and np.array_equal(unit[0].token_ids, unit[1].token_ids) for unit in texts):
         raise DataError(f"{row.origin}: two answers are the same tokens, so neither is better; remove the row")
-    fates = {answers[place].fate for unit in row.units for place in unit if unit not in units}
-    fate: Fate = next((fate for fate in ("too_long", "no_labels") if fate in fates), "kept")
-    # what is found in the prompt, each answer of the row has
-    counts = {name: max(answer.counts.get(name, 0) for answer in answers) for name in answers[0].counts}
-    asked = [place for unit in row.units for place in unit]
-    for name in ("tokens", "label_tokens", "typed_control_tokens", "windows_without_labels"):
-        counts[name] = sum(answers[place].counts[name] for place in asked)
-    counts = {name: count for name, count in counts.items() if not name.startswith("too_long_")}
     pieces = tuple(text for unit in texts for text in unit)
-    if fate == "too_long":
-        counts["too_long_tokens"] = counts["tokens"] - sum(len(piece.token_ids) for piece in pieces)
-        counts["too_long_labels"] = counts["label_tokens"] - sum(int(piece.loss_mask.sum()) for piece in pieces)
     columns: dict[str, Sequence[float]] = {
         name: [value for value, is_whole in zip(values, are_whole, strict=True) if is_whole]
         for name, values in row.columns.items()
     }
+    # an answer counts in each unit that has it, but what is found in the prompt, each answer of the row has
+    asked = [answers[place].outcome for unit in row.units for place in unit]
+    seen = reduce(or_, (answer.outcome.noticed for answer in answers))
+    seen["typed_control_tokens"] = sum(outcome.noticed["typed_control_tokens"] for outcome in asked)
     if len(row.units[0]) > 1:
         columns[PREFIX_TOKENS] = [_prefix_tokens(unit) for unit in texts]
-        counts |= {"pairs": len(units), "lost_pairs": len(row.units) - len(units)}
+        seen.update(pairs=len(units), lost_pairs=len(row.units) - len(units))
     else:
-        counts |= {"labelled": len(units), "labelled_good": int(sum(columns.get("label", ())))}
-    longest = max(answer.num_tokens for answer in answers)
-    return TokenizedSample(pieces, fate, longest, counts, tuple(map(len, units)), columns)
+        seen.update(labelled=len(units), labelled_good=int(sum(columns.get("label", ()))))
+    left_out = {answers[place].outcome.fate for unit in row.units for place in unit if unit not in units}
+    fate: Fate = "too_long" if "too_long" in left_out else "no_labels" if "no_labels" in left_out else "kept"
+    size = reduce(Size.plus, (outcome.size for outcome in asked))
+    lost = size.minus(pieces) if fate == "too_long" else NOTHING
+    outcome = Outcome(fate, max(answer.outcome.num_tokens for answer in answers), size, lost, seen)
+    return TokenizedSample(pieces, outcome, tuple(map(len, units)), columns)
 
 
 def _prefix_tokens(texts: Sequence[TokenizedText]) -> int:

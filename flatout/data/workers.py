@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -26,13 +26,12 @@ from numpy.typing import NDArray
 
 from flatout.data.columns import JUDGEMENTS
 from flatout.data.conversation import Conversation, ParsedRow, PreferenceRow
-from flatout.data.encode import TokenizedText
 from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.pictures.processor import Picture
 from flatout.data.row_keys import row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
-from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
+from flatout.data.tokenize import NOTHING, Outcome, SampleTokenizer, Size, TokenizedSample, TokenizeOptions
 from flatout.environment import set_environment
 from flatout.errors import DataError, Fix, FlatoutError, ResourceError, first_line
 from flatout.io.template_limits import TemplateLimitError
@@ -67,50 +66,44 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChunk:
-    """The pieces of a chunk, flat. `piece_row[p]` is the row (in the chunk) of piece p.
+    """The samples of a chunk, flat, and what happened to its rows."""
 
-    `num_tokens[i]` is the length of row i before the length policy (0 for a bad row), `fates[i]` what happened to it;
-    `typed_rows` hold control tokens as text, and `problems` are the errors of bad rows. With `data.dedupe`, `keys`
-    tell rows apart (empty for one without pieces), and `row_counts` are each row's part of `counts`. `unit_sizes` int64
-    [units] are the pieces of each unit, None if each is one; `columns` [units] have their values. `pictures` are those
-    of each piece, () if none has any.
-    """
-
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    lengths: NDArray[np.int64]
-    piece_row: NDArray[np.int64]
-    num_tokens: list[int]
-    fates: list[str]
-    typed_rows: list[int]
+    outcomes: list[Outcome]
+    """One for each row."""
     problems: list[Problem]
-    counts: Counter[str]
-    keys: list[bytes]
-    row_counts: Mapping[int, Mapping[str, int]]
-    unit_sizes: NDArray[np.int64] | None = None
-    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """The errors of bad rows."""
+    token_ids: NDArray[np.int32]
+    """Of all samples, one after the other."""
+    loss_mask: NDArray[np.bool_]
+    """Whether each token carries loss."""
+    lengths: NDArray[np.int64]
+    """Tokens of each sample."""
+    sample_row: NDArray[np.int64]
+    """The row in the chunk that each sample is from."""
+    unit_sizes: NDArray[np.int64]
+    """Samples of each unit, which is of one row."""
+    columns: Mapping[str, NDArray[Any]]
+    """A value for each unit, by column."""
     pictures: Sequence[tuple[Picture, ...]] = ()
-
-    @property
-    def num_units(self) -> int:
-        """Units of its pieces."""
-        return len(self.lengths) if self.unit_sizes is None else len(self.unit_sizes)
+    """The pictures of each sample; () if none has any."""
+    keys: Sequence[int] = ()
+    """With `data.dedupe`, what is equal for rows of one content: one for each row, 0 for a row without samples."""
+    repeated: Size = NOTHING
+    """The samples of rows that repeat an earlier one, which are left out."""
 
     def of_rows(self, is_taken: NDArray[np.bool_]) -> TokenizedChunk:
-        """Return the pieces of these rows (rows,) alone, with their units and columns; the rest stays as it is."""
-        pieces = units = is_taken[self.piece_row]
-        if self.unit_sizes is not None:
-            units = pieces[np.cumsum(self.unit_sizes) - self.unit_sizes]
-        tokens = np.repeat(pieces, self.lengths)
+        """Return the samples of these rows (rows,) alone, with their units and columns; the rest stays as it is."""
+        samples = is_taken[self.sample_row]
+        units, tokens = samples[np.cumsum(self.unit_sizes) - self.unit_sizes], np.repeat(samples, self.lengths)
         return replace(
             self,
             token_ids=self.token_ids[tokens],
             loss_mask=self.loss_mask[tokens],
-            lengths=self.lengths[pieces],
-            piece_row=self.piece_row[pieces],
-            unit_sizes=None if self.unit_sizes is None else self.unit_sizes[units],
+            lengths=self.lengths[samples],
+            sample_row=self.sample_row[samples],
+            unit_sizes=self.unit_sizes[units],
             columns={name: values[units] for name, values in self.columns.items()},
-            pictures=[own for own, is_kept in zip(self.pictures, pieces, strict=False) if is_kept],
+            pictures=[own for own, is_kept in zip(self.pictures, samples, strict=False) if is_kept],
         )
 
 
@@ -139,10 +132,8 @@ def tokenize_chunks(
 
 def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     """Parse and tokenize the rows of one chunk; bad rows become `problems`."""
-    num_tokens, fates = [0] * len(chunk.rows), ["bad"] * len(chunk.rows)
-    typed_rows, problems, counts = list[int](), dict[int, Problem](), Counter[str]()
-    pieces, piece_row, units = list[TokenizedText](), list[int](), list[TokenizedSample]()
-    keys, row_counts = [b""] * len(chunk.rows), dict[int, Mapping[str, int]]()
+    outcomes, problems = [Outcome("bad") for _ in chunk.rows], dict[int, Problem]()
+    done, keys = dict[int, TokenizedSample](), [0] * len(chunk.rows)
     # in turns of one kind of work: what parsing, rendering and encoding look up stays in the processor's cache
     samples: list[tuple[int, ParsedRow, Sequence[MaskedText]]] = []
     for index, row in enumerate(chunk.rows):
@@ -153,7 +144,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
             continue
         first = sample.answers[0] if isinstance(sample, PreferenceRow) else sample
         if isinstance(first, Conversation):
-            counts["conversations"] += 1
+            outcomes[index].noticed["conversations"] = 1
             _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
         try:
             samples.append((index, sample, tokenizer.masked(sample)))
@@ -164,45 +155,31 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
     tokenizer.encoder.encode_ahead([text.text for _, _, texts in samples for text in texts])
     for index, sample, texts in samples:
         try:
-            result = tokenizer(sample, texts)
+            done[index] = result = tokenizer(sample, texts)
         except DataError as error:
             problems[index] = error.text, error.fixes
             continue
-        num_tokens[index], fates[index] = result.num_tokens, result.fate
-        pieces += result.pieces
-        piece_row += [index] * len(result.pieces)
-        units.append(result)
-        counts.update(result.counts)
+        result.outcome.noticed.update(outcomes[index].noticed)
+        outcomes[index] = result.outcome
         if tokenizer.options.dedupe != "off" and result.pieces:
             keys[index] = row_key(sample, result.pieces)
-            row_counts[index] = result.counts
-        if result.counts.get("typed_control_tokens"):
-            typed_rows.append(index)
+    pieces = [piece for result in done.values() for piece in result.pieces]
     return TokenizedChunk(
+        outcomes,
+        [problems[index] for index in sorted(problems)],
         np.concatenate([np.zeros(0, np.int32), *(piece.token_ids for piece in pieces)]),
         np.concatenate([np.zeros(0, np.bool_), *(piece.loss_mask for piece in pieces)]),
         np.array([len(piece.token_ids) for piece in pieces], np.int64),
-        np.array(piece_row, np.int64),
-        num_tokens,
-        fates,
-        typed_rows,
-        [problems[index] for index in sorted(problems)],
-        counts,
-        keys,
-        row_counts,
-        *_units_of(units, chunk.parser.columns),
+        np.repeat(np.array([*done], np.int64), [len(result.pieces) for result in done.values()]),
+        np.array([size for result in done.values() for size in result.unit_sizes], np.int64),
+        {name: _values(name, done.values()) for name in chunk.parser.columns},
         [piece.pictures for piece in pieces] if any(piece.pictures for piece in pieces) else (),
+        keys,
     )
 
 
-def _units_of(
-    rows: Sequence[TokenizedSample], names: Sequence[str]
-) -> tuple[NDArray[np.int64] | None, dict[str, NDArray[Any]]]:
-    """Return the sizes of the units of rows, None if each is one, and the columns that they fill."""
-    sizes = np.fromiter(chain.from_iterable(row.unit_sizes for row in rows), np.int64)
-    values = {name: list(chain.from_iterable(row.columns[name] for row in rows)) for name in names}
-    columns = {name: np.array(values[name], JUDGEMENTS[name].stored) for name in names}
-    return sizes if (sizes > 1).any() else None, columns
+def _values(name: str, rows: Iterable[TokenizedSample]) -> NDArray[Any]:
+    return np.array([value for row in rows for value in row.columns[name]], JUDGEMENTS[name].stored)
 
 
 def serve() -> None:

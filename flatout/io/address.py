@@ -1,4 +1,4 @@
-"""Files at an address: https:// and hf:// through fsspec, s3:// and gs:// through pyarrow's clients.
+"""File systems of fsspec for addresses: https:// and hf:// by its own, s3:// and gs:// by pyarrow's clients.
 
 Each store's client reads its secrets from the environment, as its documents say; nothing here holds one.
 """
@@ -9,16 +9,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import IO, Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
+
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.spec import AbstractFileSystem
 
 from flatout.environment import environment
 from flatout.errors import DataError, ResourceError, UsageError, install
 
 SCHEMES = ("https", "http", "s3", "gs", "hf")
 CONNECT_S, READ_S = 10.0, 30.0
-_IDENTITY = {"Accept-Encoding": "identity"}
-_BLOCK_BYTES = 8 << 20
 
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION",
@@ -35,144 +36,89 @@ _CREDENTIALS_LOST = "Could not automatically determine credentials"
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store says about a file. `mark` changes with the content ("" if it says nothing); `kind` is what it is."""
+    """What a store says about a file."""
 
     path: str
+    """The name by which the store knows it."""
     size: int | None
+    """Its bytes; None if the store does not say."""
     mark: str
+    """What changes with its content; "" if the store says nothing."""
     kind: str
+    """What `mark` is."""
 
 
-class NoRangesError(Exception):
-    """The server sends a file only from its start."""
-
-
-class Store(Protocol):
-    """A place with files. All raise what their client raises; `failure` puts it into words."""
-
-    def stat(self, path: str) -> Stat:
-        """Return what is known of a file without reading it."""
-
-    def find(self, folder: str) -> list[Stat]:
-        """Return all files below a folder."""
-
-    def open_at(self, path: str, offset: int) -> IO[bytes]:
-        """Open a file for reading from a byte on. Raises NoRangesError if the store cannot begin there."""
-
-
-def open_store(scheme: str, path: str) -> tuple[Store, str]:
-    """Return the store of an address, and the path by which it knows the file; hub paths are pinned to a commit.
+def open_filesystem(scheme: str, path: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of an address, and the path by which it knows the file; hub paths are pinned to a commit.
 
     The hub is asked which one, unless the path is empty. Raises UsageError if a package is missing.
     """
     if scheme in ("http", "https"):
-        return _Web(), f"{scheme}://{path}"
+        return _web(), f"{scheme}://{path}"
     if scheme == "hf":
-        return _Hub.pinned(path) if path else (_Hub(), path)
-    return _Bucket(scheme, path.partition("/")[0]), path
+        return _hub(path)
+    from pyarrow import fs
+
+    connect = _s3 if scheme == "s3" else _gs
+    return _Bucket(connect(fs, environment(), path.partition("/")[0]), skip_instance_cache=True), path
 
 
-class _Web:
-    def __init__(self) -> None:
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise UsageError(f"https:// needs {error.name}: {install('remote')}") from error
-        from fsspec.implementations.http import HTTPFileSystem  # lazy: with aiohttp, 0.3 s
-
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
-        client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
-        self._files = HTTPFileSystem(client_kwargs=client, headers=_IDENTITY, skip_instance_cache=True)
-
-    def stat(self, path: str) -> Stat:
-        facts: Mapping[str, Any] = self._files.info(path)
-        if facts.get("mimetype") == "text/html":
-            raise DataError("the server sends a web page, not data; give the address of the file itself")
-        kind = next((name for name in ("ETag", "Last-Modified") if facts.get(name)), "")
-        return Stat(path, facts.get("size"), str(facts.get(kind, "")), kind)
-
-    def find(self, folder: str) -> list[Stat]:
-        raise DataError("a web address names one file; folders and patterns are for s3://, gs:// and hf://")
-
-    def open_at(self, path: str, offset: int) -> IO[bytes]:
-        headers = _IDENTITY | ({"Range": f"bytes={offset}-"} if offset else {})
-        # with a size, the file system does not ask for one again
-        file = self._files.open(path, block_size=0, size=1, headers=headers)
-        if offset and file.r.status != 206:
-            file.close()
-            raise NoRangesError
-        opened: IO[bytes] = file
-        return opened
+def stat_of(facts: Mapping[str, Any]) -> Stat:
+    """Return what the `info` of a file system says of a file. Raises FileNotFoundError for a folder."""
+    if facts["type"] != "file":
+        raise FileNotFoundError(facts["name"])
+    if facts.get("mimetype") == "text/html":
+        raise DataError("the server sends a web page, not data; give the address of the file itself")
+    in_hub = (facts.get("lfs") or {}).get("sha256") or facts.get("xet_hash") or facts.get("blob_id")
+    changed = facts.get("mtime")
+    marks = {
+        "hash of its content": in_hub,
+        "size and date": changed and str(round(changed.timestamp() * 1e6) * 1000),
+        **{name: facts.get(name) for name in ("ETag", "Last-Modified")},
+    }
+    kind = next((kind for kind, mark in marks.items() if mark), "")
+    return Stat(facts["name"], facts.get("size"), str(marks.get(kind, "")), kind)
 
 
-class _Hub:
-    def __init__(self) -> None:
-        from huggingface_hub import HfFileSystem
+def _web() -> AbstractFileSystem:
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise UsageError(f"https:// needs {error.name}: {install('remote')}") from error
+    from fsspec.implementations.http import HTTPFileSystem  # lazy: with aiohttp, 0.3 s
 
-        self._files = HfFileSystem(skip_instance_cache=True)
-
-    @classmethod
-    def pinned(cls, path: str) -> tuple[_Hub, str]:
-        """Return the hub, and the path with the commit that its revision is now."""
-        from huggingface_hub import HfApi, constants
-
-        store = cls()
-        resolved: Any = store._files.resolve_path(path)
-        if not hasattr(resolved, "repo_type"):
-            raise DataError("buckets of the hub have no revisions; use hf://datasets/org/set")
-        timeout = constants.HF_HUB_ETAG_TIMEOUT
-        facts = HfApi().repo_info(
-            resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision, timeout=timeout
-        )
-        prefix = constants.REPO_TYPES_URL_PREFIXES.get(resolved.repo_type, "")
-        return store, f"{prefix}{resolved.repo_id}@{facts.sha}/{resolved.path_in_repo}".rstrip("/")
-
-    def stat(self, path: str) -> Stat:
-        facts = self._files.info(path)
-        if facts["type"] != "file":
-            raise FileNotFoundError(path)
-        return self._stat(facts)
-
-    def find(self, folder: str) -> list[Stat]:
-        entries: Any = self._files.find(folder, detail=True)
-        return [self._stat(facts) for facts in entries.values()]
-
-    def _stat(self, facts: Mapping[str, Any]) -> Stat:
-        mark = (facts.get("lfs") or {}).get("sha256") or facts.get("xet_hash") or facts["blob_id"]
-        return Stat(facts["name"], facts["size"], str(mark), "hash of its content")
-
-    def open_at(self, path: str, offset: int) -> IO[bytes]:
-        file = self._files.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="none")
-        file.seek(offset)
-        opened: IO[bytes] = file
-        return opened
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+    client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
+    return HTTPFileSystem(client_kwargs=client, headers={"Accept-Encoding": "identity"}, skip_instance_cache=True)
 
 
-class _Bucket:
-    def __init__(self, scheme: str, bucket: str) -> None:
+def _hub(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return the hub, and the path with the commit that its revision is now."""
+    from huggingface_hub import HfApi, HfFileSystem, constants
+
+    files = HfFileSystem(skip_instance_cache=True)
+    if not path:
+        return files, path
+    resolved: Any = files.resolve_path(path)
+    if not hasattr(resolved, "repo_type"):
+        raise DataError("buckets of the hub have no revisions; use hf://datasets/org/set")
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    facts = HfApi().repo_info(
+        resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision, timeout=timeout
+    )
+    prefix = constants.REPO_TYPES_URL_PREFIXES.get(resolved.repo_type, "")
+    return files, f"{prefix}{resolved.repo_id}@{facts.sha}/{resolved.path_in_repo}".rstrip("/")
+
+
+class _Bucket(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped
+    """A bucket, whose files are listed in one request."""
+
+    def find(self, path: str, *_: Any, **__: Any) -> dict[str, dict[str, Any]]:
+        """Return what is known of all files below a folder."""
         from pyarrow import fs
 
-        self._files = (_s3 if scheme == "s3" else _gs)(fs, environment(), bucket)
-
-    def stat(self, path: str) -> Stat:
-        [facts] = self._files.get_file_info([path])
-        if not facts.is_file:
-            raise FileNotFoundError(path)
-        return self._stat(facts)
-
-    def find(self, folder: str) -> list[Stat]:
-        from pyarrow import fs
-
-        entries = self._files.get_file_info(fs.FileSelector(folder.rstrip("/"), recursive=True))
-        return [self._stat(facts) for facts in entries if facts.is_file]
-
-    def _stat(self, facts: Any) -> Stat:
-        return Stat(facts.path, facts.size, str(facts.mtime_ns), "size and date")
-
-    def open_at(self, path: str, offset: int) -> IO[bytes]:
-        file: IO[bytes] = self._files.open_input_file(path)
-        file.seek(offset)
-        return file
+        entries = self.fs.get_file_info(fs.FileSelector(path.rstrip("/"), recursive=True))
+        return {entry.path: self._make_entry(entry) for entry in entries if entry.is_file}
 
 
 def _s3(fs: Any, env: Mapping[str, str], bucket: str) -> Any:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.objective import REFERENCE
-from flatout.data.reference_column import MOST_KEPT, UNKNOWN, add_kept, keep_on_disk
+from flatout.data.reference_column import MOST_KEPT, add_kept, keep_on_disk
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
@@ -126,7 +126,7 @@ def _fill(
     store = loader.store
     values, name = store.extra[REFERENCE], store.meta.name
     run.reporter.phase("looking for the reference")
-    if UNKNOWN not in values:
+    if not np.isnan(values).any():
         return
     key = reference_key(run, store)
     known = values.copy()
@@ -149,7 +149,7 @@ def _fill(
         run.watch.set_phase("start")  # it goes on, however long the pass is
         computed, ids = compute_logprobs(run, loader, plan, chunk, _ids(chunk)), np.array(_ids(chunk))
         # what is known stays as it is: it may be of another packing
-        is_unknown = values[ids] == UNKNOWN
+        is_unknown = np.isnan(values[ids])
         values[ids[is_unknown]] = computed[is_unknown]
         _require_finite(store, unknown)
         done += len(unknown)
@@ -167,7 +167,7 @@ def _rounding_of_known(run: TrainingRun, loader: BatchLoader, plan: PlannedSampl
     """Say how far known values of a chunk are from what this run computes: other batches or devices round otherwise."""
     kept = loader.store.extra[REFERENCE][ids := _ids(chunk)]
     own = compute_logprobs(run, loader, plan, chunk, ids)
-    if not (most := np.abs(own - kept, where=kept != UNKNOWN, out=np.zeros(len(ids))).max(initial=0.0)):
+    if not (most := np.abs(own - kept, where=~np.isnan(kept), out=np.zeros(len(ids))).max(initial=0.0)):
         return ""
     return f", which batched otherwise: they differ by up to {most:.1g}, so the rewards of step 1 are rounding"
 
@@ -178,7 +178,7 @@ def _ids(chunk: StepPlan) -> list[int]:
 
 def _unknown(values: NDArray[np.float64], chunk: StepPlan) -> list[int]:
     ids = np.array(_ids(chunk), np.int64)
-    return list(ids[values[ids] == UNKNOWN].tolist())
+    return list(ids[np.isnan(values[ids])].tolist())
 
 
 def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from flatout.config.objective import REFERENCE
 from flatout.config.schema import Config
-from flatout.data.reference_column import UNKNOWN, add_kept
+from flatout.data.reference_column import add_kept
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
@@ -88,9 +88,9 @@ def _kept_rows(run: TrainingRun, step: StepPlan) -> Iterator[Comparison]:
     for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
         if isinstance(data_set, EvalSet):
             continue
-        kept = np.full(loader.store.num_samples, UNKNOWN)
+        kept = np.full(loader.store.num_samples, np.nan)
         add_kept(kept, loader.store, reference_key(run, loader.store))
-        for sample_id in (one for one in step.sample_ids if kept[one] != UNKNOWN):
+        for sample_id in (one for one in step.sample_ids if not np.isnan(kept[one])):
             own = float(loader.store.extra[REFERENCE][sample_id])
             if not (error := abs(float(kept[sample_id]) - own) / max(1.0, abs(own))) <= worst:
                 worst, where = error, str(loader.store.origin(sample_id))

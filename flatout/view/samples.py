@@ -11,8 +11,9 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from flatout.config.schema import BatchConfig
+from flatout.data.counts import COUNTS
 from flatout.data.pictures.show import picture_lines, thumbnails
-from flatout.data.statistics import ROW_FATES, padding_share
+from flatout.data.statistics import padding_share
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json, validated
@@ -76,7 +77,7 @@ def overview(store: TokenStore) -> str:
 def statistics(store: TokenStore) -> str:
     """Return the lengths of samples, how they pack, and row outcomes."""
     counts = store.meta.counts
-    fates = [(label, f"{counts[name]:,}") for name, label in ROW_FATES.items() if counts.get(name)]
+    fates = [(how.label, f"{counts[name]:,}") for name, how in COUNTS.items() if how.label and counts.get(name)]
     edges = np.unique(np.linspace(0, int(store.lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
     numbers = np.histogram(store.lengths, edges)[0]
     bars = bar_plot("samples", edges.tolist(), numbers.tolist(), "tokens in a sample")

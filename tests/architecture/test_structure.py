@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flatout"
 
 # definitions that only tests use today, and the room that deletes or uses them
-KNOWN_UNUSED = {
-    "flatout/data/rows/remote.py: _fetch_range": "fsspec calls it",
-}
+KNOWN_UNUSED = {"flatout/data/rows/remote.py: _fetch_range": "fsspec calls it"}
 # names of our own making, and the field's word in their place
 WORDS = {
     "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",

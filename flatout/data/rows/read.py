@@ -237,22 +237,17 @@ def _rows_of(path: DataFile, values: Iterable[tuple[int, Any]], bad_row: BadRow)
             bad_row(error)
 
 
-def _parsed(path: DataFile, lines: Iterable[tuple[int, str]], bad_row: BadRow) -> Iterator[tuple[int, Any]]:
-    """Yield line numbers and values of JSON Lines, without blank lines."""
+def _rows_of_lines(path: DataFile, lines: Iterable[tuple[int, str]]) -> Iterator[RawRow]:
+    """Yield a row for each line of JSON Lines that is not blank."""
+    name = str(path)
     for number, line in lines:
-        if not line.strip(" \t\r\n"):
-            continue
-        try:
-            value = parse_json(line.rstrip("\r\n"))
-        except JSONSyntaxError as error:
-            bad_row(DataError(f"{path}:{number}:{error.column}: {error.what}"))
-        else:
-            yield number, value
+        if line.strip(" \t\r\n"):
+            yield RawRow(Origin(name, number), line.rstrip("\r\n"))
 
 
 def _read_jsonl(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
     """Read a row a line, or a list of rows, which is often named so."""
-    name, lines = str(path), _lines(path, file, bad_row)
+    lines = _lines(path, file, bad_row)
     first = next((one for one in lines if one[1].strip(" \t\r\n")), (0, ""))
     if first[1].strip() == "{":
         raise DataError(f"{path}:{first[0]}: the row goes on in the next line; write each row on one line")
@@ -265,9 +260,7 @@ def _read_jsonl(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[Raw
             if not error.at_second_value:
                 raise DataError(f"{path}:{error.line}:{error.column}: {error.what}") from None
         lines = enumerate(rest, start=first[0] + 1)
-    for number, line in chain([first], lines):
-        if line.strip(" \t\r\n"):
-            yield RawRow(Origin(name, number), line.rstrip("\r\n"))
+    yield from _rows_of_lines(path, chain([first], lines))
 
 
 def _read_json(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
@@ -278,7 +271,7 @@ def _read_json(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawR
     except JSONSyntaxError as error:
         if not (error.at_second_value and text.lstrip()[:1] == "{"):
             raise DataError(f"{path}:{error.line}:{error.column}: {error.what}") from None
-        return _rows_of(path, _parsed(path, enumerate(text.split("\n"), start=1), bad_row), bad_row)
+        return _rows_of_lines(path, enumerate(text.split("\n"), start=1))
     return _listed(path, value, bad_row)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,38 +11,40 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import xxhash
-from fsspec.spec import AbstractBufferedFile
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from fsspec.utils import glob_translate
 
 from flatout.config.schema import SourceConfig
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.io.address import SCHEMES, NoRangesError, Stat, Store, failure, open_store
-from flatout.io.durable_io import DurableIO
+from flatout.io.address import SCHEMES, Stat, failure, open_filesystem, stat_of
+from flatout.io.durable_io import DurableIO, digest
 from flatout.io.redact import printable, redacted
 
 Log = Callable[[str], None]
 _ATTEMPTS = 3
-_BUFFER_BYTES = 8 << 20
+_BLOCK_BYTES = 8 << 20
 _MAX_FILES = 100_000
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file at an address; its text is the address without secrets.
-
-    `copies` has the temporary file of one that its server says nothing of, once it is hashed.
-    """
+    """A file at an address; its text is the address without secrets."""
 
     address: str
+    """Its scheme, and the path by which its store knows it."""
     stat: Stat
-    store: Store
+    """What the store said of it when it was found."""
+    files: AbstractFileSystem
+    """The store."""
     log: Log
+    """Is told of connections that failed."""
     copies: list[IO[bytes]] = field(default_factory=list, compare=False)
+    """The temporary file of one that its server says nothing of, or not its size, once it was opened or hashed."""
 
     @property
     def name(self) -> str:
@@ -55,8 +56,22 @@ class RemoteFile:
         return str(printable(redacted(self.address)))
 
     def open(self, _: Literal["rb"]) -> io.BufferedReader:
-        """Open it for reading; broken connections are taken up again where they broke."""
-        return Path(self.copies[0].name).open("rb") if self.copies else io.BufferedReader(_Reader(self), 1 << 20)
+        """Open it for reading; what a broken connection failed to send is asked for again."""
+        if not self.stat.mark or self.stat.size is None:
+            return self._copy().open("rb")
+        return io.BufferedReader(_Reader(self), 1 << 20)
+
+    def download(self) -> IO[bytes]:
+        """Copy it to a temporary file, which is there as long as the result."""
+        copy = tempfile.NamedTemporaryFile(prefix="flatout-")  # noqa: SIM115  (closed by its reader)
+        with closing(self.files.open(self.stat.path, block_size=0, size=1)) as content:
+            for block in iter(partial(content.read, _BLOCK_BYTES), b""):
+                with DurableIO().resource_errors("write", Path(copy.name)):
+                    copy.write(block)
+        if self.stat.size not in (None, copy.tell()):
+            raise ResourceError(f"the download ended after {copy.tell():,} of {self.stat.size:,} bytes; try again")
+        copy.seek(0)
+        return copy
 
     def digest(self) -> str:
         """Return xxh3-128 of what tells its content apart; of the content, if the server says nothing.
@@ -65,30 +80,34 @@ class RemoteFile:
         """
         if self.stat.mark:
             return xxhash.xxh3_128_hexdigest(f"{self.stat.size} {self.stat.kind} {self.stat.mark}".encode())
-        self.log(f"{self}: the server gives neither ETag nor date, so the file is downloaded whole for its hash")
-        copy, content = tempfile.NamedTemporaryFile(prefix="flatout-"), xxhash.xxh3_128()  # noqa: SIM115  (see `copies`)
-        with DurableIO().resource_errors("write", Path(copy.name)), self.open("rb") as file:
-            while block := file.read(_BUFFER_BYTES):
-                content.update(block)
-                copy.write(block)
-            copy.flush()
-        self.copies.append(copy)
-        return content.hexdigest()
+        return digest(self._copy()).xxh3
+
+    def _copy(self) -> Path:
+        if not self.copies:
+            if not self.stat.mark:
+                why = "the server gives neither ETag nor date, so the file is downloaded whole for its hash"
+                self.log(f"{self}: {why}")
+            self.copies.append(self.asked("send", self.download))
+        return Path(self.copies[0].name)
 
     def check_unchanged(self) -> None:
         """Raise DataError if the server has another file by now than when it was found."""
-        if self.copies:
+        if not self.stat.mark:
             return
-        now = _asked(str(self), self.address, "look at", self.log, lambda: self.store.stat(self.stat.path))
+        now = self.asked("look at", partial(_stat, self.files, self.stat.path))
         if (now.size, now.mark) != (self.stat.size, self.stat.mark):
             raise DataError(f"{self}: the file changed while it was read ({self.stat.kind}); run the command again")
+
+    def asked(self, what: str, ask: Callable[[], _Found]) -> _Found:
+        """Return what the store answers; see `_asked`."""
+        return _asked(str(self), self.address, what, self.log, ask)
 
 
 def _asked(name: str, address: str, what: str, log: Log, ask: Callable[[], _Found]) -> _Found:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return ask()
-        except (NoRangesError, UsageError):
+        except UsageError:
             raise
         except Exception as error:  # each client has errors of its own; `failure` names them
             reason = failure(error, address.partition(":")[0])
@@ -99,71 +118,56 @@ def _asked(name: str, address: str, what: str, log: Log, ask: Callable[[], _Foun
     raise AssertionError("unreachable")
 
 
+def _stat(files: AbstractFileSystem, path: str) -> Stat:
+    return stat_of(files.info(path))
+
+
 class _Reader(AbstractBufferedFile):  # type: ignore[misc]  # fsspec is untyped
-    """Reads a file in blocks, in one request as long as they follow each other."""
+    """Reads a file of known size block by block; a connection that breaks is replaced."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self._file, self._at = file, 0
-        self._ask = partial(_asked, str(file), file.address, "send", file.log)
-        self._stream: IO[bytes] | None = None
-        size = file.stat.size
-        if size is None:  # the server does not say: count while it is copied
-            self._stream = self._ask(self._take_whole)
-            size = self._stream.seek(0, io.SEEK_END)
-            self._stream.seek(0)
-        super().__init__(None, file.stat.path, block_size=_BUFFER_BYTES, size=size)
+        self._file = file
+        self._opened: IO[bytes] | None = None
+        super().__init__(file.files, file.stat.path, block_size=_BLOCK_BYTES, size=file.stat.size)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data = b""
+        while len(data) < end - start:
+            data += self._file.asked("send", partial(self._part, start + len(data), end - start - len(data)))
+        return data
+
+    def _part(self, start: int, num_bytes: int) -> bytes:
+        """Return some bytes from `start` on."""
+        file, options = self._file, {"block_size": _BLOCK_BYTES, "cache_type": "none", "size": self.size}
+        try:
+            self._opened = self._opened or file.files.open(file.stat.path, **options)
+            try:
+                data = _read_at(self._opened, start, num_bytes)
+            except ValueError:  # fsspec: the server sends a file only from its start
+                self._opened = file.download()
+                data = _read_at(self._opened, start, num_bytes)
+            if not data:
+                raise ResourceError(f"the download ended after {start:,} of {self.size:,} bytes; run the command again")
+        except BaseException:
+            self._drop()
+            raise
+        return data
+
+    def _drop(self) -> None:
+        """Close a connection that is of no more use, whatever it says to that."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with suppress(Exception):
+                opened.close()
 
     def close(self) -> None:
         self._drop()
         super().close()
 
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        data = b""
-        while len(data) < end - start:
-            data += self._ask(partial(self._part, start + len(data), end - start - len(data)))
-        return data
 
-    def _part(self, start: int, num_bytes: int) -> bytes:
-        """Return some bytes from `start` on; what a connection fails to send is asked for in a new one."""
-        is_next = self._stream is not None and start == self._at
-        try:
-            # fsspec's streams say that they can seek, and cannot
-            if not (is_next or self._stream is None or isinstance(self._stream, AbstractBufferedFile)):
-                self._stream.seek(start)
-            elif not is_next:
-                self._drop()
-                try:
-                    self._stream = self._file.store.open_at(self._file.stat.path, start)
-                except NoRangesError:
-                    self._stream = self._take_whole()
-                    self._stream.seek(start)
-            assert self._stream is not None
-            data = self._stream.read(num_bytes)
-        except BaseException:
-            self._drop()
-            raise
-        self._at = start + len(data)
-        if not data:
-            self._drop()
-            raise ResourceError(f"the download ended after {start:,} of {self.size:,} bytes; run the command again")
-        return data
-
-    def _drop(self) -> None:
-        """Close a connection that is of no more use, whatever it says to that."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with suppress(Exception):
-                stream.close()
-
-    def _take_whole(self) -> IO[bytes]:
-        """Copy the file to a nameless temporary file, as its server cannot begin in the middle."""
-        whole = tempfile.TemporaryFile()  # noqa: SIM115  (closed with this reader)
-        with closing(self._file.store.open_at(self._file.stat.path, 0)) as content:
-            shutil.copyfileobj(content, whole, _BUFFER_BYTES)
-        size = self._file.stat.size
-        if size is not None and whole.tell() != size:
-            raise ResourceError(f"the download ended after {whole.tell():,} of {size:,} bytes; run the command again")
-        return whole
+def _read_at(file: IO[bytes], start: int, num_bytes: int) -> bytes:
+    file.seek(start)
+    return file.read(num_bytes)
 
 
 def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPath]:
@@ -187,15 +191,15 @@ def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPat
 
 def hub_stats(addresses: Sequence[str], log: Log) -> list[Stat]:
     """Return what the hub says of files at `hf://` addresses. Raises DataError and ResourceError."""
-    store = open_store("hf", "")[0]
+    files = open_filesystem("hf", "")[0]
     paths = [address.removeprefix("hf://") for address in addresses]
-    return [_asked(f"hf://{path}", "hf://", "look at", log, partial(store.stat, path)) for path in paths]
+    return [_asked(f"hf://{path}", "hf://", "look at", log, partial(_stat, files, path)) for path in paths]
 
 
 def hub_files(stats: Sequence[Stat], log: Log) -> list[RemoteFile]:
     """Return files of the hub by what it said of them before; it is not asked again."""
-    store = open_store("hf", "")[0]
-    return [RemoteFile(f"hf://{stat.path}", stat, store, log) for stat in stats]
+    files = open_filesystem("hf", "")[0]
+    return [RemoteFile(f"hf://{stat.path}", stat, files, log) for stat in stats]
 
 
 def _parts(source: SourceConfig, shown: str) -> tuple[str, str]:
@@ -221,22 +225,19 @@ def _parts(source: SourceConfig, shown: str) -> tuple[str, str]:
     return scheme, path
 
 
-def _look(scheme: str, path: str) -> tuple[Store, list[Stat], str]:
+def _look(scheme: str, path: str) -> tuple[AbstractFileSystem, list[Stat], str]:
     """Return the store, the files that are there, and what their paths begin with ("" for a file itself)."""
-    store, place = open_store(scheme, path)
-    is_web = scheme.startswith("http")
-    magic = None if is_web else re.search(r"[^/]*[*?\[]", place)
-    if magic is None and (is_web or not place.endswith("/")):
-        try:
-            return store, [store.stat(place)], ""
-        except FileNotFoundError:
-            if is_web:
-                raise
-    top = place[: magic.start()] if magic else place
-    stats = store.find(top.rstrip("/"))
-    if magic:
-        wanted = re.compile(glob_translate(place))
-        stats = [stat for stat in stats if wanted.match(stat.path)]
+    files, place = open_filesystem(scheme, path)
+    if scheme.startswith("http"):
+        return files, [_stat(files, place)], ""
+    magic = re.search(r"[^/]*[*?\[]", place)
+    if magic is None and not place.endswith("/"):
+        with suppress(FileNotFoundError):
+            return files, [_stat(files, place)], ""
+    top = (place[: magic.start()] if magic else place).rstrip("/")
+    entries: dict[str, Any] = files.find(top, detail=True)
+    wanted = re.compile(glob_translate(place)) if magic else None
+    stats = [stat_of(facts) for name, facts in entries.items() if wanted is None or wanted.match(name)]
     if not stats:
         raise FileNotFoundError(place)
-    return store, stats, top.rstrip("/") + "/"
+    return files, stats, top + "/"

@@ -340,6 +340,18 @@ def test_a_setting_that_is_younger_than_a_set_has_its_default_there(
     )
 
 
+@pytest.mark.parametrize(("value", "stays"), [([], True), (["a.example"], False)])
+def test_a_setting_that_is_gone_matters_only_if_it_was_used(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch, value: list[str], stays: bool
+) -> None:
+    config, dump, said = maker.config(maker.write([chat("q", "a")])), DataConfig.model_dump, list[str]()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(DataConfig, "model_dump", lambda self, **which: dump(self, **which) | {"gone": value})
+        open_or_build(config, maker.tokenizer)
+    open_or_build(config, maker.tokenizer, log=said.append)
+    assert any(line.startswith("Reusing") for line in said) == stays
+
+
 @pytest.mark.parametrize(
     "change",
     [{"loss_type": "all"}, {"max_tokens": 14}, {"template": "zephyr"}, {"seed": 1, "num_samples": 1}, {"rows": True}],

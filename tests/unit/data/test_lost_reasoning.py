@@ -81,7 +81,7 @@ def test_each_sample_is_what_inference_shows(keeps: str, small_tokenizer: PreTra
     expected = [(3, [2]), (5, [4]), (7, [6]), (9, [8])] if keeps == "last" else [(3, [2]), (7, [4, 6]), (9, [8])]
     sample = tokenized(small_tokenizer, source)
     assert len(sample.pieces) == len(expected)
-    assert (sample.counts["split_by_question"], sample.counts["questions"]) == (1, len(expected))
+    assert (sample.outcome.noticed["split_by_question"], sample.outcome.noticed["questions"]) == (1, len(expected))
     for piece, (end, answers) in zip(sample.pieces, expected, strict=True):
         text = small_tokenizer.apply_chat_template(raw(CHAT[:end]), chat_template=source, tokenize=False)
         assert small_tokenizer.decode(piece.token_ids.tolist()) == text
@@ -99,7 +99,7 @@ def test_each_sample_is_what_inference_shows(keeps: str, small_tokenizer: PreTra
 @pytest.mark.parametrize("keeps", list(KEEPS))
 def test_mask_and_train_keep_one_sample(keeps: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
     masked, trained = (tokenized(small_tokenizer, KEEPS[keeps], lost_reasoning=policy) for policy in ("mask", "train"))
-    assert masked.counts["reasoning_masked"] == trained.counts["reasoning_dropped"] == 3
+    assert masked.outcome.noticed["reasoning_masked"] == trained.outcome.noticed["reasoning_dropped"] == 3
     assert learnt(small_tokenizer, masked.pieces[0]) == ["the answer<|im_end|>"]
     call = '({"name": "get", "arguments": {"city": "Rome"}})<|im_end|>'
     assert learnt(small_tokenizer, trained.pieces[0]) == ["yes<|im_end|>", call, "no<|im_end|>", "the answer<|im_end|>"]
@@ -110,7 +110,7 @@ def test_what_loses_nothing_with_loss_stays_whole(small_tokenizer: PreTrainedTok
     source = KEEPS["question"]
     kept = tokenized(small_tokenizer, source.replace("ns.seen == ns.ask", "true"))
     assert len(kept.pieces) == 1
-    assert not kept.counts.get("split_by_question")
+    assert not kept.outcome.noticed["split_by_question"]
     unlearnt = (*CHAT[:2], Message("assistant", "yes", reasoning="hello", train=False), *CHAT[7:])
     assert [learnt(small_tokenizer, piece) for piece in tokenized(small_tokenizer, source, unlearnt).pieces] == [
         ["the answer<|im_end|>"]
@@ -167,13 +167,13 @@ def test_one_count_for_what_the_samples_of_a_row_lose(small_tokenizer: PreTraine
     whole = tokenized(small_tokenizer, KEEPS["question"])
     limit = len(whole.pieces[0].token_ids) + 1
     cut = tokenized(small_tokenizer, KEEPS["question"], max_tokens=limit)
-    assert cut.fate == "truncated"
-    assert cut.num_tokens == max(len(piece.token_ids) for piece in whole.pieces)
-    assert cut.counts["tokens"] == sum(len(piece.token_ids) for piece in whole.pieces)
-    lost = cut.counts["label_tokens"] - sum(int(piece.loss_mask.sum()) for piece in cut.pieces)
-    assert cut.counts["truncated_labels"] == lost > 0
+    assert cut.outcome.fate == "truncated"
+    assert cut.outcome.num_tokens == max(len(piece.token_ids) for piece in whole.pieces)
+    assert cut.outcome.size.tokens == sum(len(piece.token_ids) for piece in whole.pieces)
+    lost = cut.outcome.size.labels - sum(int(piece.loss_mask.sum()) for piece in cut.pieces)
+    assert cut.outcome.lost.labels == lost > 0
     dropped = tokenized(small_tokenizer, KEEPS["question"], max_tokens=limit, too_long="drop")
-    assert (dropped.fate, len(dropped.pieces)) == ("too_long", 1)
+    assert (dropped.outcome.fate, len(dropped.pieces)) == ("too_long", 1)
 
 
 @pytest.fixture

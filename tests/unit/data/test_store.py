@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from flatout.data.store_writer import StoreWriter, new_store
 from flatout.data.token_store import StoreMeta, TokenStore
@@ -120,38 +119,6 @@ def test_damage_to_what_the_plan_reads_is_found_at_once(tmp_path: Path, name: st
     _flip_bit(tmp_path / "d", name, {"files": -4, "unit_starts": -1}.get(name, -8))
     with pytest.raises(DataError, match=rf"{name}\.npy: shard 2 "):
         TokenStore.open(tmp_path / "d")
-
-
-def test_a_store_found_whole_is_hashed_again_only_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[int] = []
-    digest = xxhash.xxh3_128_hexdigest
-
-    def counted(data: memoryview | bytes) -> str:
-        hashed.extend([len(data)] * isinstance(data, memoryview))  # bytes are the kept facts' own
-        return digest(data)
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
-    store = _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
-    for index in range(2):
-        store.sample(index)
-    monkeypatch.setattr("flatout.data.token_store.xxhash.xxh3_128_hexdigest", counted)
-    TokenStore.open(tmp_path / "d").sample(0)
-    assert len(hashed) == 3 * 6 + 2  # not all of it was read yet, so nothing is known
-    store.sample(2)
-    hashed.clear()
-    for index in range(3):
-        TokenStore.open(tmp_path / "d").sample(index)
-    assert not hashed
-    monkeypatch.setenv("FLATOUT_CHECK_AGAIN", "1")
-    TokenStore.open(tmp_path / "d").sample(0)
-    assert len(hashed) == 3 * 6 + 2
-    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
-    _flip_bit(tmp_path / "d")
-    with pytest.raises(DataError, match=r"token_ids\.npy: shard 0 "):
-        TokenStore.open(tmp_path / "d").sample(0)
 
 
 def test_a_begun_store_goes_on_from_its_last_whole_shard(tmp_path: Path) -> None:

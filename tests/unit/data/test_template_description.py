@@ -242,7 +242,7 @@ def test_what_training_and_inference_show_is_compared_and_mended(
     assert (found.prompt, found.stops, [mismatch.answer for mismatch in found.mismatches]) == (prompt, stops, differ)
     assert max(map(len, found.lines())) <= 80
     turns = (U1, A1, U2, A2) if differ == ["an earlier answer"] else (U1, A1)
-    assert made(Conversation(turns, Origin("t", 1))).counts["unlike_prompt"] == bool(differ)
+    assert made(Conversation(turns, Origin("t", 1))).outcome.noticed["unlike_prompt"] == bool(differ)
     if differ:
         problem = next(problem for problem in found.problems if "inference shows" in problem.what)
         assert repr(found.mismatches[0].shown) in problem.what
@@ -251,14 +251,14 @@ def test_what_training_and_inference_show_is_compared_and_mended(
     if "enable_thinking" in remedy:  # the remedy is what it says
         mended = _tokenizer(tokenizer, source, template_args=(("enable_thinking", "true" in remedy),))
         assert "the last answer" not in [mismatch.answer for mismatch in mended.description.mismatches]
-        assert mended(Conversation(turns, Origin("t", 1))).counts["unlike_prompt"] == 0
+        assert mended(Conversation(turns, Origin("t", 1))).outcome.noticed["unlike_prompt"] == 0
 
 
 def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer: PreTrainedTokenizerBase) -> None:
     thinks, told = replace(A1, reasoning="why"), {}
     for value in (True, False):
         made = _tokenizer(tokenizer, GLM_OPEN, template_args=(("enable_thinking", value),))
-        unlike = [made(Conversation((U1, a), Origin("t", 1))).counts["unlike_prompt"] for a in (A1, thinks)]
+        unlike = [made(Conversation((U1, a), Origin("t", 1))).outcome.noticed["unlike_prompt"] for a in (A1, thinks)]
         assert unlike == [int(value), int(not value)]
         told[value] = next(p.remedy for p in made.description.problems if "inference shows" in p.what)
     suits = r"{{enable_thinking: {}}} makes them equal, but an answer {} reasoning would then differ: set it if no row"

@@ -28,7 +28,7 @@ from flatout.config.read import dump_config, make_config
 from flatout.config.schema import Config
 from flatout.data import registry, token_store
 from flatout.data.add_column import add_column
-from flatout.data.reference_column import UNKNOWN, column_of_key, keep_on_disk, with_reference
+from flatout.data.reference_column import column_of_key, keep_on_disk, with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError, FlatoutError, ProblemsError, UsageError
 from flatout.io import file_lock
@@ -122,7 +122,8 @@ def test_what_another_run_kept_meanwhile_changes_no_plan(root: Path) -> None:
     keep_on_disk(other, "0" * 32, "other")
     store.extra[REFERENCE][0] = -1.0
     keep_on_disk(store, "0" * 32, "own")
-    assert store.extra[REFERENCE].tolist() == [-1.0] + [UNKNOWN] * (store.num_samples - 1)
+    assert store.extra[REFERENCE][0] == -1.0
+    assert np.isnan(store.extra[REFERENCE][1:]).all()
     kept = TokenStore.open(store.folder).extra[column_of_key("0" * 32)]
     assert kept.tolist() == [-1.0] + [-2.0] * (store.num_samples - 1)
     assert opened.num_samples == store.num_samples
@@ -292,7 +293,7 @@ def test_only_what_a_run_needs_is_computed_and_the_rest_later(tiny: Any, root: P
     (said,) = trained(config_of(tiny, root, "short", batch={"max_steps": 1}))
     assert "8 log-probabilities in" in said
     (values,) = columns_of(root).values()
-    assert (values > 0).sum() == 2 * NUM_PAIRS - 8
+    assert np.isnan(values).sum() == 2 * NUM_PAIRS - 8
     (said,) = trained(config_of(tiny, root, "long"))
     assert f"{2 * NUM_PAIRS - 8} log-probabilities in" in said
     assert "8 were known" in said
@@ -341,7 +342,7 @@ def test_a_resumed_run_has_the_reference_of_step_0(tiny: Any, root: Path, metric
     allowed = {"checkpoint": {"allow_change": ["batch.max_steps"]}}
     trained(config_of(tiny, root, "run", batch={"max_steps": 4, "samples_per_step": 3}, **allowed))
     (after,) = columns_of(root).values()
-    assert (before > 0).any()
+    assert np.isnan(before).any()
     assert (after[before < 0] == before[before < 0]).all()
     trained(
         config_of(tiny, root / "..", "other", batch={"max_steps": 4, "samples_per_step": 3}, data={"root": str(root)})
@@ -350,7 +351,7 @@ def test_a_resumed_run_has_the_reference_of_step_0(tiny: Any, root: Path, metric
     fresh = config_of(tiny, root / "fresh", "run", batch={"max_steps": 4, "samples_per_step": 3})
     trained(fresh)
     (expected,) = columns_of(root / "fresh").values()
-    assert after.tolist() == expected.tolist()
+    assert np.array_equal(after, expected, equal_nan=True)
 
 
 def test_another_adapter_can_be_the_reference(tiny: Any, root: Path, metrics_of: Any) -> None:
@@ -513,7 +514,7 @@ def test_a_reference_has_no_dropout(tiny: Any, root: Path, where: str) -> None:
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), str(first.folder / "final")).eval()
     store = TokenStore.open(registry.built_dir(root, "pairs"))
     compared = 0
-    for index in np.flatnonzero(kept != UNKNOWN):
+    for index in np.flatnonzero(~np.isnan(kept)):
         sample = store.sample(int(index))
         ids, mask = torch.tensor(sample.token_ids.astype(np.int64)), torch.tensor(sample.loss_mask.astype(bool))
         with torch.no_grad():
@@ -535,7 +536,7 @@ def test_verify_reads_what_training_reads(tiny: Any, root: Path) -> None:
     # each sample has its neighbour's
     store = with_reference(TokenStore.open(registry.built_dir(root, "pairs")))
     ((name, values),) = columns_of(root).items()
-    store.extra[REFERENCE][:] = np.where(values == UNKNOWN, UNKNOWN, np.roll(values, 1))
+    store.extra[REFERENCE][:] = np.where(np.isnan(values), np.nan, np.roll(values, 1))
     keep_on_disk(store, name.removeprefix("reference_"), "shifted")
     (row,) = [row for row in verify(again, num_ranks=1)[0] if row.case == case]
     assert row.verdict == "FAIL"
