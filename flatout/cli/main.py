@@ -10,16 +10,15 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
 from flatout import __version__
+from flatout.api.commands import exit_code_of
 from flatout.cli.parser import Parser, example_of, hint_for, options_of
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, install_beside, path_error
-from flatout.io.host_memory import host_memory_error
-from flatout.io.redact import printable, redacted
+from flatout.errors import Fix, PreemptedError, UsageError, exits_refused, install_beside
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
 from flatout.io.stop_signals import end_threads_at_exit
 from flatout.track.tolerant_stream import tolerant_output
@@ -78,7 +77,6 @@ WITH_OVERRIDES = ("plan", "verify", "doctor", "train", "launch", "convert")
 _NEED_A_FILE = ("convert",)
 # verb of another distribution, in its entry points of the group `flatout.verbs` -> its folder in a clone
 GUESTS = {"convert": "migrate"}
-LONGEST_LINE = 700
 OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 # in the place of a configuration file: all settings are on the command line
 NO_FILE = "-"
@@ -215,37 +213,6 @@ def _refuse_unknown_options(argv: Sequence[str], subparser: argparse.ArgumentPar
     for option in options:
         if option[:2] == "--" and not any(one.startswith(option) for one in known):
             raise UsageError(f"{argv[0]}: there is no option {option}; {hint_for(option, known, argv[0])}")
-
-
-def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> int:
-    """Return what `run` returns, or the exit code of its FlatoutError, which is printed.
-
-    With the `words` of the command line, what mends it is spelled as words of a command.
-    """
-    try:
-        try:
-            return run()
-        except Exception as error:
-            refused = None if isinstance(error, FlatoutError) else host_memory_error(error) or path_error(error)
-            if refused is None:
-                raise
-            raise refused from error
-    except FlatoutError as error:
-        if words is not None:
-            from flatout.config import spelling  # lazy, so that --help stays instant
-
-            doors = {"data": spelling.as_data_options, "init": spelling.as_init_options}
-            error.spell = doors.get(str(*words[:1]), spelling.on_command_line)
-        # without control characters, which files can contain, or endless lines
-        shown = [
-            line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
-            for line in printable(redacted(str(error))).split("\n")
-        ]
-        print("error: " + "\n".join(shown), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
 
 
 def overrides_first(argv: list[str]) -> list[str]:

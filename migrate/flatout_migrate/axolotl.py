@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.config.data import KeyMeaning
-from flatout.data.rows.formats.keys import TRAIN_KEYS
 from flatout_migrate import translation as t
 from flatout_migrate.preference import RL, RL_NAMES, RL_ROWS, RL_TEMPLATES, defaults_of, row_format, rules_of_method
 from flatout_migrate.training_arguments import (
@@ -128,10 +126,16 @@ def _too_long(given: Given) -> Became:
     return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
 
 
-def _meaning(meaning: KeyMeaning) -> Rule:
+# flags of a turn that flatout reads without being told
+_KNOWN_FLAGS = {
+    "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask", "weight",
+    "train_detail", "training_detail",
+}  # fmt: skip
+
+
+def _meaning(meaning: str) -> Rule:
     """Say what the key of a turn that the value names means, unless flatout knows it."""
-    known = (*TRAIN_KEYS, "train_detail", "training_detail")
-    return lambda given: Became({} if given.value in known else {f"keys.{given.value}": meaning})
+    return lambda given: Became({} if given.value in _KNOWN_FLAGS else {f"keys.{given.value}": meaning})
 
 
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "input_output": "segments"}

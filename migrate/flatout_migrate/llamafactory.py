@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import UsageError
-from flatout.io.json_file import read_json
+from flatout import UsageError
+from flatout.api.settings import read_json
 from flatout_migrate import translation as t
-from flatout_migrate.preference import require_kind
 from flatout_migrate.training_arguments import (
     NULLABLE,
     PACKED,
@@ -111,7 +110,7 @@ def _sources(given: Given, folder: Path) -> Became:
     if root is None:
         raise RefusedError(f"{where}/dataset_info.json is needed to find the data; copy it, or set dataset_dir")
     try:
-        known = read_json(root / "dataset_info.json", UsageError)
+        known = read_json(root / "dataset_info.json")
     except UsageError as error:
         raise RefusedError(error.text) from None
     named = given.all.get("dataset", "")
@@ -150,7 +149,7 @@ def _check_stage(stage: str, name: str, rows: str) -> None:
 def _num_rows(path: str) -> float:
     """Return the number of rows of a local JSON file; infinity for anything else."""
     try:
-        return len(read_json(Path(path), UsageError))
+        return len(read_json(Path(path)))
     except (UsageError, TypeError):
         return float("inf")
 
@@ -177,7 +176,7 @@ def _stage(given: Given) -> Became:
     if given.value in _JUDGED:
         # pref_loss names the loss of dpo
         kinds = {"rm": "reward", "kto": "kto"}
-        kind = {"objective.kind": require_kind(kinds[given.value])} if given.value in kinds else {}
+        kind = {"objective.kind": kinds[given.value]} if given.value in kinds else {}
         return Became(
             {**kind, "data.too_long": "drop"}, "answers over cutoff_len are left out whole, not cut", check=True
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import UsageError
+from flatout import UsageError
 from flatout_migrate import translation as t
 from flatout_migrate.call_arguments import ARGUMENTS, COLLATORS, PEFT_DEFAULTS
 from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method

@@ -242,10 +242,10 @@ _DATASET_ARGUMENTS = {
     "skip_prepare_dataset": t.any_value("conversations and rows of token ids are read as they are"),
     **t.each("add_special_tokens append_concat_token", t.any_value("the template writes special tokens once")),
 }
+_ADAM = {"adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2", "adam_epsilon": "optim.eps"}
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **MODEL_ARGUMENTS,
     **t.rules_of("training_arguments"),
-    **t.renamed("output_dir early_stopping_patience full_determinism"),
     **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
     "max_steps": lambda given: (
         Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
@@ -254,7 +254,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "router_aux_loss_coef": _router_loss,
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
     "optim": _optimizer,
-    **{name: _unless_sgd(rule) for name, rule in t.renamed("adam_beta1 adam_beta2 adam_epsilon").items()},
+    **{name: _unless_sgd(t.to(setting)) for name, setting in _ADAM.items()},
     "lr_scheduler_kwargs": _schedule_arguments,
     **t.each("warmup_steps warmup_ratio", warmup),
     **t.each("bf16 fp16", precision),

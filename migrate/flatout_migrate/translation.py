@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from flatout.config.names import FOREIGN_NAMES
-from flatout.errors import Fix, ProblemsError
+from flatout import Fix, ProblemsError
 
 
 class RefusedError(Exception):
@@ -181,11 +180,6 @@ def _shown(value: Any) -> str:
 def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = "", *, check: bool = False) -> Rule:
     """Set `setting` to the value, or to what `convert` makes of it."""
     return lambda given: Became({setting: convert(given.value) if convert else given.value}, note, check)
-
-
-def renamed(names: str) -> dict[str, Rule]:
-    """Make rules for names whose values need no conversion; their settings are those that errors suggest."""
-    return {name: to(FOREIGN_NAMES[name]) for name in names.split()}
 
 
 def number(setting: str, null_up_to: float | None = None) -> Rule:

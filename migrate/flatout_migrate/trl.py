@@ -19,7 +19,10 @@ from flatout_migrate.training_arguments import (
 )
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
 
-_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora"
+_SHAPE = {
+    "lora_r": "lora.rank", "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
+    "use_rslora": "lora.rslora", "use_dora": "lora.dora",
+}  # fmt: skip
 _TARGETS = ("lora_target_modules", "lora_target_parameters")
 
 
@@ -57,7 +60,7 @@ def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
         return lambda given: rule(given) if is_lora(given.all) else Became(note="read only with LoRA")
 
     rules = {
-        **t.renamed(_SHAPE),
+        **{name: t.to(setting) for name, setting in _SHAPE.items()},
         "lora_bias": t.only(("none",), "biases are not trained"),
         **t.each("lora_modules_to_save modules_to_save", saved_modules),
         **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
