@@ -46,6 +46,13 @@ def exit_code_of(run: Callable[[], int], words: Sequence[str] | None = None) -> 
         return 130
 
 
+def end_with_parent(parent_pid: int) -> None:
+    """End this process when its parent ends, whose pid it was given."""
+    from flatout.launch import ranks
+
+    ranks.end_with_parent(parent_pid)
+
+
 def require_yaml(path: Path) -> None:
     """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
     from flatout.config.read import YAML_TYPES

@@ -2,6 +2,8 @@
 
 TokenStore                      a tokenized data set: lengths, samples, meta
 load_tokenizer(name, revision)  the tokenizer of a folder or hub id
+REGISTRY, own_paths(root)       the file that lists the data sets of a folder, and all that is flatout's there
+ROW_TYPES, row_type(path)       endings of files of rows, and the one of a file
 CHAT_COLUMNS                    columns that hold the turns of a conversation
 """
 
@@ -14,13 +16,23 @@ from typing import Any
 from flatout.config.schema import Config, SourceConfig
 from flatout.data import registry
 from flatout.data.conversation import Conversation, Origin, PreferenceRow, is_empty
+from flatout.data.registry import FILE_NAME as REGISTRY
+from flatout.data.registry import own_paths as own_paths
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS as CHAT_COLUMNS
 from flatout.data.rows.formats.parser import make_parser
+from flatout.data.rows.read import ROW_TYPES as ROW_TYPES
 from flatout.data.rows.read import RawRow
+from flatout.data.rows.read import row_type as row_type
 from flatout.data.token_store import TokenStore as TokenStore
 from flatout.data.tokenizer import load_tokenizer as load_tokenizer
 from flatout.errors import DataError, UsageError
 from flatout.io.json_file import read_json
+
+__all__ = [
+    "CHAT_COLUMNS", "REGISTRY", "ROW_TYPES", "TokenStore", "TurnReader", "annotate_data_set", "data_set_entry",
+    "data_sets", "load_processor", "load_tokenizer", "open_data_set", "open_or_build", "own_paths", "read_rows",
+    "recognize_columns", "row_type",
+]  # fmt: skip
 
 
 def read_rows(path: str, **options: Any) -> Iterator[Mapping[str, Any]]:
@@ -64,6 +76,30 @@ class TurnReader:
         return [{"role": turn.role, "content": turn.content} for turn in messages]
 
 
+def recognize_columns(path: Path, source: str) -> tuple[Mapping[str, Any], dict[str, str], str]:
+    """Return the first row of a file, the columns that would make it readable, and why no format reads it.
+
+    The reason is "" if a format reads it as it is; columns are empty where none would help. Errors call the file
+    `source`. Raises DataError if it has no rows.
+    """
+    from flatout.data.rows.archives import read_file
+    from flatout.data.rows.formats.parser import ColumnsError
+    from flatout.data.rows.read import raise_error
+    from flatout.data.rows.sources import Unread
+
+    row = next(read_file(path, raise_error, Unread("", "skip")), None)
+    if row is None:
+        raise DataError(f"{source} has no rows; choose another file")
+    unknown = "no known format has these columns"
+    try:
+        make_parser(SourceConfig(path=source, hub=False), row)
+    except ColumnsError as error:
+        return row.columns, error.fixes[0].settings["data.sources"][0]["columns"], unknown
+    except DataError as error:
+        return row.columns, {}, unknown if unknown in str(error) else str(error)
+    return row.columns, {}, ""
+
+
 def load_processor(name: str, tokenizer: Any) -> Any:
     """Return the processor of a vision-language model, with this tokenizer. Raises DataError if there is none."""
     from flatout.data.pictures.processor import PictureProcessor  # lazy: it imports transformers
@@ -71,16 +107,24 @@ def load_processor(name: str, tokenizer: Any) -> Any:
     return PictureProcessor(name, tokenizer).processor
 
 
-def open_or_build(config: Config, log: Callable[[str], None]) -> TokenStore:
-    """Return the tokenized data set of a configuration, which is built if it is not there; `log` gets lines of text."""
+def open_or_build(config: Config, log: Callable[[str], None], **options: Any) -> TokenStore:
+    """Return the tokenized data set of a configuration, which is built if it is not there; `log` gets lines of text.
+
+    `options`: `replaces` another of its name (the default), `reads_again` pictures, `progress` gets rows done and all.
+    """
     from flatout.data import build  # lazy: it imports transformers
 
-    return build.open_or_build(config.data, config.model.name, log=log)
+    return build.open_or_build(config.data, config.model.name, log=log, **options)
 
 
-def open_data_set(name: str, root: Path) -> TokenStore:
-    """Return a data set that was built. Raises DataError with the known names if it is not there."""
-    return TokenStore.open(registry.entry_dir(root, registry.find(root, name)))
+def open_data_set(name: str, root: Path, *, verify: bool = True) -> TokenStore:
+    """Return a data set that was built, with its files verified. Raises DataError with the known names without one."""
+    return TokenStore.open(registry.entry_dir(root, registry.find(root, name)), verify=verify)
+
+
+def data_sets(root: Path) -> list[registry.Entry]:
+    """Return what data_config.json says of all data sets that were built. Raises DataError if it is damaged."""
+    return list(registry.load(root).values())
 
 
 def data_set_entry(name: str, root: Path) -> dict[str, Any]:

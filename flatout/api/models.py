@@ -19,6 +19,7 @@ from flatout.config.spelling import in_python, spelled_for
 from flatout.errors import ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.models.export import merge, publish_model
+from flatout.models.export import merge_adapter as merge_adapter
 from flatout.models.load.inference import NAMED_MAPS, load_trained
 from flatout.models.load.inference import ModelPaths as ModelPaths
 from flatout.models.load.inference import resolve_model_paths as find_model
@@ -27,7 +28,7 @@ from flatout.parallel.process_group import choose_device
 if TYPE_CHECKING:
     from flatout.export.write import Exported
 
-__all__ = ["ModelPaths", "copy_model", "export_model", "find_model", "load_model", "merge_model"]
+__all__ = ["ModelPaths", "copy_model", "export_model", "find_model", "load_model", "merge_adapter", "merge_model"]
 
 
 def load_model(paths: ModelPaths, device_map: str | Mapping[str, Any] | None = None) -> tuple[Any, Any]:

@@ -31,4 +31,4 @@ def end_of_turn(tokenizer: Any, text: str, name: str) -> str:
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None) -> str:
     """Return a conversation as the text that is tokenized. Raises DataError for one that the template cannot render."""
-    return choose_template(tokenizer, template, tokenizer.name_or_path).render(list(messages))
+    return choose_template(tokenizer, template, tokenizer.name_or_path).render([dict(one) for one in messages])

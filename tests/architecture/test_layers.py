@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "export": {"checkpoint", "data", "models", "track", "view"},
     "compat": set(),
     "eval": {"data", "models", "rollout"},
-    "studio": _BELOW_TRAIN | {"export", "launch", "trainer", "view"},
+    "studio": {"api", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
     "verifier": _BELOW_TRAIN | {"trainer"},
     "doctor": _BELOW_TRAIN | {"trainer"},
