@@ -6,14 +6,13 @@ python docs/reference/generate.py && zensical build
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from flatout.cli.main import VERBS
+from flatout.cli.main import VERBS, verb_module
 from flatout.cli.parser import EXAMPLES
 from flatout.config.data import SourceConfig
 from flatout.config.schema import Config
@@ -78,7 +77,7 @@ def commands() -> Iterator[str]:
         parser = argparse.ArgumentParser(
             prog=f"flatout {verb}", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80)
         )
-        importlib.import_module(f"flatout.cli.{verb}").add_arguments(parser)
+        verb_module(verb).add_arguments(parser)
         yield f"## flatout {verb}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{parser.format_help().rstrip()}\n\n"
         yield f"example: {' '.join(['flatout', verb, EXAMPLES[verb]]).rstrip()}\n```\n"
 

@@ -121,7 +121,7 @@ def _parse_and_run(argv: list[str]) -> int:
             _refuse_verb(argv)
         verb, what = argv[0], VERBS[argv[0]]
         # only the requested verb's file is imported, so that the overview stays instant
-        module = _module_of(verb)
+        module = verb_module(verb)
         verbs = parser.add_subparsers(dest="verb", parser_class=Parser)
         example = "\n".join(line.strip() for line in example_of([verb]).splitlines() if line)
         form = argparse.RawDescriptionHelpFormatter
@@ -138,7 +138,7 @@ def _parse_and_run(argv: list[str]) -> int:
         return int(module.run(args))
 
 
-def _module_of(verb: str) -> ModuleType:
+def verb_module(verb: str) -> ModuleType:
     """Import the file of a verb. Raises UsageError if the distribution that has it is not installed."""
     if verb not in GUESTS:
         return importlib.import_module(f"flatout.cli.{verb}")

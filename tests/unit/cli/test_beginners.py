@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import torch
 import yaml
 
 import flatout
-from flatout.cli.main import VERBS, main
+from flatout.cli.main import VERBS, main, verb_module
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.config.spelling import as_data_options, as_init_options, in_python, on_command_line
@@ -161,7 +160,7 @@ def test_an_empty_word_ends_no_verb_in_a_traceback(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     """As of a shell's variable that is not set; the verb alone is as before."""
-    monkeypatch.setattr(importlib.import_module(f"flatout.cli.{verb}"), "run", lambda args: 0)
+    monkeypatch.setattr(verb_module(verb), "run", lambda args: 0)
     monkeypatch.chdir(world)
     for words in ([verb, ""], [verb, "run", "", ""]):
         assert main(words) in (0, 2, 3), words

@@ -6,7 +6,6 @@ A foreign file leaves a canary when it is executed in any of the ways that other
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
 import os
@@ -25,7 +24,7 @@ import numpy as np
 import pytest
 import yaml
 
-from flatout.cli.main import VERBS, WITH_OVERRIDES, main
+from flatout.cli.main import VERBS, WITH_OVERRIDES, main, verb_module
 from flatout.cli.parser import Parser
 
 # where foreign code says that it ran
@@ -246,7 +245,7 @@ def parsers() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
     """Yield the words and the parser of every verb and action, from the command line's own table."""
     for verb in VERBS:
         parser = Parser(prog=f"flatout {verb}")
-        importlib.import_module(f"flatout.cli.{verb}").add_arguments(parser)
+        verb_module(verb).add_arguments(parser)
         actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
         if not actions:
             yield [verb], parser
