@@ -67,14 +67,10 @@ def rules_of_method(method: str, loss: str = "") -> dict[str, Rule]:
         **rules,
         **t.each("loss_type loss_weights", lambda given: _loss(method, given, loss)),
         "max_length": t.to("data.max_tokens", note=_WHOLE, check=True),
-        **t.each("max_prompt_length max_completion_length max_target_length",
-                 t.switch({}, _WHOLE, check=True)),
+        **t.each("max_prompt_length max_completion_length max_target_length", t.switch({}, _WHOLE, check=True)),
         "truncation_mode": t.any_value(_WHOLE),
-        "f_divergence_type": t.only(("reverse_kl",), "only reverse_kl is supported", "log-ratios"),
-        "disable_dropout": t.any_value("see lora_dropout"),
         **t.each("lora_dropout dropout", _dropout),
         "metric_for_best_model": _best,
-        **t.each("assistant_only_loss completion_only_loss", t.any_value("only answers carry loss")),
     }  # fmt: skip
 
 

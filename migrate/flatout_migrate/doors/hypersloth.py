@@ -14,7 +14,7 @@ from flatout.api.data import data_set_entry, load_tokenizer, open_data_set
 from flatout.api.settings import Config, expand, make_config
 from flatout_migrate.doors.launched import device
 from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
-from flatout_migrate.translation import Rule, Translation, any_value, each, off, only, to, translate
+from flatout_migrate.translation import Rule, Translation, rules_of, translate
 
 # the key of a registry entry under which `hypersloth-build-dataset` writes how it built the data set
 HOW = "hypersloth"
@@ -24,32 +24,9 @@ TEMPLATES = {name: name for name in ("chatml", "mistral", "zephyr", "alpaca", "g
     "llama3": "llama-3", "qwen-3": "qwen3", "gemma2": "gemma", "gemma3": "gemma", "gemma-3": "gemma",
     "phi-3": "phi", "phi-3.5": "phi", "phi-35": "phi",
 }  # fmt: skip
-MODEL_ARGUMENTS: Mapping[str, Rule] = {
-    "model_name": to("model.name"),
-    "max_seq_length": any_value("data.max_tokens"),
-    "load_in_4bit": to("base.storage", {True: "nf4", False: "model"}.get),
-    "load_in_8bit": off("int8 is not supported; set load_in_4bit=True"),
-    "full_finetuning": to("method", {True: "full", False: "lora"}.get),
-    "use_gradient_checkpointing": to("recompute", {"unsloth": "auto", True: "full", False: "none"}.get),
-}
-LORA_ARGUMENTS: Mapping[str, Rule] = {
-    "r": to("lora.rank"),
-    "lora_alpha": to("lora.alpha"),
-    "lora_dropout": to("lora.dropout"),
-    "use_rslora": to("lora.rslora"),
-    "target_modules": to("lora.targets"),
-    **each("finetune_attention_modules finetune_mlp_modules", only((True,), "list target_modules instead")),
-    "finetune_language_layers": only((True,), "there are no other layers to train"),
-    "finetune_vision_layers": off("vision layers are not supported"),
-    "bias": only(("none",), "adapters have no bias"),
-    "random_state": only((3407,), "one seed decides adapters, order and dropout; set seed of the training arguments"),
-}
-ARGUMENTS: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
-    "save_only_model": any_value("checkpoints always hold what resuming needs"),
-    "dataset_num_proc": to("data.num_procs"),
-    "max_seq_len": any_value("data.max_tokens"),
-}
+MODEL_ARGUMENTS = rules_of("hypersloth", "of the model")
+LORA_ARGUMENTS = rules_of("hypersloth", "of LoRA")
+ARGUMENTS: Mapping[str, Rule] = {**TRAINING_ARGUMENTS, **rules_of("hypersloth")}
 
 
 class Settings(BaseModel):

@@ -101,7 +101,7 @@ class Model:
             try:
                 export_model(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
             except FlatoutError as error:
-                error.fixes = [Fix(_renamed(fix.settings), fix.why) for fix in error.fixes]
+                error.fixes = tuple(Fix(_renamed(fix.settings), fix.why) for fix in error.fixes)
                 raise
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
