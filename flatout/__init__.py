@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from flatout.api.start import train as train
     from flatout.config.optim import OptimizerTraits as OptimizerTraits
     from flatout.config.schema import Config as Config
+    from flatout.errors import CheckpointError as CheckpointError
+    from flatout.errors import DataError as DataError
+    from flatout.errors import Fix as Fix
     from flatout.errors import FlatoutError as FlatoutError
+    from flatout.errors import NumericError as NumericError
+    from flatout.errors import PeerLostError as PeerLostError
+    from flatout.errors import PreemptedError as PreemptedError
+    from flatout.errors import ProblemsError as ProblemsError
+    from flatout.errors import ResourceError as ResourceError
+    from flatout.errors import SecurityError as SecurityError
+    from flatout.errors import UsageError as UsageError
     from flatout.objectives.loss_inputs import LabelTokens as LabelTokens
     from flatout.objectives.preference import Answers as Answers
     from flatout.objectives.preference import Preference as Preference
@@ -27,13 +37,18 @@ if TYPE_CHECKING:
     from flatout.objectives.protocol import Objective as Objective
     from flatout.track.callback import Callback as Callback
 
+# each with its exit code, and Fix, what mends one
+_ERRORS = (
+    "CheckpointError", "DataError", "Fix", "FlatoutError", "NumericError", "PeerLostError", "PreemptedError",
+    "ProblemsError", "ResourceError", "SecurityError", "UsageError",
+)  # fmt: skip
 # what each module offers here; imported on first use
 _MODULES = {
     "flatout.api.prepare": ("Config", "build_data", "plan", "verify"),
     "flatout.api.run": ("Run", "load"),
     "flatout.api.start": ("train",),
     "flatout.config.optim": ("OptimizerTraits",),
-    "flatout.errors": ("FlatoutError",),
+    "flatout.errors": _ERRORS,
     "flatout.objectives.loss_inputs": ("LabelTokens",),
     "flatout.objectives.preference": ("Answers", "Preference"),
     "flatout.objectives.protocol": ("Metric", "Objective"),

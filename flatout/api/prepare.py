@@ -16,6 +16,7 @@ from flatout.errors import UsageError
 
 if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
+    from flatout.track.callback import Callback
     from flatout.trainer.preview import PlanSummary
     from flatout.verifier.compare import Comparison
 
@@ -97,6 +98,29 @@ def plan(
         planned, why_not = plan_at_hand(resolved, Reporter(), rank)
         return summarize_plan(resolved, planned, why_not=why_not)
     return summarize_plan(resolved, open_and_plan(resolved, Reporter(), rank, gpu))
+
+
+def plan_config(
+    config: schema.Config, device: str = "", *, callback: Callback | None = None, tokens_per_s: float | None = None
+) -> PlanSummary:
+    """Plan a checked configuration on its own GPUs, for `device` (empty: the one of this machine).
+
+    `callback` gets stages and events, `tokens_per_s` is a measured speed. Raises UsageError without weights.
+    """
+    from flatout.models.load.source import weight_files
+    from flatout.parallel.rank import Rank
+    from flatout.planner.devices import find_device
+    from flatout.track.callback import Reporter
+    from flatout.trainer.gpu import gpu_of
+    from flatout.trainer.planned_run import open_and_plan
+    from flatout.trainer.preview import summarize_plan
+
+    if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):
+        raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")
+    rank = Rank(0, len(config.gpus or [0]))
+    gpu = find_device(device) if device else gpu_of(config, rank)
+    planned = open_and_plan(config, Reporter(*[] if callback is None else [callback]), rank, gpu)
+    return summarize_plan(config, planned, tokens_per_s)
 
 
 @spelled_for(in_python)

@@ -9,14 +9,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from flatout.api.commands import require_yaml, write_new
 from flatout.cli.screen import COLUMN_FORM, pairs_of, with_columns
-from flatout.config.read import YAML_TYPES
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
 from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
-from flatout.errors import Fix, ResourceError, UsageError
-from flatout.io.durable_io import DurableIO
+from flatout.errors import Fix, UsageError
 from flatout.io.near_path import files_of_rows
 
 DEMO_DIR = Path("demo")
@@ -154,30 +153,6 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
 
     named = [source.model_copy(update={"columns": columns}) if columns else source for source in data.sources]
     return with_columns(read, data.model_copy(update={"sources": named}), takes=True)
-
-
-def require_yaml(path: Path) -> None:
-    """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
-    if path.suffix not in YAML_TYPES:
-        named = path.with_suffix(".yaml")
-        raise UsageError(f"{path}: a configuration is YAML; name it {named}")
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a new file. Raises UsageError if it exists or has no folder."""
-    content = memoryview(text.encode())
-    try:
-        DurableIO().create(path, [content], len(content))
-    except ResourceError as error:
-        if path.is_dir():
-            raise UsageError(f"{path}: is a folder; name a file in it, such as {path / 'run.yaml'}") from None
-        if isinstance(error.__cause__, FileExistsError):
-            free = next(name for k in range(2, 10**6) if not (name := path.with_stem(f"{path.stem}-{k}")).exists())
-            text = f"{path}: already exists; choose a different file, such as {free}, or remove it"
-            raise UsageError(text) from None
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise UsageError(f"{path}: there is no folder {path.parent}; create it: mkdir -p {path.parent}") from None
-        raise
 
 
 def _as_name(text: str, otherwise: str) -> str:

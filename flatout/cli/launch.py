@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from flatout.cli.init import write_new
+from flatout.api.commands import write_new
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.launch.jobs import ClusterJob, manifest, sbatch_script

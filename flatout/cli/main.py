@@ -8,23 +8,20 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from flatout import __version__
+from flatout.api.commands import exit_code_of
 from flatout.api.verb import Verb
 from flatout.cli.parser import OVERRIDE, Parser, refuse_unknown_options
 from flatout.cli.verbs import GUESTS, VERBS, all_verbs, find_verb
-from flatout.config.spelling import spelled
 from flatout.environment import let_idle_threads_sleep
-from flatout.errors import Fix, FlatoutError, PreemptedError, UsageError, exits_refused, install_beside, path_error
-from flatout.io.host_memory import host_memory_error
-from flatout.io.redact import printable, redacted
+from flatout.errors import Fix, PreemptedError, UsageError, exits_refused, install_beside
 from flatout.io.stop_signals import SIGNALS as STOP_SIGNALS
 from flatout.io.stop_signals import end_threads_at_exit
 from flatout.track.tolerant_stream import tolerant_output
 
-LONGEST_LINE = 700
 # in the place of a configuration file: all settings are on the command line
 NO_FILE = "-"
 
@@ -111,32 +108,6 @@ def _refuse_verb(words: Sequence[str]) -> NoReturn:
     if other.endswith((".yaml", ".yml")) or "=" in other:
         raise UsageError(f"{verb}; write a verb first, such as train")
     raise UsageError(f"{verb}; the verbs are {', '.join(verbs)}; `flatout --help` explains them")
-
-
-def exit_code_of(run: Callable[[], int], spell: Callable[[Fix], str] | None = None) -> int:
-    """Return what `run` returns, or the exit code of its FlatoutError, which is printed.
-
-    `spell` writes what mends it as words of the command line; None: as the error has it.
-    """
-    try:
-        try:
-            return run()
-        except Exception as error:
-            refused = None if isinstance(error, FlatoutError) else host_memory_error(error) or path_error(error)
-            if refused is None:
-                raise
-            raise refused from error
-    except FlatoutError as error:
-        # without control characters, which files can contain, or endless lines
-        shown = [
-            line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
-            for line in printable(redacted(spelled(error, spell or error.spell))).split("\n")
-        ]
-        print("error: " + "\n".join(shown), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
 
 
 def overrides_first(verb: Verb, words: Sequence[str]) -> list[str]:

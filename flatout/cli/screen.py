@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from flatout.api.commands import WIDTH as WIDTH
+from flatout.api.commands import rows as rows
 from flatout.environment import require_docstrings
 from flatout.errors import Fix, UsageError
 from flatout.io.redact import printable
@@ -19,20 +20,7 @@ if TYPE_CHECKING:
     from flatout.track.console import ConsoleCallback
 
 T = TypeVar("T")
-WIDTH = 80
 COLUMN_FORM = "FLATOUT_NAME=YOUR_COLUMN, such as instruction=question"
-_NAME_WIDTH = 18
-
-
-def rows(pairs: Iterable[tuple[str, str]], name_width: int = _NAME_WIDTH) -> str:
-    """Format one line per pair, names in a column of `name_width`; long texts wrap within their column.
-
-    Words are never broken, so that a long path can still be copied.
-    """
-    wrapper = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(wrapper.fill(printable(f"{name:<{name_width - 1}} {text}")) for name, text in pairs)
 
 
 def import_without_gc(module: str) -> None:

@@ -19,20 +19,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from flatout.config.names import dotted_names
-from flatout.config.objective import OBJECTIVES
-from flatout.config.schema import Config, SourceConfig
-from flatout.config.spelling import in_studio, spelled
-from flatout.config.template import describe_setting
-from flatout.data import registry
+from flatout.api.data import data_sets
+from flatout.api.forms import DEVICES, OBJECTIVES, SourceConfig, describe_setting, setting_names, words_of
+from flatout.api.runs import read_run
+from flatout.api.settings import Config
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
 from flatout.io.redact import printable, redacted
-from flatout.planner.devices import DEVICES
 from flatout.studio.guard import Guard
 from flatout.studio.jobs import Worker, WorkerJob
 from flatout.studio.trainings import Trainings
 from flatout.studio.workspace import MAX_UPLOAD_BYTES, Workspace
-from flatout.track.run_log import read_run
 from flatout.view.open_runs import open_runs
 from flatout.view.page import page
 from flatout.view.report import run_fragment, runs_fragment
@@ -200,7 +196,7 @@ class Studio:
         name, query, workspace = request.url.path[1:], request.query_params, self.workspace
         facts: dict[str, Any] = {"current": PAGES[name], "workspace": workspace.root}
         if name in ("data", "plan"):
-            sets = list(registry.load(workspace.data_root).values())
+            sets = data_sets(workspace.data_root)
             shown = query.get("name") or (sets[-1].name if sets else "")
             facts |= run_settings() | {"sets": sets, "shown": shown, "per_page": SAMPLES_PER_PAGE, "devices": DEVICES}
             facts |= {"free_name": workspace.free_run_name(), "max_upload_bytes": MAX_UPLOAD_BYTES, "presets": PRESETS}
@@ -240,7 +236,7 @@ class Studio:
             if kind != "plan":
                 raise
             # a setting that is being typed is no failed request
-            return Response(json.dumps({"error": spelled(error, in_studio)}) + "\n", media_type=LINES)
+            return Response(json.dumps({"error": words_of(error)}) + "\n", media_type=LINES)
         if config and isinstance(body, _Plan) and body.tokens_per_s is None and not body.device:
             speed = await run_in_threadpool(self.trainings.measured_speed, config)
             facts |= {"tokens_per_s": speed[0], "measured_in": speed[1]} if speed else {}
@@ -329,7 +325,7 @@ class Studio:
         elif isinstance(error, OSError):
             error = ResourceError(f"cannot use {error.filename or 'a file'}: {reason_of(error)}; check its permissions")
         status = 403 if isinstance(error, SecurityError) else 409 if isinstance(error, ResourceError) else 400
-        text = printable(redacted(spelled(error, in_studio)))
+        text = printable(redacted(words_of(error)))
         if request.url.path.startswith("/api/"):
             return JSONResponse({"error": text}, status)
         facts = {"text": text, "current": "", "workspace": self.workspace.root}
@@ -343,7 +339,7 @@ def run_settings() -> dict[str, Any]:
         "fields": [describe_setting(name) for name in DATA_SETTINGS],
         "formats": describe_setting("format", SourceConfig),
         "groups": [(title, [describe_setting(name) for name in names]) for title, names in RUN_SETTINGS],
-        "names": list(dotted_names()),
+        "names": list(setting_names()),
     }
 
 

@@ -15,20 +15,29 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
-from flatout.config.folders import foreign_entries, free_folder, require_own, run_identity
-from flatout.config.names import as_yaml
-from flatout.config.read import flatten, make_config, read_text
-from flatout.config.schema import NAME_PATTERN, Config
-from flatout.config.template import render_template, with_values
+from flatout.api.forms import NAME_PATTERN, as_yaml, flatten, render_template, with_values
+from flatout.api.runs import (
+    LineFollower,
+    RunFollower,
+    RunNotes,
+    StepRecord,
+    foreign_entries,
+    free_folder,
+    notes_to_change,
+    read_end,
+    read_side_files,
+    record_of,
+    require_own,
+    run_identity,
+    write_notes,
+)  # fmt: skip
+from flatout.api.settings import Config, make_config, read_text
 from flatout.errors import DataError, Fix, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock, holder_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import TRASH, Workspace
-from flatout.track.notes import RunNotes, write_notes
-from flatout.track.record import StepRecord
-from flatout.track.run_log import LineFollower, RunFollower, notes_to_change, read_end, read_side_files, record_of
 from flatout.view.report import run_fragment
 
 CONFIG_FILE, OUTPUT_FILE = "studio.yaml", "logs/studio.log"

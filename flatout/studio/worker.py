@@ -10,22 +10,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import TextIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.config.folders import free_folder
-from flatout.config.spelling import in_studio, spelled
-from flatout.errors import FlatoutError, ResourceError, UsageError, first_line
+from flatout.api.commands import end_with_parent
+from flatout.api.forms import words_of
+from flatout.api.runs import free_folder
+from flatout.errors import FlatoutError, ResourceError, first_line
 from flatout.io.redact import printable, redacted
-from flatout.launch.ranks import end_with_parent
 from flatout.studio.workspace import Workspace
-from flatout.track.callback import MemoryCallback, Reporter
 
 if TYPE_CHECKING:
     import torch
+
+    from flatout.api.chat import RunAndBase
 
 Emit = Callable[..., None]
 """Called as `emit(log="...")`: writes one line of the answer."""
@@ -49,7 +50,7 @@ def main() -> None:
         try:
             emit(result=functions[request.pop("kind")](emit=emit, **request))
         except FlatoutError as error:
-            emit(error=printable(redacted(spelled(error, in_studio))), exit_code=error.exit_code)
+            emit(error=printable(redacted(words_of(error))), exit_code=error.exit_code)
         except Exception as error:  # noqa: BLE001  (the page says so, and the worker lives on)
             sys.excepthook(type(error), error, error.__traceback__)  # the terminal of studio has the whole of it
             emit(error=f"unexpected {type(error).__name__}: {printable(redacted(first_line(error)))}")
@@ -74,15 +75,14 @@ def build(
     sources = json.dumps([{"path": path, "hub": False, "format": format, "columns": columns}])
     config = workspace.config(settings, [f"data.sources={sources}", *overrides])
     emit(log=f"loading the tokenizer of {config.model.name}")
-    from flatout.data.build import open_or_build
+    from flatout.api.data import open_or_build
 
     open_or_build(
-        config.data,
-        config.model.name,
+        config,
+        lambda text: emit(log=text),
         replaces=replaces,
         reads_again=replaces,
         progress=lambda done, total: emit(progress=[done, total]),
-        log=lambda text: emit(log=text),
     )
     return config.data.name
 
@@ -93,52 +93,25 @@ def columns(source: str, emit: Emit) -> dict[str, Any]:
     `problem` is empty if a format has these columns. Else `columns` are the ones that would make it readable, if any.
     """
     workspace = _workspace()
-    from flatout.config.schema import SourceConfig
-    from flatout.data.rows.archives import read_file
-    from flatout.data.rows.formats.parser import ColumnsError, make_parser
-    from flatout.data.rows.read import raise_error
-    from flatout.data.rows.sources import Unread
-    from flatout.errors import DataError
+    from flatout.api.data import recognize_columns
 
     path = workspace.inside(source)
-    row = next(read_file(path, raise_error, Unread("", "skip")), None)
-    if row is None:
-        raise DataError(f"{source} has no rows; choose another file")
-    unknown = "no known format has these columns"
-    shown = {name: f"{value}"[:60] for name, value in row.columns.items() if value is not None}
-    try:
-        make_parser(SourceConfig(path=workspace.relative(path), hub=False), row)
-    except ColumnsError as error:
-        return {"found": shown, "columns": error.fixes[0].settings["data.sources"][0]["columns"], "problem": unknown}
-    except DataError as error:
-        return {"found": shown, "columns": {}, "problem": unknown if unknown in str(error) else str(error)}
-    return {"found": shown, "columns": {}, "problem": ""}
+    row, columns, problem = recognize_columns(path, workspace.relative(path))
+    shown = {name: f"{value}"[:60] for name, value in row.items() if value is not None}
+    return {"found": shown, "columns": columns, "problem": problem}
 
 
 def samples(name: str, first: int, count: int, emit: Emit) -> dict[str, Any]:
     """Return `count` samples of a data set from number `first` on, and what is known of the whole set, as HTML."""
     emit(log="loading the data set and its tokenizer")
-    from flatout.data import registry
-    from flatout.data.token_store import TokenStore
-    from flatout.data.tokenizer import load_tokenizer
+    from flatout.api.data import load_tokenizer, open_data_set
     from flatout.view.samples import overview, sample_list, statistics
 
-    root = _workspace().data_root
-    store = TokenStore.open(registry.entry_dir(root, registry.find(root, name)), verify=False)
+    store = open_data_set(name, _workspace().data_root, verify=False)
     tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens)
     listed = sample_list(store, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)), first, count)
     facts = {} if first else {"overview": overview(store), "statistics": statistics(store)}
     return {"samples": listed, "num_samples": store.num_samples, **facts}
-
-
-@dataclass
-class _PageCallback(MemoryCallback):
-    """Keeps what planning reports, and writes each stage as a line of the answer."""
-
-    emit: Emit = print
-
-    def on_stage(self, name: str, text: str) -> None:
-        self.emit(log=f"{name}: {text}")
 
 
 def plan(
@@ -152,19 +125,22 @@ def plan(
     """Plan the run of a form for `device` (empty: the one of this machine); return its figures and its rows of text."""
     config = _workspace().config(settings, overrides)
     emit(log="loading torch and transformers")
-    from flatout.models.load.source import weight_files
-    from flatout.parallel.rank import Rank
-    from flatout.planner.devices import find_device
-    from flatout.trainer.gpu import gpu_of
-    from flatout.trainer.planned_run import open_and_plan
-    from flatout.trainer.preview import summarize_plan
+    from flatout import Callback
+    from flatout.api.prepare import plan_config
 
-    if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):
-        raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")
-    rank, callback = Rank(0, len(config.gpus or [0])), _PageCallback(emit=emit)
-    gpu = find_device(device) if device else gpu_of(config, rank)
-    planned = open_and_plan(config, Reporter(callback), rank, gpu)
-    summary = summarize_plan(config, planned, tokens_per_s)
+    class Page(Callback):
+        """Writes each stage as a line of the answer, and keeps events."""
+
+        def __init__(self) -> None:
+            self.events: list[tuple[str, Mapping[str, Any]]] = []
+
+        def on_stage(self, name: str, text: str) -> None:
+            emit(log=f"{name}: {text}")
+
+        def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+            self.events.append((kind, facts))
+
+    summary = plan_config(config, device, callback=(callback := Page()), tokens_per_s=tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory
     parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
     return {
@@ -179,39 +155,20 @@ def plan(
     }
 
 
-# the run that was last asked, as its folder and the time of its export: model, tokenizer, base
-_MODELS: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
+# the run that was last asked, by its folder and the time of its export
+_MODELS: dict[tuple[str, int], RunAndBase] = {}
 
 
-def _loaded(folder: Path, device: torch.device, emit: Emit) -> tuple[Any, Any, Any]:
-    """Return a run's model, its tokenizer, and its base: the model itself under its adapter, another, or None."""
-    from flatout.config.folders import is_run_folder
-    from flatout.config.read import load_config
-    from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
-    from flatout.trainer.load_stopped import load_stopped
+def _loaded(folder: Path, device: torch.device, emit: Emit) -> RunAndBase:
+    from flatout.api.chat import RunAndBase
 
-    is_run, is_finished = is_run_folder(folder), (folder / "final").is_dir()
-    results = folder / ("final" if is_finished else "checkpoints")
-    key = (str(folder), (results if results.is_dir() else folder).stat().st_mtime_ns)
-    if key in _MODELS:
-        return _MODELS[key]
-    _MODELS.clear()
-    if is_run and not is_finished:
-        model, tokenizer, step = load_stopped(folder, device)
-        emit(note=f"this run is not finished: it answers as it was after step {step:,}")
-        is_adapted = load_config(folder / "config.yaml").method == "lora"
-    else:
-        paths = resolve_model_paths(str(folder))
-        model, tokenizer = load_trained(paths, device=device)
-        is_adapted = paths.adapter is not None
-    base = model
-    if not is_adapted and not is_run:
-        base = None  # a model that no run has trained
-    elif not is_adapted:
-        began = load_config(folder / "config.yaml").model
-        is_random = began.init == "random"
-        base = None if is_random else load_for_inference(began.name, revision=began.revision, device=device)
-    _MODELS[key] = model, tokenizer, base
+    results = next((one for one in (folder / "final", folder / "checkpoints") if one.is_dir()), folder)
+    key = (str(folder), results.stat().st_mtime_ns)
+    if key not in _MODELS:
+        _MODELS.clear()
+        _MODELS[key] = RunAndBase.load(folder, device)
+        if _MODELS[key].note:
+            emit(note=_MODELS[key].note)
     return _MODELS[key]
 
 
@@ -252,14 +209,8 @@ def chat(
         elif 0 in gpus:
             raise ResourceError(f"{other} trains on GPU 0, which the chat needs too; stop it, or wait for its end")
     emit(log=f"loading {run} and its base model")
-    from flatout.models.lora.layer import without_adapter
-    from flatout.rollout.chat import Sampling, answer
-
-    model, tokenizer, base = _loaded(folder, device, emit)
-    chats = {}
-    for side, one in (("run", model), ("base", base)):
-        if one is None:
-            continue
+    loaded, chats = _loaded(folder, device, emit), {}
+    for side in ("run", "base") if loaded.base is not None else ("run",):
         messages = []
         for turn in turns:
             if "system" in turn:
@@ -267,10 +218,10 @@ def chat(
                 continue
             messages += [{"role": "user", "content": turn["prompt"]}, {"role": "assistant", "content": turn[side]}]
         messages.append({"role": "user", "content": prompt})
-        adapted = without_adapter(model) if side == "base" and base is model else nullcontext()
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": Sampling(temperature), "stream": True}
-        with redirect_stdout(_Pieces(emit, side)), adapted:
-            chats[side] = answer(one, tokenizer, messages, **options)
+        with redirect_stdout(_Pieces(emit, side)):
+            chats[side] = loaded.answer(
+                messages, by_base=side == "base", max_new_tokens=max_new_tokens, temperature=temperature
+            )
     return chats
 
 
@@ -281,14 +232,14 @@ def out(folder: str, to: str, emit: Emit) -> dict[str, str]:
     target = free_folder(run_dir / to) if (run_dir / to).exists() else run_dir / to
     emit(log=f"writing {workspace.relative(target)}")
     if to == "merged":
-        from flatout.models.export import merge_adapter
+        from flatout.api.models import merge_adapter
 
         said = merge_adapter(str(run_dir), target, device="cpu")
         return {"path": workspace.relative(target), "command": said}
-    from flatout.export.write import export
+    from flatout.api.models import export_model
 
     program, _, kind = to.partition("-")
-    written = export(str(run_dir), program, target, kind=kind or None)
+    written = export_model(str(run_dir), program, target, kind=kind or None)
     return {"path": workspace.relative(target), "command": written.command}
 
 
@@ -296,9 +247,9 @@ def push(folder: str, repo: str, merged: bool, private: bool, emit: Emit) -> dic
     """Push a run to the hub with the token of this user; return its address."""
     run_dir = _workspace().inside(folder)
     emit(log=f"pushing to {repo}")
-    from flatout.export.push import push as push_run
+    from flatout import Run
 
-    return {"path": push_run(run_dir, repo, merged=merged, private=private), "command": ""}
+    return {"path": Run(run_dir).push_to_hub(repo, merged=merged, private=private), "command": ""}
 
 
 if __name__ == "__main__":

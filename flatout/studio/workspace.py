@@ -13,13 +13,10 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from flatout.config.folders import RUN_NAME, free_folder, is_run_folder
-from flatout.config.problems import problems_error
-from flatout.config.read import load_config, load_values, make_config, merge_overrides
-from flatout.config.schema import NAME_PATTERN, Config, DataConfig
-from flatout.config.section import paths_of
-from flatout.data import registry
-from flatout.data.rows.read import ROW_TYPES, row_type
+from flatout.api.data import REGISTRY, ROW_TYPES, own_paths, row_type
+from flatout.api.forms import NAME_PATTERN, DataConfig, load_config, load_values, paths_of, with_overrides
+from flatout.api.runs import RUN_NAME, free_folder, is_run_folder
+from flatout.api.settings import Config, make_config
 from flatout.environment import STUDIO_FOLDERS, environment
 from flatout.errors import DataError, SecurityError, UsageError
 from flatout.io.allowed import require_below, require_contained
@@ -71,7 +68,7 @@ class Workspace:
     def data_root(self) -> Path:
         """The folder of the registry and the built data sets. Raises SecurityError if a link leads out of it."""
         root = DataConfig().root
-        for path in registry.own_paths(root):
+        for path in own_paths(root):
             self.contained(str(path))
         return self.root / root
 
@@ -138,7 +135,7 @@ class Workspace:
             elif is_model:
                 survey.models.append(self.relative(folder))
             elif _MODEL_FILES.isdisjoint(files):
-                names = (name for name in files if row_type(Path(name)) and name != registry.FILE_NAME)
+                names = (name for name in files if row_type(Path(name)) and name != REGISTRY)
                 survey.data_files += [self.relative(folder / name) for name in names]
             is_deep = len(folder.relative_to(self.root).parts) >= MAX_DEPTH
             visible = (
@@ -174,9 +171,7 @@ class Workspace:
                 if not isinstance(holder, dict):
                     raise UsageError(f"{name}: {section} is given as a value too; keep one")
             holder[leaf] = value
-        merged, problems = merge_overrides(values, [*lines, *(line.strip() for line in overrides if line.strip())])
-        if problems:
-            raise problems_error("settings", problems)
+        merged = with_overrides(values, [*lines, *(line.strip() for line in overrides if line.strip())])
         self._require_readable(merged, self.root)
         config = make_config(merged, origin="settings", folder=self.root)
         self.require_inside(config)
@@ -196,7 +191,7 @@ class Workspace:
         """Raise SecurityError for settings with a path outside the workspace, or a person's own objective."""
         require_no_code(config)
         models, others = {config.model.name, config.data.tokenizer}, paths_of(config)
-        for path in (str(config.folder), *map(str, registry.own_paths(config.data.root)), *others):
+        for path in (str(config.folder), *map(str, own_paths(config.data.root)), *others):
             # a hub id, read as a path, is inside; data.root may hold a person's files too
             (self.inside if path == str(config.data.root) else self.contained)(path, is_model=path in models)
             if has_magic(path):

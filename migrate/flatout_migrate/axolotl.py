@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.config.data import KeyMeaning
-from flatout.data.rows.formats.keys import TRAIN_KEYS
+from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import RL, RL_NAMES, RL_ROWS, RL_TEMPLATES, defaults_of, row_format, rules_of_method
-from flatout_migrate.training_arguments import (
-    MODEL_ARGUMENTS,
-    PACKED,
-    TRAINING_ARGUMENTS,
-    evaluated_apart,
-    evaluation,
-    interval,
-    warmup,
-)
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
 from flatout_migrate.trl import SHARED, held_out, lora_rules, names_of, template
 
@@ -128,35 +118,24 @@ def _too_long(given: Given) -> Became:
     return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
 
 
-def _meaning(meaning: KeyMeaning) -> Rule:
+# flags of a turn that flatout reads without being told
+_KNOWN_FLAGS = {
+    "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask", "weight",
+    "train_detail", "training_detail",
+}  # fmt: skip
+
+
+def _meaning(meaning: str) -> Rule:
     """Say what the key of a turn that the value names means, unless flatout knows it."""
-    known = (*TRAIN_KEYS, "train_detail", "training_detail")
-    return lambda given: Became({} if given.value in known else {f"keys.{given.value}": meaning})
+    return lambda given: Became({} if given.value in _KNOWN_FLAGS else {f"keys.{given.value}": meaning})
 
 
-_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "completion": "text", "input_output": "segments"}
 # an entry of `datasets` -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
-    "path": t.to("path"),
-    "name": t.to("subset"),
-    "split": t.to("split"),
-    "revision": t.to("revision"),
-    "type": t.one_of("format", _FORMATS, f"write {', '.join(_FORMATS)}, or data.sources"),
-    "field": t.to("columns.text"),
-    "field_messages": t.to("columns.messages"),
-    "field_tools": t.to("columns.tools"),
-    "message_field_role": t.to("columns.role"),
-    "message_field_content": t.to("columns.content"),
-    "message_property_mappings": t.nested({"role": t.to("columns.role"), "content": t.to("columns.content")}),
+    **t.rules_of("axolotl", "of a data set"),
     "roles": lambda given: Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names}),
-    "roles_to_train": t.only((["assistant"], ["assistant", "gpt"]), "every assistant turn is trained on, no other"),
-    **t.each("train_on_eos train_on_eot", t.only(("turn",), "the last token of each answer carries loss")),
-    **t.each("field_thinking template_thinking_key", t.only(("thinking", "reasoning_content"), "write thinking")),
     "message_field_training": _meaning("train"),
     "message_field_training_detail": _meaning("train_detail"),
-    "chat_template": t.only(("tokenizer_default",), "set data.template for all sets"),
-    "ds_type": t.only(("json", "csv", "parquet", "arrow", "text"), "write json, csv, parquet, arrow or text"),
-    **t.each("drop_system_message trust_remote_code", t.off("not supported; remove it")),
 }
 
 
@@ -194,8 +173,10 @@ def _special_tokens(given: Given) -> Became:
 
 def _batch(given: Given) -> Became:
     if "batch_size" in given.all and "gradient_accumulation_steps" not in given.all:
-        return Became({"batch.samples_per_step": int(given.number("batch_size")) * given.num_gpus}, PACKED, check=True)
-    return TRAINING_ARGUMENTS["gradient_accumulation_steps"](given)
+        return Became(
+            {"batch.samples_per_step": int(given.number("batch_size")) * given.num_gpus}, hf.PACKED, check=True
+        )
+    return hf.TRAINING_ARGUMENTS["gradient_accumulation_steps"](given)
 
 
 def _modules(given: Given) -> Became:
@@ -221,18 +202,18 @@ def _pictures_frozen(given: Given) -> Became:
 
 
 AXOLOTL: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
+    **hf.TRAINING_ARGUMENTS,
     **SHARED,
     **_LORA,
     **t.rules_of("axolotl"),
-    "test_datasets": evaluated_apart,
+    "test_datasets": hf.evaluated_apart,
     "freeze_mm_modules": _pictures_frozen,
     **t.each("model_config overrides_of_model_config", t.nested(
         {"output_router_logits": t.switch({"experts.balance_loss": "model"})})),
     **t.each("lora_target_modules lora_target_linear lora_target_parameters", _modules),
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
-    "warmup_ratio": lambda given: warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
-    "revision_of_model": MODEL_ARGUMENTS["revision"],
+    "warmup_ratio": lambda given: hf.warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
+    "revision_of_model": hf.MODEL_ARGUMENTS["revision"],
     **t.each("model_type tokenizer_type", _class_name),
     "adapter": _adapter,
     "datasets": _sources,
@@ -243,8 +224,8 @@ AXOLOTL: Mapping[str, Rule] = {
     "val_set_size": held_out,
     "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
     "evals_per_epoch": _per_epoch("eval.every_steps"),
-    **evaluation(lambda values: values.get("val_set_size")),
-    **t.each("save_steps save_strategy", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
+    **hf.evaluation(lambda values: values.get("val_set_size")),
+    **t.each("save_steps save_strategy", hf.interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "plugins": _plugins,
     "special_tokens": _special_tokens,
     "wandb_project": lambda given: Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {}),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from flatout.track.callback import Callback
+from flatout import Callback
 from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from flatout.config.read import read_yaml
-from flatout.errors import UsageError
+from flatout import UsageError
+from flatout.api.settings import read_yaml
 from flatout_migrate.preference import SYSTEMS, refuse_rollouts
 from flatout_migrate.shell import assignments, commands_of, plain, replaced
 

@@ -11,14 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.init import require_yaml, write_new
-from flatout.cli.screen import rows
-from flatout.config.read import ROW_TYPES, dump_config, make_config, merge_overrides, read_yaml
-from flatout.config.schema import Config
-from flatout.config.shortcuts import long_forms
-from flatout.errors import Fix, UsageError
-from flatout.io.json_file import read_json
-from flatout.io.near_path import did_you_mean
+from flatout import Fix, UsageError
+from flatout.api.commands import require_yaml, rows, write_new
+from flatout.api.settings import (
+    ROW_TYPES,
+    Config,
+    dump_config,
+    make_config,
+    near_path,
+    read_json,
+    read_overrides,
+    read_yaml,
+)
 from flatout_migrate.axolotl import translate_axolotl
 from flatout_migrate.command import Command, read_command
 from flatout_migrate.llamafactory import translate_llamafactory
@@ -120,7 +124,7 @@ def _with_rows(settings: dict[str, Any], overrides: list[str]) -> tuple[dict[str
     rows_given = [text for text in overrides if text.startswith("data=")]
     if len(rows_given) != 1:
         return settings, overrides
-    data = long_forms(merge_overrides({}, rows_given)[0])["data"]
+    data = read_overrides(rows_given)["data"]
     return {**settings, "data": {**settings.get("data", {}), **data}}, [
         one for one in overrides if one not in rows_given
     ]
@@ -133,9 +137,9 @@ def _read(file: Path) -> Command:
     if not file.exists():
         of_others = [one for one in sorted(file.parent.glob("*.y*ml")) if is_of_others(one)]
         listing = f"; other trainers' files here: {', '.join(map(str, of_others[:4]))}" if of_others else ""
-        raise UsageError(f"{file}: no such file{did_you_mean(file) or listing}")
+        raise UsageError(f"{file}: no such file{near_path(file) or listing}")
     if file.suffix == ".json":
-        values = read_json(file, UsageError)
+        values = read_json(file)
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)

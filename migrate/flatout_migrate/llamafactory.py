@@ -7,24 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import UsageError
-from flatout.io.json_file import read_json
+from flatout import UsageError
+from flatout.api.settings import read_json
+from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
-from flatout_migrate.preference import require_kind
-from flatout_migrate.training_arguments import (
-    NULLABLE,
-    PACKED,
-    TRAINING_ARGUMENTS,
-    TRANSFORMERS_DEFAULTS,
-    evaluated_apart,
-    evaluation,
-)
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
 from flatout_migrate.trl import SHARED, held_out, lora_rules, names_of, saved_modules, template
 
-_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "kto_tag": "label"} | {
-    name: name for name in ("messages", "history", "system", "tools", "chosen", "rejected")
-}
 # the format of the rows of a stage that compares or judges answers
 _JUDGED = {"dpo": "preference", "rm": "preference", "kto": "kto"}
 _KTO = ("kto",)
@@ -39,31 +28,27 @@ _FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
 }
 _SWITCHES = {"train_on_prompt": {"data.loss_type": "all"}, "pure_bf16": {"full.weights": "bf16"}}
+# a tag of an entry's turns -> the role that its value names
+_ROLES = {
+    "user": "user",
+    "assistant": "assistant",
+    "observation": "tool",
+    "function": "function_call",
+    "system": "system",
+}
+
+
+def _role(ours: str) -> Rule:
+    return lambda given: Became({f"roles.{given.value}": ours})
+
+
 # an entry of dataset_info.json -> one of data.sources
 _DATASET: Mapping[str, Rule] = {
-    **t.each("file_name hf_hub_url", t.to("path")),
-    **t.each("ms_hub_url om_hub_url", t.any_value("other hubs")),
-    **{name: t.to(name) for name in ("subset", "split")},
-    "formatting": t.one_of(
-        "format", {"alpaca": "alpaca"} | dict.fromkeys(("sharegpt", "openai"), "sharegpt"), "write it"
-    ),
-    "columns": t.nested(
-        {name: t.to(f"columns.{ours}") for name, ours in _COLUMNS.items()}
-        | {"images": t.off("pictures are read at the processor's own size, not image_max_pixels; write data.sources")}
-        | t.each("videos audios", t.off("only text and pictures can be trained on"))
-    ),
+    **t.rules_of("llamafactory", "of a data set"),
     "tags": t.nested(
-        {
-            "role_tag": t.to("columns.from"),
-            "content_tag": t.to("columns.value"),
-            "user_tag": lambda given: Became({f"roles.{given.value}": "user"}),
-            "assistant_tag": lambda given: Became({f"roles.{given.value}": "assistant"}),
-            "observation_tag": lambda given: Became({f"roles.{given.value}": "tool"}),
-            "function_tag": lambda given: Became({f"roles.{given.value}": "function_call"}),
-            "system_tag": lambda given: Became({f"roles.{given.value}": "system"}),
-        }
+        {"role_tag": t.to("columns.from"), "content_tag": t.to("columns.value")}
+        | {f"{theirs}_tag": _role(ours) for theirs, ours in _ROLES.items()}
     ),
-    "ranking": t.any_value("read with the format"),
 }
 
 
@@ -74,7 +59,7 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
     """
     _require_training(given)
     defaults: dict[str, Any] = {
-        **TRANSFORMERS_DEFAULTS, "stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "save_steps": 500,
+        **hf.TRANSFORMERS_DEFAULTS, "stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "save_steps": 500,
     }  # fmt: skip
     if given.get("finetuning_type", "lora") == "lora":
         defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(given.get("lora_rank") or 8)}
@@ -85,7 +70,7 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
         defaults |= {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
     data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
     table = {**LLAMA_FACTORY, **data}
-    return t.translate(given, table, defaults=defaults, nullable=NULLABLE - {"max_length"}, num_gpus=num_gpus)
+    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE - {"max_length"}, num_gpus=num_gpus)
 
 
 def _require_training(given: Mapping[str, Any]) -> None:
@@ -111,7 +96,7 @@ def _sources(given: Given, folder: Path) -> Became:
     if root is None:
         raise RefusedError(f"{where}/dataset_info.json is needed to find the data; copy it, or set dataset_dir")
     try:
-        known = read_json(root / "dataset_info.json", UsageError)
+        known = read_json(root / "dataset_info.json")
     except UsageError as error:
         raise RefusedError(error.text) from None
     named = given.all.get("dataset", "")
@@ -150,7 +135,7 @@ def _check_stage(stage: str, name: str, rows: str) -> None:
 def _num_rows(path: str) -> float:
     """Return the number of rows of a local JSON file; infinity for anything else."""
     try:
-        return len(read_json(Path(path), UsageError))
+        return len(read_json(Path(path)))
     except (UsageError, TypeError):
         return float("inf")
 
@@ -173,11 +158,11 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
 
 def _stage(given: Given) -> Became:
     if given.value == "pt":
-        return Became({"data.loss_type": "all", "data.too_long": "split"}, PACKED, check=True)
+        return Became({"data.loss_type": "all", "data.too_long": "split"}, hf.PACKED, check=True)
     if given.value in _JUDGED:
         # pref_loss names the loss of dpo
         kinds = {"rm": "reward", "kto": "kto"}
-        kind = {"objective.kind": require_kind(kinds[given.value])} if given.value in kinds else {}
+        kind = {"objective.kind": kinds[given.value]} if given.value in kinds else {}
         return Became(
             {**kind, "data.too_long": "drop"}, "answers over cutoff_len are left out whole, not cut", check=True
         )
@@ -261,11 +246,11 @@ def _bits(given: Given) -> Became:
 
 
 LLAMA_FACTORY: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
+    **hf.TRAINING_ARGUMENTS,
     **SHARED,
     **t.rules_of("llamafactory"),
-    "eval_dataset": evaluated_apart,
-    **evaluation(lambda values: values.get("val_size")),
+    "eval_dataset": hf.evaluated_apart,
+    **hf.evaluation(lambda values: values.get("val_size")),
     **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
     "adapter_name_or_path": _adapter,
     "stage": _stage,

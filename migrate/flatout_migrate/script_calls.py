@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import UsageError
+from flatout import UsageError
 from flatout_migrate import translation as t
 from flatout_migrate.call_arguments import ARGUMENTS, COLLATORS, PEFT_DEFAULTS
 from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method
@@ -71,17 +71,12 @@ _HARMLESS = {"pad_token", "pad_token_id", "padding_side", "truncation_side", "us
 }  # fmt: skip
 _OF_SCRIPTS: Mapping[str, Rule] = {
     **SHARED,
+    **t.rules_of("scripts"),
     **{name: TRL[name] for name in (*OF_DATA.split(), "dataset_text_field", "tokenizer_name_or_path")},
-    "model_name_or_path": t.to("model.name"),
-    "chat_template": template(
-        {name: name for name in ["chatml", "mistral", "zephyr", "alpaca", "gemma", "llama-3", "qwen3", "phi"]}
-    ),
+    "chat_template": template({name: name for name in _TEMPLATES}),
     "test_split_size": held_out,
     "eval_dataset": evaluated_apart,
     "formatting_func": t.off(_ROWS),
-    "device_map": t.any_value("set gpus to train on several"),
-    **t.each("token cache_dir local_files_only", t.any_value("the environment says it: HF_TOKEN, HF_HOME")),
-    **t.each("use_fast padding_side model_max_length", t.any_value("there is no padding")),
     **_NOT_RUN,
 }
 

@@ -7,8 +7,8 @@ from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
-from flatout.config.read import read_text
-from flatout.errors import UsageError
+from flatout import UsageError
+from flatout.api.settings import read_text
 
 _PIECE = re.compile(
     r"""(?:[ \t]|\\\n)+ | \#[^\n]*

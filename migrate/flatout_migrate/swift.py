@@ -8,16 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.training_arguments import (
-    NULLABLE,
-    TRAINING_ARGUMENTS,
-    TRANSFORMERS_DEFAULTS,
-    deepspeed_file,
-    evaluated_apart,
-    evaluation,
-)
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
 from flatout_migrate.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, names_of, template, with_experts
 
@@ -45,16 +38,16 @@ def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     fixed = {"loss_type": t.only((loss,), f"{kind} has one loss; remove it")} if loss else {}
     table = {**SWIFT, **rules_of_method(method, loss), **_OWN, **lora_rules(lambda _: is_lora), **_lora(is_lora)}
     table |= {**_RLHF, **fixed}
-    return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
 def translate_swift_sft(given: Mapping[str, Any], num_gpus: int = 1, *, is_pretraining: bool = False) -> Translation:
     """Translate the options of `swift sft`, or of `swift pt`, by the defaults of ms-swift 3.8 and later."""
     is_lora = _is_lora(given)
-    defaults = {**TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
+    defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
     defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
     table = {**SWIFT, **_OWN, **lora_rules(lambda _: is_lora), **_lora(is_lora), **_SFT}
-    return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
 def _is_lora(given: Mapping[str, Any]) -> bool:
@@ -159,7 +152,7 @@ def _targets(given: Given) -> Became:
 def _deepspeed(given: Given) -> Became:
     named = re.fullmatch(r"(?:default-)?zero([0-3])(_offload)?", str(given.value))
     if named is None:
-        return deepspeed_file(given)
+        return hf.deepspeed_file(given)
     offload = {"sharding.offload": True} if named[2] else {}
     return Became({"strategy": "ddp" if named[1] == "0" else f"zero{named[1]}", **offload})
 
@@ -175,13 +168,7 @@ def _bits(given: Given) -> Became:
 
 def _lora(is_lora: bool) -> dict[str, Rule]:
     unread = t.any_value("read only with LoRA")
-    own: dict[str, Rule] = {
-        **t.each("target_modules target_parameters", _targets),
-        "init_weights": t.only((True,), "B starts at zero; other starts are not supported"),
-        "lora_dtype": t.any_value("adapters are trained in fp32"),
-        "lorap_lr_ratio": t.off("one learning rate for A and B"),
-        "target_regex": t.off("name the layers by target_modules"),
-    }
+    own = {**t.each("target_modules target_parameters", _targets), **t.rules_of("swift", "of LoRA")}
     return own if is_lora else dict.fromkeys(own, unread)
 
 
@@ -202,15 +189,15 @@ def _templates(given: Given) -> Became:
     return Became({}, f"{OWN_TEMPLATE}, also for rows without a system prompt", check=True)
 
 
-SWIFT: Mapping[str, Rule] = {**TRAINING_ARGUMENTS, **SHARED, **t.rules_of("swift")}
+SWIFT: Mapping[str, Rule] = {**hf.TRAINING_ARGUMENTS, **SHARED, **t.rules_of("swift")}
 _OWN: Mapping[str, Rule] = {
     "rlhf_type": _kind,
     "model": _model,
     **t.each(" ".join(_TYPES), t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full")),
     "dataset": _sources,
     "split_dataset_ratio": held_out,
-    "val_dataset": evaluated_apart,
-    **evaluation(lambda values: values.get("split_dataset_ratio")),
+    "val_dataset": hf.evaluated_apart,
+    **hf.evaluation(lambda values: values.get("split_dataset_ratio")),
     "strict": lambda given: Became({} if given.value else {"data.on_bad_row": "skip"}),
     **t.each("adapters ref_adapters", _adapters),
     **t.each("ref_model ref_model_revision ref_model_type", _reference),
@@ -218,21 +205,12 @@ _OWN: Mapping[str, Rule] = {
     **t.each("quant_method quant_bits", _bits),
 }
 _RLHF: Mapping[str, Rule] = {
+    **t.rules_of("swift", "of rlhf"),
     "max_length": t.to("data.max_tokens", note="a pair with a longer answer is left out whole"),
-    "truncation_strategy": t.only(("delete",), "a pair is never cut; write delete", "as here"),
-    "loss_scale": t.only(("default", "last_round"), "only answers carry loss, each token alike", "as here"),
-    "use_chat_template": t.only((True,), "set data.template=plain", "as here"),
-    "lora_dropout": t.any_value("its trainers of preferences switch dropout off, also in adapters"),
-    "disable_dropout": t.any_value("off, as there"),
 }
 _SFT: Mapping[str, Rule] = {
-    "max_length": t.to("data.max_tokens"),
-    "truncation_strategy": t.one_of(
-        "data.too_long", {"delete": "drop", "right": "truncate", "split": "split"}, "the start of a sample is kept"
-    ),
+    **t.rules_of("swift", "of answers"),
     "loss_scale": _loss_scale,
     "template": _templates,
     "use_chat_template": lambda given: Became({} if given.value else {"data.template": "plain"}),
-    "system": t.any_value("data.sources: system, for rows without one"),
-    **t.each("model_name model_author", t.any_value("only read for swift/self-cognition")),
 }

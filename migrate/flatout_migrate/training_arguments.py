@@ -238,14 +238,10 @@ MODEL_ARGUMENTS: Mapping[str, Rule] = {
     **t.each("use_cache low_cpu_mem_usage", _SPEED),
     **t.each("dtype torch_dtype", t.any_value("trained weights are fp32; model.precision sets the computation")),
 }
-_DATASET_ARGUMENTS = {
-    "skip_prepare_dataset": t.any_value("conversations and rows of token ids are read as they are"),
-    **t.each("add_special_tokens append_concat_token", t.any_value("the template writes special tokens once")),
-}
+_ADAM = {"adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2", "adam_epsilon": "optim.eps"}
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **MODEL_ARGUMENTS,
     **t.rules_of("training_arguments"),
-    **t.renamed("output_dir early_stopping_patience full_determinism"),
     **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
     "max_steps": lambda given: (
         Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
@@ -254,22 +250,13 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "router_aux_loss_coef": _router_loss,
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
     "optim": _optimizer,
-    **{name: _unless_sgd(rule) for name, rule in t.renamed("adam_beta1 adam_beta2 adam_epsilon").items()},
+    **{name: _unless_sgd(t.to(setting)) for name, setting in _ADAM.items()},
     "lr_scheduler_kwargs": _schedule_arguments,
     **t.each("warmup_steps warmup_ratio", warmup),
     **t.each("bf16 fp16", precision),
     "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
     **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
-    "accelerator_config": t.nested(
-        {
-            **t.each(
-                "split_batches dispatch_batches gradient_accumulation_kwargs", t.off("batch.samples_per_step decides")
-            ),
-            **t.each("even_batches use_seedable_sampler non_blocking use_configured_state", _SPEED),
-        }
-    ),
     **t.each("assistant_only_loss completion_only_loss", _loss_type),
-    "dataset_kwargs": t.nested(_DATASET_ARGUMENTS),
     "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
     **t.each(
         "eval_strategy evaluation_strategy eval_steps",

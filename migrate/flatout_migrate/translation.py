@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from flatout.config.names import FOREIGN_NAMES
-from flatout.errors import Fix, ProblemsError
+from flatout import Fix, ProblemsError
 
 
 class RefusedError(Exception):
@@ -183,11 +182,6 @@ def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = ""
     return lambda given: Became({setting: convert(given.value) if convert else given.value}, note, check)
 
 
-def renamed(names: str) -> dict[str, Rule]:
-    """Make rules for names whose values need no conversion; their settings are those that errors suggest."""
-    return {name: to(FOREIGN_NAMES[name]) for name in names.split()}
-
-
 def number(setting: str, null_up_to: float | None = None) -> Rule:
     """Set `setting` to a number; null, and values up to `null_up_to`, mean null."""
 
@@ -257,12 +251,17 @@ def each(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-def rules_of(table: str) -> dict[str, Rule]:
-    """Return the rules of a file in `tables/`: settings by name, and names by what is said of their values."""
+def rules_of(table: str, part: str = "") -> dict[str, Rule]:
+    """Return the rules of a file in `tables/`, or of a part of it: names by what becomes of their values."""
     text = (Path(__file__).parent / "tables" / f"{table}.yaml").read_text(encoding="utf-8")
     kinds: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return _rules(kinds[part] if part else kinds)
+
+
+def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
     rules = {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
     rules |= {name: number(setting) for name, setting in kinds.get("numbers", {}).items()}
+    rules |= {name: nested(_rules(part)) for name, part in kinds.get("nested", {}).items()}
     for kind, make in (("accepted", any_value), ("off here", off)):
         for said, names in kinds.get(kind, {}).items():
             rules |= each(names, make(said))
@@ -270,6 +269,7 @@ def rules_of(table: str) -> dict[str, Rule]:
         rules |= each(it["names"], only(it["values"], reason, it.get("note", "")))
     for note, it in kinds.get("switches", {}).items():
         rules |= each(it["names"], switch(it["sets"], note, check=it.get("check", False)))
+    rules |= {name: to(it["setting"], it["values"].get) for name, it in kinds.get("values", {}).items()}
     for name, it in kinds.get("choices", {}).items():
         rules[name] = one_of(it["setting"], it["values"], it["else"])
     return rules

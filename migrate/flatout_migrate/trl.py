@@ -6,20 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.training_arguments import (
-    MODEL_ARGUMENTS,
-    NULLABLE,
-    SFT_DEFAULTS,
-    TRAINING_ARGUMENTS,
-    deepspeed_file,
-    evaluated_apart,
-    evaluation,
-)
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
 
-_SHAPE = "lora_r lora_rank lora_alpha lora_dropout use_rslora use_dora"
 _TARGETS = ("lora_target_modules", "lora_target_parameters")
 
 
@@ -57,20 +48,14 @@ def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
         return lambda given: rule(given) if is_lora(given.all) else Became(note="read only with LoRA")
 
     rules = {
-        **t.renamed(_SHAPE),
-        "lora_bias": t.only(("none",), "biases are not trained"),
+        **t.rules_of("trl", "of LoRA"),
         **t.each("lora_modules_to_save modules_to_save", saved_modules),
         **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
-        "init_lora_weights": t.only((True,), "B starts at zero; other starts are not supported"),
-        **t.each("lora_task_type lora_fan_in_fan_out lora_on_cpu", t.any_value("read from the model")),
-        **t.each("loraplus_lr_ratio loraplus_lr_embedding", t.off("one learning rate for A and B")),
     }
     return {name: if_lora(rule) for name, rule in rules.items()} | {
         "load_in_4bit": if_lora(t.switch({"base.storage": "nf4"})),
         "load_in_8bit": if_lora(t.switch({"base.storage": "fp8"}, "8-bit floats, not integers", check=True)),
-        "bnb_4bit_quant_type": t.only(("nf4",), "only nf4 is supported"),
-        **t.each("bnb_4bit_compute_dtype bnb_4bit_quant_storage", t.any_value("model.precision decides")),
-        **t.each("use_bnb_nested_quant bnb_4bit_use_double_quant", t.any_value("nf4 is always double quantized")),
+        **t.rules_of("trl", "of bitsandbytes"),
     }
 
 
@@ -121,13 +106,7 @@ def template(names: Mapping[str, str | None]) -> Rule:
 
 
 OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
-# an entry of `datasets` or of `dataset_mixture` -> one of data.sources
-_DATASET: Mapping[str, Rule] = {
-    **t.each("path id", t.to("path")),
-    **t.each("name config", t.to("subset")),
-    **{name: t.to(name) for name in ("split", "weight")},
-    "columns": t.any_value("the row format reads its own columns"),
-}
+_DATASET = t.rules_of("trl", "of a data set")
 
 
 def _sources(given: Given) -> Became:
@@ -175,7 +154,7 @@ def _evaluates_there(values: Mapping[str, Any]) -> bool:
 def _evaluates(given: Given) -> Became:
     if not _evaluates_there(given.all) or given.all.get("dataset_mixture"):
         return Became(note="not evaluated there")
-    return evaluated_apart(given)
+    return hf.evaluated_apart(given)
 
 
 def _callbacks(given: Given) -> Became:
@@ -192,23 +171,23 @@ def _tokenizer(given: Given) -> Became:
 # names that TRL, LLaMA-Factory and Axolotl share, and that are no mistake in a file as they are in a call
 SHARED: Mapping[str, Rule] = {
     "push_to_hub": t.switch({}, "not uploaded: push the finished run with `flatout push`", check=True),
-    "deepspeed": deepspeed_file,
+    "deepspeed": hf.deepspeed_file,
 }
 
 
 TRL: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
+    **hf.TRAINING_ARGUMENTS,
     **t.rules_of("trl"),
     **SHARED,
     **lora_rules(lambda values: bool(values.get("use_peft"))),
     "model_name_or_path": t.to("model.name"),
-    "model_revision": MODEL_ARGUMENTS["revision"],
+    "model_revision": hf.MODEL_ARGUMENTS["revision"],
     "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
     "tokenizer_name_or_path": _tokenizer,
     **t.each(OF_DATA + " dataset_text_field", _sources),
     "callbacks": _callbacks,
     "dataset_test_split": _evaluates,
-    **evaluation(
+    **hf.evaluation(
         lambda values: values.get("test_split_size") or (values.get("dataset_mixture") or {}).get("test_split_size")
     ),
     "dataset_mixture": t.nested(_MIXTURE),
@@ -219,7 +198,7 @@ TRL: Mapping[str, Rule] = {
 
 def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "") -> Translation:
     """Translate a YAML of `trl sft` or of the alignment handbook, or of a trainer of preferences (`LOSSES`)."""
-    defaults: dict[str, Any] = {**(defaults_of(method, given) if method else SFT_DEFAULTS), "use_peft": False}
+    defaults: dict[str, Any] = {**(defaults_of(method, given) if method else hf.SFT_DEFAULTS), "use_peft": False}
     if given.get("use_peft"):
         defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
     if _evaluates_there(given):
@@ -227,7 +206,7 @@ def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "")
     if given.get("max_seq_length"):
         defaults.pop("max_length")
     table = {**TRL, **rules_of_method(method), **judged(row_format(method))} if method else TRL
-    return t.translate(given, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
 def judged(name: str) -> dict[str, Rule]:

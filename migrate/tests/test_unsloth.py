@@ -230,69 +230,44 @@ def test_each_kind_of_rows_has_the_loss_that_it_has_there(
     assert len(row["input_ids"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"load_in_8bit": True, "load_in_4bit": False}, ["load_in_8bit", "load_in_4bit or load_in_fp8"]),
-        ({"fast_inference": True}, ["fast_inference", "vLLM"]),
-        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "config.json"]),
-        ({"resize_model_vocab": 9}, ["resize_model_vocab"]),
-        ({"dtype": "int3"}, ["dtype", "bfloat16"]),
-        ({"max_seq_len": 9}, ["max_seq_len", "max_seq_length"]),
-    ],
-)
-def test_arguments_of_from_pretrained_that_flatout_lacks_are_named(tiny: Any, given: Any, words: list[str]) -> None:
-    from flatout_migrate.unsloth import FastLanguageModel
-
-    refused(lambda: FastLanguageModel.from_pretrained(str(tiny.model_dir), **given), "from_pretrained", *words)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"bias": "all"}, ["bias", "without bias"]),
-        ({"trainable_token_indices": [3]}, ["trainable_token_indices", "data.new_tokens"]),
-        ({"loftq_config": {"bits": 4}}, ["loftq_config"]),
-        ({"layers_pattern": "blocks"}, ["layers_pattern", "decoder layers"]),
-        ({"init_lora_weights": "pissa"}, ["init_lora_weights", "zero at the start"]),
-        ({"finetune_vision_layers": True}, ["finetune_vision_layers", "FastVisionModel"]),
-        ({"finetune_mlp_modules": False}, ["finetune_mlp_modules", "target_modules"]),
-        ({"rank": 3}, ["rank", "unknown"]),
-    ],
-)
-def test_arguments_of_adapters_that_flatout_lacks_are_named(peft: Any, given: Any, words: list[str]) -> None:
-    from flatout_migrate.unsloth import FastLanguageModel
-
-    refused(lambda: FastLanguageModel.get_peft_model(peft[0], **given), "get_peft_model", *words)
-
-
 class OwnStep:
     """What a subclass overrides; see below."""
 
     def compute_loss(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"compute_metrics": print}, ["compute_metrics", "flatout eval"]),
-        ({"compute_loss_func": print}, ["compute_loss_func", "objective"]),
-        ({"optimizers": (object(), None)}, ["optimizers", "optim="]),
-        ({"data_collator": print}, ["data_collator", "train_on_responses_only"]),
-        ({"callbacks": [OwnStep()]}, ["callbacks", "OwnStep", "flatout.Callback"]),
-        ({"neftune_noise_alpha": 5}, ["neftune_noise_alpha", "NEFTune"]),
-        ({"embedding_learning_rate": 1e-5}, ["embedding_learning_rate", "same learning rate"]),
-        ({"distributed_backend": "mpi"}, ["distributed_backend", "nccl"]),
-        ({"seed": 1}, ["random_state sets seed to 2", "seed"]),
-        ({"learning_rat": 1}, ["learning_rat", "learning_rate"]),
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "from_pretrained": [
+        {"load_in_8bit": True, "load_in_4bit": False}, {"fast_inference": True}, {"rope_scaling": {"type": "linear"}},
+        {"resize_model_vocab": 9}, {"dtype": "int3"}, {"max_seq_len": 9},
     ],
+    "get_peft_model": [
+        {"bias": "all"}, {"trainable_token_indices": [3]}, {"loftq_config": {"bits": 4}}, {"layers_pattern": "blocks"},
+        {"init_lora_weights": "pissa"}, {"finetune_vision_layers": True}, {"finetune_mlp_modules": False}, {"rank": 3},
+    ],
+    "UnslothTrainer": [
+        {"compute_metrics": print}, {"compute_loss_func": print}, {"optimizers": (object(), None)},
+        {"data_collator": print}, {"callbacks": [OwnStep()]}, {"neftune_noise_alpha": 5},
+        {"embedding_learning_rate": 1e-5}, {"distributed_backend": "mpi"}, {"seed": 1}, {"learning_rat": 1},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "given"), [(call, given) for call, all_given in REFUSED.items() for given in all_given]
 )
-def test_arguments_of_trainers_that_flatout_lacks_are_named(peft: Any, given: Any, words: list[str]) -> None:
+def test_arguments_that_flatout_lacks_are_named(peft: Any, tiny: Any, call: str, given: dict[str, Any]) -> None:
     from flatout_migrate.unsloth import FastLanguageModel, UnslothTrainer
 
     model, tokenizer = peft
-    FastLanguageModel.get_peft_model(model, random_state=2)
-    refused(lambda: UnslothTrainer(model, tokenizer=tokenizer, train_dataset=[], **given), *words)
+    if call == "UnslothTrainer":
+        FastLanguageModel.get_peft_model(model, random_state=2)
+    calls: dict[str, Any] = {
+        "from_pretrained": lambda: FastLanguageModel.from_pretrained(str(tiny.model_dir), **given),
+        "get_peft_model": lambda: FastLanguageModel.get_peft_model(model, **given),
+        "UnslothTrainer": lambda: UnslothTrainer(model, tokenizer=tokenizer, train_dataset=[], **given),
+    }
+    refused(calls[call], call, next(iter(given)))
 
 
 def test_calls_that_would_not_do_what_they_say_are_refused(peft: Any, tiny: Any, tmp_path: Path) -> None:

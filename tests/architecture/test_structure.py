@@ -61,7 +61,7 @@ MAX_LINES = 66_000
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
-    "api": 1_500,
+    "api": 2_000,
     "checkpoint": 1_500,
     "cli": 3_500,
     "compat": 500,

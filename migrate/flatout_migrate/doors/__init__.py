@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -28,6 +29,12 @@ def run_command() -> int:
             return 2
     module, _, function = COMMANDS[name].partition(":")
     return int(getattr(import_module(module), function)())
+
+
+def flatout_command(words: Sequence[str]) -> int:
+    """Run `flatout WORDS` in this process; return its exit code."""
+    [command] = entry_points(group="console_scripts", name="flatout")
+    return int(command.load()(words))
 
 
 def write_example() -> int:

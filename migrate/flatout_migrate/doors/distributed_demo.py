@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import xxhash
 
-from flatout.config.schema import Config, SourceConfig
-from flatout.environment import environment, set_environment
-from flatout.errors import UsageError
+from flatout import UsageError
+from flatout.api.settings import Config
 from flatout_migrate.doors.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 
 STRATEGIES = {"single-gpu": "single", "ddp": "ddp", "fsdp": "fsdp"}
@@ -74,10 +74,10 @@ def to_config(script: str, args: argparse.Namespace) -> Config:
 
 def _data(path: str, subset: str | None, max_tokens: int) -> dict[str, Any]:
     """Return the `data` section: documents of the column `text`, else alpaca rows, else of the first column."""
-    from flatout.data.rows.sources import open_source
+    from flatout.api.data import read_rows
 
     source: dict[str, Any] = {} if subset is None else {"subset": subset}
-    row: Mapping[str, Any] = next(iter(open_source(SourceConfig(path=path, **source)).rows())).columns
+    row: Mapping[str, Any] = next(read_rows(path, **source))
     if "text" not in row and {"instruction", "output"} <= row.keys():
         data = data_of(path, max_tokens, format="alpaca", **source)
         return {**data, "template": "alpaca", "loss_type": "all", "too_long": "split"}
@@ -88,7 +88,7 @@ def _data(path: str, subset: str | None, max_tokens: int) -> dict[str, Any]:
 
 def _track(args: argparse.Namespace, script: str) -> dict[str, Any]:
     """Return the `track` section: Comet for a named run with a key, or whose project or workspace is given."""
-    env, given = environment(), {name: value for name in COMET if (value := getattr(args, name)) is not None}
+    env, given = os.environ, {name: value for name in COMET if (value := getattr(args, name)) is not None}
     if args.experiment_name is None:
         if given:
             flag = f"--{min(given).replace('_', '-')}"
@@ -98,7 +98,7 @@ def _track(args: argparse.Namespace, script: str) -> dict[str, Any]:
         say("Comet is off: COMET_API_KEY is not set")
         return {}
     if "comet_workspace" in given or "COMET_WORKSPACE" not in env:
-        set_environment({"COMET_WORKSPACE": given.get("comet_workspace", COMET["comet_workspace"])})
+        os.environ["COMET_WORKSPACE"] = given.get("comet_workspace", COMET["comet_workspace"])
     project = given.get("comet_project_name") or env.get("COMET_PROJECT_NAME", COMET["comet_project_name"])
     return {"to": ["comet"], "project": project, "tags": [script, "llm-training", "pytorch"]}
 

@@ -9,18 +9,12 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
-from flatout.api.run import Run
-from flatout.api.start import train
-from flatout.config import data as data_settings
-from flatout.config.read import make_config
-from flatout.config.schema import Config
-from flatout.data import registry
-from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, ProblemsError, UsageError
-from flatout.io.json_file import read_json
+from flatout import ProblemsError, Run, UsageError, train
+from flatout.api.data import data_set_entry, load_tokenizer, open_data_set
+from flatout.api.settings import Config, expand, make_config
 from flatout_migrate.doors.launched import device
 from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
-from flatout_migrate.translation import Rule, Translation, any_value, each, off, only, renamed, to, translate
+from flatout_migrate.translation import Rule, Translation, rules_of, translate
 
 # the key of a registry entry under which `hypersloth-build-dataset` writes how it built the data set
 HOW = "hypersloth"
@@ -30,28 +24,9 @@ TEMPLATES = {name: name for name in ("chatml", "mistral", "zephyr", "alpaca", "g
     "llama3": "llama-3", "qwen-3": "qwen3", "gemma2": "gemma", "gemma3": "gemma", "gemma-3": "gemma",
     "phi-3": "phi", "phi-3.5": "phi", "phi-35": "phi",
 }  # fmt: skip
-MODEL_ARGUMENTS: Mapping[str, Rule] = {
-    "model_name": to("model.name"),
-    "max_seq_length": any_value("data.max_tokens"),
-    "load_in_4bit": to("base.storage", {True: "nf4", False: "model"}.get),
-    "load_in_8bit": off("int8 is not supported; set load_in_4bit=True"),
-    "full_finetuning": to("method", {True: "full", False: "lora"}.get),
-    "use_gradient_checkpointing": to("recompute", {"unsloth": "auto", True: "full", False: "none"}.get),
-}
-LORA_ARGUMENTS: Mapping[str, Rule] = {
-    **renamed("r lora_alpha lora_dropout use_rslora target_modules"),
-    **each("finetune_attention_modules finetune_mlp_modules", only((True,), "list target_modules instead")),
-    "finetune_language_layers": only((True,), "there are no other layers to train"),
-    "finetune_vision_layers": off("vision layers are not supported"),
-    "bias": only(("none",), "adapters have no bias"),
-    "random_state": only((3407,), "one seed decides adapters, order and dropout; set seed of the training arguments"),
-}
-ARGUMENTS: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
-    "save_only_model": any_value("checkpoints always hold what resuming needs"),
-    "dataset_num_proc": to("data.num_procs"),
-    "max_seq_len": any_value("data.max_tokens"),
-}
+MODEL_ARGUMENTS = rules_of("hypersloth", "of the model")
+LORA_ARGUMENTS = rules_of("hypersloth", "of LoRA")
+ARGUMENTS: Mapping[str, Rule] = {**TRAINING_ARGUMENTS, **rules_of("hypersloth")}
 
 
 class Settings(BaseModel):
@@ -104,9 +79,8 @@ class DataConfig(Settings):
     @classmethod
     def from_dataset_name(cls, name: str, data_dir: str | Path = "data") -> DataConfig:
         """Return a data set of the registry. Raises DataError with the known names if it is not there."""
-        entry = registry.find(Path(data_dir), name)
-        entries = read_json(Path(data_dir) / registry.FILE_NAME, DataError)
-        how = next(one.get(HOW) for one in entries if one["name"] == name) or {"tokenizer_name": entry.tokenizer}
+        entry = data_set_entry(name, Path(data_dir))
+        how = entry.get(HOW) or {"tokenizer_name": entry["tokenizer"]}
         built = DataConfig(name=name, data_dir=data_dir, **how)
         built._is_built = True
         return built
@@ -227,9 +201,9 @@ def data_source(data: DataConfig, max_tokens: int | None, loss: str, *, has_temp
     path = data.dataset_name or data.path or data.dataset_path
     if path is None:
         return {"name": data.name, **({"max_tokens": max_tokens} if max_tokens else {})}
-    name, limit = data.name or data_settings.DataConfig.long_form(path).get("name", "data"), max_tokens or 32_000
+    name, limit = data.name or expand({"data": path})["data"].get("name", "data"), max_tokens or 32_000
     if data._is_built:
-        store = TokenStore.open(registry.entry_dir(data.data_dir, registry.find(data.data_dir, name)))
+        store = open_data_set(name, data.data_dir)
         if not has_template and store.meta.settings["loss_type"] == loss and int(store.lengths.max()) <= limit:
             return {"name": name}
         # the data set stays as it was built; one of the same rows is built beside it
@@ -249,11 +223,10 @@ def chat_template(data: DataConfig, name: str | None, tokenizer_name: str) -> st
         raise UsageError(f"chat_template: {template!r} {known}; leave it out to use the tokenizer's own")
     markers = {part: getattr(data, part) for part in ("instruction_part", "response_part")}
     if any(markers.values()):
-        from flatout.data.templates.template import choose_template
-        from flatout.data.tokenizer import load_tokenizer
+        from flatout.api.templates import render
 
-        chosen = choose_template(load_tokenizer(tokenizer_name), template, tokenizer_name)
-        text = chosen.render([{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}])
+        turns = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+        text = render(load_tokenizer(tokenizer_name), turns, template)
         for (part, marker), written in zip(markers.items(), re.split("QUESTION|ANSWER", text), strict=False):
             if marker and marker not in written:
                 raise UsageError(f"{part}: {marker!r}: the chat template writes {written!r} there; remove it")

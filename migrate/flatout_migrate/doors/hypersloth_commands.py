@@ -6,10 +6,10 @@ import time
 from argparse import ArgumentParser
 from pathlib import Path
 
-from flatout.cli.main import exit_code_of, main
-from flatout.config.read import dump_config, run_python
-from flatout.data import registry
-from flatout.io.durable_io import DurableIO
+from flatout.api.commands import exit_code_of
+from flatout.api.data import annotate_data_set
+from flatout.api.settings import run_python, save_config
+from flatout_migrate.doors import flatout_command as main
 from flatout_migrate.doors.hypersloth import HOW, HyperConfig, TrainingArgsConfig
 
 
@@ -41,7 +41,7 @@ def build_dataset() -> int:
             return code
         how = {"dataset_name" if hub else "path": hub or args.local_path, "split": args.split, "num_samples": number}
         how |= {"seed": args.seed, "tokenizer_name": args.tokenizer_name}
-        registry.upsert(root, registry.find(root, name), {HOW: how})
+        annotate_data_set(name, root, {HOW: how})
         return 0
 
     return exit_code_of(run)
@@ -63,9 +63,7 @@ def train() -> int:
         for rank, gpu in enumerate(gpus := hyper.training.gpus):
             print(f"{now} | INFO | 🔧 GPU {gpu} (Rank {rank}/{len(gpus) - 1}) | Model: {config.model.name}")
         print(f"{now} | INFO | 🚀 Starting total training timer", flush=True)
-        DurableIO().make_dir(config.folder)
-        file = config.folder / "hypersloth.yaml"
-        DurableIO().write_bytes(file, dump_config(config, only_given=True).encode())
+        save_config(config, file := config.folder / "hypersloth.yaml")
         return main(["train", str(file), *args.overrides, *(["--tmux", args.tmux] if args.tmux else [])])
 
     return exit_code_of(run)

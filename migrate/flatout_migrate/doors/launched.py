@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flatout.api.start import train
-from flatout.cli.main import exit_code_of
-from flatout.config.data import DataConfig
-from flatout.config.read import make_config
-from flatout.config.schema import Config
-from flatout.environment import environment, set_environment
-from flatout.errors import UsageError
-from flatout.launch.launch_mode import slurm_rank
-from flatout.parallel.rank import Rank
+from flatout import UsageError, train
+from flatout.api.commands import exit_code_of
+from flatout.api.ranks import this_rank
+from flatout.api.settings import Config, expand, make_config
 
 OVERRIDES_HELP = "settings of flatout, which replace those of the flags"
 
 
 def device() -> str:
     """Return the device: cpu if ACCELERATE_USE_CPU says so, which transformers and accelerate read too."""
-    return "cpu" if environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") else "auto"
+    return "cpu" if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") else "auto"
 
 
 def say(text: str) -> None:
     """Print on the first rank."""
-    if Rank.from_env().is_first:
+    if this_rank().is_first:
         print(text, flush=True)
 
 
 def data_of(path: str, max_tokens: int, **source: Any) -> dict[str, Any]:
     """Return the `data` section for the rows of a file, folder or hub id, named as in its short form."""
-    named = DataConfig.long_form(f"./{path}")
+    named = expand({"data": f"./{path}"})["data"]
     return {"name": named.get("name", "default"), "sources": [{"path": path, **source}], "max_tokens": max_tokens}
 
 
@@ -42,13 +38,13 @@ def with_rows_per_step(
 
     Other systems join samples to such rows, across which attention leaks; here samples stay apart. Raises UsageError.
     """
-    from flatout.data.build import open_or_build
+    from flatout.api.data import open_or_build
 
     config = make_config(settings, overrides, origin="flags")
     if (max_tokens := config.data.max_tokens) is None:
         raise UsageError("data.max_tokens: null: the batch is given in rows of so many tokens; set a number")
-    num_rows *= max(Rank.from_env().world, len(config.gpus or ())) if per_rank else 1
-    store = open_or_build(config.data, config.model.name, log=say)
+    num_rows *= max(this_rank().world, len(config.gpus or ())) if per_rank else 1
+    store = open_or_build(config, say)
     samples = max(1, round(num_rows * max_tokens / float(store.lengths.mean())))
     batch = {**settings.get("batch", {}), "samples_per_step": samples}
     config = make_config({**settings, "batch": batch}, overrides, origin="flags")
@@ -61,10 +57,6 @@ def run(make: Callable[[], Config]) -> int:
     """Train this configuration as a rank, or alone, and print what the run came to; return the exit code."""
 
     def train_it() -> int:
-        env = environment()
-        if "RANK" not in env and (ranks := slurm_rank(env)):
-            # flatout would do the same, but later than the number of ranks is needed here
-            set_environment(ranks)
         say(repr(train(make())))
         return 0
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from flatout.api.run import Run
-from flatout.api.start import train
-from flatout.config.schema import Config
+from flatout import Run, train
+from flatout.api.settings import Config
 from flatout_migrate.doors import hypersloth
 from flatout_migrate.doors.hypersloth import DataConfig, LoraArgs, RunConfig, TrainingArgsConfig
 

@@ -9,12 +9,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.main import exit_code_of
-from flatout.config.read import make_config
-from flatout.config.schema import Config
-from flatout.errors import UsageError
-from flatout.io.json_file import read_json
-from flatout.track.trackers import require_installed
+from flatout import UsageError
+from flatout.api.commands import exit_code_of
+from flatout.api.settings import Config, make_config, read_json, require_packages
 from flatout_migrate.doors.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
 from flatout_migrate.training_arguments import TRAINING_ARGUMENTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, any_value, off, to, translate
@@ -83,7 +80,7 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = (), *, counts
     if given.get("deepspeed_config"):
         values["deepspeed"] = _read_deepspeed(Path(given["deepspeed_config"]))
     if given.get("fsdp") and FSDP_JSON.is_file():
-        values["fsdp_config"] = read_json(FSDP_JSON, UsageError)
+        values["fsdp_config"] = read_json(FSDP_JSON)
     of_lora = {"rank": 8, "alpha": 0.5} if given.get("use_lora") else {}
     translation = translate(values, FLAGS, defaults={**DEFAULTS, **of_lora})
     settings = translation.checked("qwen3_sft.py")
@@ -105,7 +102,7 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = (), *, counts
 
 def _read_deepspeed(path: Path) -> dict[str, Any]:
     """Read a DeepSpeed JSON, without the entries of zero1.json and zero3.json that cannot work."""
-    content: dict[str, Any] = read_json(path, UsageError)
+    content: dict[str, Any] = read_json(path)
     zero = content.get("zero_optimization") if isinstance(content, dict) else None
     if not isinstance(zero, dict):
         raise UsageError(f"--deepspeed_config {path}: expected an object with zero_optimization")
@@ -117,7 +114,7 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
 
 def check(config: Config, num_ranks: int) -> int:
     """Raise UsageError with all packages that the run needs and that are missing, before a launcher starts ranks."""
-    require_installed(config.track.to, strategy=config.strategy if num_ranks > 1 else "auto")
+    require_packages(config, num_ranks)
     return 0
 
 

@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> None:
     """Train, save and push as the flags say."""
     from datasets import Dataset
 
-    from flatout.config.data import SourceConfig
-    from flatout.data.rows.sources import open_source
+    from flatout.api.data import read_rows
     from flatout_migrate.unsloth import FastLanguageModel, UnslothTrainer, UnslothTrainingArguments, is_main_process
 
     model, tokenizer = FastLanguageModel.from_pretrained(
@@ -82,8 +81,7 @@ def run(args: argparse.Namespace) -> None:
     model = FastLanguageModel.get_peft_model(
         model, target_modules=TARGETS, random_state=args.random_state, **{name: getattr(args, name) for name in lora}
     )
-    rows = [row.columns for row in open_source(SourceConfig(path=args.dataset)).rows()]
-    texts = [PROMPT.format(**{"input": "", **row}) + tokenizer.eos_token for row in rows]
+    texts = [PROMPT.format(**{"input": "", **row}) + tokenizer.eos_token for row in read_rows(args.dataset)]
     trained = (
         "per_device_train_batch_size", "gradient_accumulation_steps", "warmup_steps", "max_steps", "learning_rate",
         "optim", "weight_decay", "lr_scheduler_type", "seed", "report_to", "logging_steps", "output_dir",
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Run the command line; return its exit code."""
-    from flatout.errors import FlatoutError
+    from flatout import FlatoutError
 
     args = parser().parse_args()
     try:

@@ -1,9 +1,7 @@
 """Unsloth's names: change `from unsloth import ...` to `from flatout_migrate.unsloth import ...`."""
 
-# ruff: noqa: E402  (the rest imports torch)
-from flatout.environment import let_idle_threads_sleep
-
-let_idle_threads_sleep()
+# flatout first: it says how torch's threads wait, before the rest imports torch
+from flatout import UsageError as _UsageError  # noqa: F401, I001
 
 from flatout_migrate.unsloth.chat_templates import get_chat_template as get_chat_template
 from flatout_migrate.unsloth.chat_templates import standardize_data_formats as standardize_data_formats

@@ -6,14 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flatout.config.schema import SourceConfig
-from flatout.data.conversation import Conversation, Origin, PreferenceRow, is_empty
-from flatout.data.loss_mask.mask import Masker
-from flatout.data.rows.formats.conversations import CHAT_COLUMNS
-from flatout.data.rows.formats.parser import make_parser
-from flatout.data.rows.read import RawRow
-from flatout.data.templates.template import OURS, ChatTemplate, template_text
-from flatout.errors import UsageError
+from flatout import UsageError
+from flatout.api.data import CHAT_COLUMNS, TurnReader
+from flatout.api.templates import TEMPLATES, end_of_turn, template_text
 from flatout_migrate.translation import any_value, each, off, translate
 
 if TYPE_CHECKING:
@@ -56,19 +51,19 @@ def get_chat_template(
     if end is None:
         name, own = _NAMES.get(source.lower(), source.lower()), tokenizer.chat_template or ""
         mark = next((mark for start, mark in _SHIPPED.items() if name.startswith(start)), None)
-        if name not in OURS and (mark is None or mark not in own):
+        if name not in TEMPLATES and (mark is None or mark not in own):
             raise UsageError(
-                f"chat_template: {source!r} is neither one of {', '.join(OURS)} nor what this tokenizer came with; "
-                "name one of them, or pass (JINJA, END_OF_TURN)"
+                f"chat_template: {source!r} is neither one of {', '.join(TEMPLATES)} nor what this tokenizer came "
+                "with; name one of them, or pass (JINJA, END_OF_TURN)"
             )
-        source = template_text(tokenizer, name, "")[1] if name in OURS else own
+        source = template_text(tokenizer, name) if name in TEMPLATES else own
     keys = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", **(mapping or {})}
     if mapping or system_message:
         roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
         settings = {"roles": roles, "role": keys["role"], "content": keys["content"], "system": system_message or ""}
         source = _PRELUDE % {name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()} + source
-    template = ChatTemplate.checked(str(chat_template), source, tokenizer)
-    end = Masker(template).end_of_turn() if end is None else end
+    written = end_of_turn(tokenizer, source, str(chat_template))
+    end = written if end is None else end
     if map_eos_token and end and end != tokenizer.eos_token:
         if end not in tokenizer.get_vocab():
             raise UsageError(
@@ -88,19 +83,10 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
     """
     translate(options, each("tokenizer batch_size num_proc", any_value("speed"))).checked("standardize_sharegpt")
     column = next((name for name in CHAT_COLUMNS if name in dataset.column_names), CHAT_COLUMNS[0])
-    parser = make_parser(SourceConfig(path="dataset"), RawRow(Origin("dataset", 1), dataset[0]))
+    reader = TurnReader(dataset[0], "dataset")
 
     def standardize(row: dict[str, Any], index: int) -> dict[str, Any]:
-        sample = parser.parse(RawRow(Origin("dataset", index + 1), row))
-        if isinstance(sample, PreferenceRow):
-            raise UsageError(f"dataset:{index + 1} has {parser.format} rows; pass the data set to the trainer as it is")
-        turns = sample.messages if isinstance(sample, Conversation) else ()
-        is_flagged = any(turn.silent or (turn.train is not None and not is_empty(turn)) for turn in turns)
-        has_more = any(turn.tool_calls or turn.reasoning for turn in turns)
-        if has_more or is_flagged or (isinstance(sample, Conversation) and sample.template_args):
-            what = "flags of what carries loss" if is_flagged else "tool calls, reasoning or chat_template_kwargs"
-            raise UsageError(f"dataset:{index + 1} has {what}; pass the data set to the trainer as it is")
-        return {column: [{"role": turn.role, "content": turn.content} for turn in turns]}
+        return {column: reader.turns(row, index + 1)}
 
     return dataset.map(standardize, with_indices=True, remove_columns=list({"system"} & {*dataset.column_names}))
 

@@ -12,20 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatout.environment import environment
-from flatout.errors import UsageError
-from flatout.launch.launch_mode import slurm_rank
-from flatout.parallel.process_group import choose_device, join_group, leave_group
-from flatout.parallel.rank import Rank
+from flatout import UsageError
+from flatout.api.ranks import join_ranks, leave_ranks, this_rank
 
 is_distributed_initialized = dist.is_initialized
-cleanup_distributed_training = leave_group
-
-
-def this_rank() -> Rank:
-    """Return this process's rank, as torchrun or srun set it. Raises UsageError if variables are missing."""
-    env = environment()
-    return Rank.from_env({**env, **(slurm_rank(env) or {})})
+cleanup_distributed_training = leave_ranks
 
 
 def is_distributed_available() -> bool:
@@ -62,10 +53,9 @@ def setup_distributed_training(
     """
     rank = this_rank()
     if rank.world > 1 and not is_distributed_initialized():
-        device = choose_device("auto", rank)
         if backend not in ("nccl", "gloo") or init_method not in (None, "env://"):
             raise UsageError(f"ranks join by nccl or gloo at MASTER_ADDR; got {backend!r}, {init_method!r}: remove it")
-        join_group(rank, device, join_s=60.0 * timeout_minutes)
+        join_ranks(60.0 * timeout_minutes)
         if rank.is_first:
             lines = f"Initialized distributed training with {rank.world} GPUs", f"Using backend: {dist.get_backend()}"
             print("\n".join(f"Unsloth: {line}" for line in lines))

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from flatout.api.run import Run
-from flatout.config.spelling import in_python, spelled_for
-from flatout.data.pictures.processor import PictureProcessor
-from flatout.data.tokenizer import load_tokenizer
-from flatout.environment import set_environment
-from flatout.errors import ResourceError, UsageError
-from flatout.export.write import export
-from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import read_json
-from flatout.models.export import merge, publish_model
-from flatout.models.load.inference import NAMED_MAPS, load_trained, resolve_model_paths
-from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from flatout.parallel.process_group import choose_device
+from flatout import Fix, FlatoutError, Run, UsageError
+from flatout.api.data import load_processor, load_tokenizer
+from flatout.api.models import copy_model, export_model, find_model, load_model, merge_model
+from flatout.api.ranks import this_rank
+from flatout.api.settings import read_json
 from flatout_migrate.call_arguments import ARGUMENTS, PEFT_DEFAULTS, settings_of
-from flatout_migrate.unsloth.distributed_utils import this_rank
 
 _GGUF = {"fast_quantized": "q8_0", "quantized": "q4_k_m", "not_quantized": "f16"}
 # Unsloth's names for parts of models, in the full names of their linear layers
 _VISION, _LANGUAGE = ("vision", "image", "visual", "patch"), ("language", "text")
 _ATTENTION, _MLP = ("self_attn", "attention", "attn"), ("mlp", "feed_forward", "ffn", "dense")
+
+
+def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"quantization_method" if name == "kind" else name: value for name, value in settings.items()}
 
 
 class Model:
@@ -43,7 +37,7 @@ class Model:
     def __init__(self, source: Any, device_map: Any = None, **given: Any) -> None:
         """Take a name, folder, adapter or run, or a model in memory. Raises UsageError, CheckpointError."""
         self.source, self.device_map, self.given = source, device_map, given
-        self.paths = resolve_model_paths(str(source)) if isinstance(source, str | Path) else None
+        self.paths = find_model(str(source)) if isinstance(source, str | Path) else None
         self.run: Run | None = None
         self.loaded: Any = None
 
@@ -58,18 +52,12 @@ class Model:
         return self.forward(*inputs, **options)
 
     def _load(self) -> Any:
-        paths = self.paths if self.run is None else resolve_model_paths(str(self.run.folder))
+        paths = self.paths if self.run is None else find_model(str(self.run.folder))
         if paths is None:
             return self.source
         if self.given.get("load_in_4bit"):
             warnings.warn("answers come from the weights in their files; load_in_4bit is for training", stacklevel=4)
-        device, device_map = choose_device("auto", this_rank()), self.device_map
-        if isinstance(device_map, Mapping):
-            with TemporaryDirectory() as folder:
-                DurableIO().write_json(file := Path(folder) / "device_map.json", dict(device_map))
-                return load_trained(paths, device=device, device_map=str(file))[0]
-        is_spread = device_map in NAMED_MAPS and this_rank().world == 1 and torch.cuda.device_count() > 1
-        return load_trained(paths, device=device, device_map=device_map if is_spread else None)[0]
+        return load_model(paths, self.device_map)[0]
 
     def _saved(self) -> Path:
         """Return the folder of the trained adapter or model, or of the adapter that was loaded."""
@@ -86,11 +74,9 @@ class Model:
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write the trained or loaded adapter (with full_finetuning the model) and its tokenizer, on rank 0."""
         settings_of(options, "save_pretrained")
-        source, folder, durable_io = self._saved(), Path(save_directory), DurableIO()
+        source = self._saved()
         if this_rank().is_first:
-            with durable_io.resource_errors("write", folder):
-                shutil.copytree(source, folder, dirs_exist_ok=True)
-            durable_io.sync_tree(folder)
+            copy_model(source, Path(save_directory))
 
     def save_pretrained_merged(
         self, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit", **options: Any
@@ -102,13 +88,9 @@ class Model:
         settings_of({**options, "save_method": save_method}, "save_pretrained_merged")
         if save_method == "lora":
             return self.save_pretrained(save_directory)
-        source, folder = self._saved(), Path(save_directory)
+        source = self._saved()
         if this_rank().is_first:
-            if folder.exists() and any(folder.iterdir()):
-                raise ResourceError(f"save_pretrained_merged: {folder} is not empty; choose a different folder")
-            model, own = load_trained(resolve_model_paths(str(source)), device=torch.device("cpu"))
-            merge(model)
-            publish_model(model if model.dtype.itemsize == 2 else model.to(torch.bfloat16), own, folder)
+            merge_model(find_model(str(source)), Path(save_directory))
 
     def save_pretrained_gguf(
         self, save_directory: str | Path, tokenizer: Any = None, quantization_method: str | list[str] = "q8_0"
@@ -116,8 +98,11 @@ class Model:
         """Write the merged model as GGUF, for each method into a folder of its name in `save_directory`; on rank 0."""
         methods = [quantization_method] if isinstance(quantization_method, str) else quantization_method
         for name in methods if this_rank().is_first else ():
-            with spelled_for(lambda fix: in_python(fix).replace("kind=", "quantization_method=")):
-                export(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
+            try:
+                export_model(str(self._saved()), "gguf", Path(save_directory) / name, kind=_GGUF.get(name, name))
+            except FlatoutError as error:
+                error.fixes = tuple(Fix(_renamed(fix.settings), fix.why) for fix in error.fixes)
+                raise
 
     def push_to_hub(self, repo_id: str, tokenizer: Any = None, token: str = "", private: bool = False) -> None:
         """Push the trained adapter or model with its tokenizer and a card to a new repository, on rank 0."""
@@ -134,7 +119,7 @@ class Model:
         """Push the model with its adapter merged, or the adapter alone with "lora", to a new repository, on rank 0."""
         settings_of({"save_method": save_method}, "push_to_hub_merged")
         if token:
-            set_environment({"HF_TOKEN": token})
+            os.environ["HF_TOKEN"] = token
         run = self.trained()
         if this_rank().is_first:
             is_merged = save_method == "merged_16bit" and run.config.method == "lora"
@@ -157,12 +142,12 @@ class FastLanguageModel:
         With device_map "auto" or "balanced", training uses every visible GPU. Raises ProblemsError, DataError.
         """
         if token is not None:
-            set_environment({"HF_TOKEN": token})
+            os.environ["HF_TOKEN"] = token
         settings_of(given, "from_pretrained")
         is_4bit = not any(given.get(name) for name in ("full_finetuning", "load_in_16bit", "load_in_fp8"))
         model = Model(model_name, device_map, **{"load_in_4bit": is_4bit, "max_seq_length": 2048, **given})
         if model.paths and model.paths.adapter:
-            saved = read_json(model.paths.adapter / ADAPTER_CONFIG)
+            saved = read_json(model.paths.adapter / "adapter_config.json")
             model.given |= {name: saved[name] for name in saved if name in ARGUMENTS}
             model.given["continue_from"] = str(model.paths.adapter)
         tokenizer = load_tokenizer(model.paths.tokenizer if model.paths else model_name, given.get("revision"))
@@ -195,11 +180,11 @@ class FastVisionModel(FastLanguageModel):
         paths, names = model.paths, ""
         if paths and paths.adapter:
             # its configuration may name layers by their ends alone
-            with safe_open(paths.adapter / ADAPTER_WEIGHTS, "pt") as tensors:
+            with safe_open(paths.adapter / "adapter_model.safetensors", "pt") as tensors:
                 names = " ".join(tensors.keys())
         if given.get("full_finetuning") or any(part in names for part in _VISION):
             model.given["freeze_vision_tower"] = False
-        return model, PictureProcessor(paths.base if paths else model_name, tokenizer).processor
+        return model, load_processor(paths.base if paths else model_name, tokenizer)
 
     @staticmethod
     def get_peft_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from flatout.errors import UsageError
+from flatout import UsageError
 from flatout_migrate import translation as t
 from flatout_migrate.call_arguments import ARGUMENTS
 from flatout_migrate.preference import defaults_of, rules_of_method

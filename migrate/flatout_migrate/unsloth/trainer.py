@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -11,19 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
-from flatout.api.prepare import build_data
-from flatout.api.start import train
-from flatout.data.rows.formats.conversations import CHAT_COLUMNS
-from flatout.data.templates.template import RENDER_ERRORS
-from flatout.data.tokenizer import load_tokenizer
-from flatout.environment import environment
-from flatout.errors import UsageError
-from flatout.track.callback import Callback
+from flatout import Callback, UsageError, build_data, train
+from flatout.api.data import CHAT_COLUMNS, load_tokenizer
+from flatout.api.ranks import this_rank
 from flatout_migrate.call_arguments import ARGUMENTS, PEFT_DEFAULTS, changed_fields, settings_of
 from flatout_migrate.training_arguments import SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
 from flatout_migrate.translation import Rule
-from flatout_migrate.unsloth.distributed_utils import cleanup_distributed_training, this_rank
+from flatout_migrate.unsloth.distributed_utils import cleanup_distributed_training
 from flatout_migrate.unsloth.models import Model
 
 if TYPE_CHECKING:
@@ -279,7 +276,7 @@ def _wrapped(model: Any, peft_config: Any) -> Model:
 def _gpus(settings: Mapping[str, Any], device_map: Any) -> list[int] | None:
     """Return the GPUs to start a rank on each; None: this process, or the ranks of a launcher. Raises UsageError."""
     rank, wanted, num_gpus = this_rank(), settings.get("enable_distributed_training"), torch.cuda.device_count()
-    is_forced = environment().get("UNSLOTH_FORCE_SINGLE_GPU") == "1"
+    is_forced = os.environ.get("UNSLOTH_FORCE_SINGLE_GPU") == "1"
     if rank.world > 1 and (is_forced or wanted is False):
         why = "UNSLOTH_FORCE_SINGLE_GPU=1" if is_forced else "enable_distributed_training=False"
         raise UsageError(f"{why}, but a launcher started {rank.world} processes; start the script with python")
@@ -290,7 +287,7 @@ def _gpus(settings: Mapping[str, Any], device_map: Any) -> list[int] | None:
         return [int(device) for device in devices - {"cpu"}] or None if rank.world == 1 else None
     # torchrun --nproc_per_node=1 is a launcher too
     is_single = (
-        "LOCAL_RANK" in environment()
+        "LOCAL_RANK" in os.environ
         or rank.world > 1
         or is_forced
         or wanted is False
@@ -300,7 +297,7 @@ def _gpus(settings: Mapping[str, Any], device_map: Any) -> list[int] | None:
 
 
 def _renders(tokenizer: Any, turns: Any, text: str) -> bool:
-    with suppress(*RENDER_ERRORS):
+    with suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
         return bool(tokenizer.apply_chat_template(turns, tokenize=False) == text)
     return False
 

@@ -162,7 +162,8 @@ def test_an_empty_word_ends_no_verb_in_a_traceback(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     """As of a shell's variable that is not set; the verb alone is as before."""
-    monkeypatch.setattr(importlib.import_module(f"flatout.cli.{verb}"), "run", lambda args: 0)
+    module = "flatout_migrate.convert" if verb == "convert" else f"flatout.cli.{verb}"
+    monkeypatch.setattr(importlib.import_module(module), "run", lambda args: 0)
     monkeypatch.chdir(world)
     for words in ([verb, ""], [verb, "run", "", ""]):
         assert main(words) in (0, 2, 3), words

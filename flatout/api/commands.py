@@ -1,0 +1,88 @@
+"""For a program with a command line of its own: exit codes of errors, rows of 80 columns, and files that are new."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from flatout.config.spelling import spelled
+from flatout.errors import Fix, FlatoutError, ResourceError, UsageError, path_error
+from flatout.io.host_memory import host_memory_error
+from flatout.io.redact import printable, redacted
+
+LONGEST_LINE = 700
+WIDTH = 80
+
+
+def exit_code_of(run: Callable[[], int], spell: Callable[[Fix], str] | None = None) -> int:
+    """Return what `run` returns, or the exit code of its FlatoutError, which is printed.
+
+    `spell` writes what mends it as words of the command line; None: as the error has it.
+    """
+    try:
+        try:
+            return run()
+        except Exception as error:
+            refused = None if isinstance(error, FlatoutError) else host_memory_error(error) or path_error(error)
+            if refused is None:
+                raise
+            raise refused from error
+    except FlatoutError as error:
+        # without control characters, which files can contain, or endless lines
+        shown = [
+            line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
+            for line in printable(redacted(spelled(error, spell or error.spell))).split("\n")
+        ]
+        print("error: " + "\n".join(shown), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """End this process when its parent ends, whose pid it was given."""
+    from flatout.launch import ranks
+
+    ranks.end_with_parent(parent_pid)
+
+
+def require_yaml(path: Path) -> None:
+    """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
+    from flatout.config.read import YAML_TYPES
+
+    if path.suffix not in YAML_TYPES:
+        named = path.with_suffix(".yaml")
+        raise UsageError(f"{path}: a configuration is YAML; name it {named}")
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a new file. Raises UsageError if it exists or has no folder."""
+    from flatout.io.durable_io import DurableIO
+
+    content = memoryview(text.encode())
+    try:
+        DurableIO().create(path, [content], len(content))
+    except ResourceError as error:
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder; name a file in it, such as {path / 'run.yaml'}") from None
+        if isinstance(error.__cause__, FileExistsError):
+            free = next(name for k in range(2, 10**6) if not (name := path.with_stem(f"{path.stem}-{k}")).exists())
+            text = f"{path}: already exists; choose a different file, such as {free}, or remove it"
+            raise UsageError(text) from None
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise UsageError(f"{path}: there is no folder {path.parent}; create it: mkdir -p {path.parent}") from None
+        raise
+
+
+def rows(pairs: Iterable[tuple[str, str]], name_width: int = 18) -> str:
+    """Format one line per pair, names in a column of `name_width`; long texts wrap within their column.
+
+    Words are never broken, so that a long path can still be copied.
+    """
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(printable(f"{name:<{name_width - 1}} {text}")) for name, text in pairs)
