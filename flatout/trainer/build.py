@@ -79,12 +79,13 @@ def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[Training
         bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         run, why_no_graphs = assemble_run(setup)
         measured, needs_replan = memory_check.check(run, bytes_before_model)
-        setup = replace(setup, planned=replace(run.planned, device=measured))
-        setup = setup.plan_again(measured) if needs_replan else setup
-        if setup.planned.pass_settings == run.planned.pass_settings:
+        planned = replace(run.planned, device=measured)
+        planned = planned.planned_again(measured, planned.inexact_reasons) if needs_replan else planned
+        if planned.pass_settings == run.planned.pass_settings:
             memory_check.record(measured)
-            memory = replace(setup.planned.memory, recompute=run.memory.recompute)
-            return replace(run, planned=setup.planned, memory=memory), why_no_graphs
+            memory = replace(planned.memory, recompute=run.memory.recompute)
+            return replace(run, planned=planned, memory=memory), why_no_graphs
+        setup = replace(setup, planned=planned)
         run.close()
         del run
         if device.type == "cuda":
@@ -149,7 +150,8 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
             inexact = {"sharing" if is_sharing else "packing": error.text.partition("; ")[0]}
         # here no frame of the failed check holds the model any more
         free_memory(setup.device)
-        setup = setup.plan_again(planned.device, planned.inexact_reasons._replace(**inexact))
+        again = planned.planned_again(planned.device, planned.inexact_reasons._replace(**inexact))
+        setup = replace(setup, planned=again)
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
