@@ -25,6 +25,8 @@ PYTHON = {
     "flatout.track.callback": ["Callback"],
     "flatout.objectives.protocol": ["Objective", "Metric"],
     "flatout.objectives.loss_inputs": ["LabelTokens"],
+    "flatout.config.optim": ["OptimizerTraits"],
+    "flatout.models.lora.starts": ["AdapterPlace"],
     "flatout.errors": ["FlatoutError"],
 }
 

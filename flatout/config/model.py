@@ -208,7 +208,7 @@ class LoraConfig(Section):
             refuse_unused(self, ("init", "init_path"), "continue_from, whose folder has the adapter to start from")
         if self.init_path is not None:
             refuse_unused(self, ("init",), "init_path")
-            if problem := own_code_problem(self.init_path, "start.py:principal"):
+            if problem := own_code_problem(self.init_path, "start.py:principal", kind="FUNCTION"):
                 raise ValueError(f"init_path {problem}")
         return self
 

@@ -101,10 +101,10 @@ def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *fixes: Fi
             raise SettingError(text, *fixes)
 
 
-def own_code_problem(where: str, example: str) -> str | None:
-    """Say what is wrong with a setting that should be FILE.py:NAME; None if it is."""
+def own_code_problem(where: str, example: str, *, kind: str = "CLASS") -> str | None:
+    """Say what is wrong with a setting that should name a class or function of a file; None if it does."""
     return (
         None
         if re.fullmatch(r".+\.py:[A-Za-z_]\w*", where)
-        else f"is {where!r}; expected FILE.py:NAME, such as {example}"
+        else f"is {where!r}; expected FILE.py:{kind}, such as {example}"
     )

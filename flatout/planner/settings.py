@@ -16,7 +16,6 @@ class PlanSettings:
     """What decides a run's steps, the memory and FLOPs of their passes, and how ranks share the state."""
 
     seed: int
-    """Orders the samples."""
     method: Literal["lora", "full"]
     batch: BatchConfig
     lora: LoraConfig
@@ -26,31 +25,25 @@ class PlanSettings:
     optimizer: OptimizerTraits
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"]
     compiles: bool
-    """Whether layers are compiled where they can be."""
+    """Whether layers are compiled, graphs recorded and experts grouped where they can be."""
     records_graphs: bool
-    """Whether CUDA graphs are recorded where they can be."""
+    groups_experts: bool
     memory: Literal["auto"] | float
     """GiB of a GPU, or of a process on the CPU."""
     recompute: Literal["auto"] | Recompute
     strategy: Literal["auto"] | StrategyName
     deepspeed: dict[str, Any] | None
     expert_ranks: int
-    """Ranks that share each layer's experts."""
     context_ranks: int
-    """Ranks that share each micro-batch's tokens."""
-    groups_experts: bool
-    """Whether experts are computed by grouped products where they can be."""
+    """Ranks that share each layer's experts, or each micro-batch's tokens."""
     trained_parts: frozenset[str]
-    """Parts that read pictures and are trained (`ModelConfig.trained_parts`)."""
     num_new_tokens: int
-    """Tokens that `data.new_tokens` adds to the vocabulary."""
     computes_in_fp8: bool
     reason_against_sharding: str | None
     """The setting that needs whole weights on every rank, or None."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Take what a plan reads of a configuration."""
         return cls(
             seed=config.seed,
             method=config.method,

@@ -44,17 +44,10 @@ class Survey:
 
 def require_no_code(config: Config) -> None:
     """Raise SecurityError for a configuration that runs code of a person's own file."""
-    paths = {
-        "objective.path": (config.objective.path, "objective.kind"),
-        "optim.path": (config.optim.path, "optim.name"),
-        "lora.init_path": (config.lora.init_path, "lora.init"),
-    }
-    for setting, (path, instead) in paths.items():
-        if path is not None:
-            raise SecurityError(
-                f"{setting}: the file would run as code, which a page may not start; use {instead}, or start this run "
-                "in a terminal: flatout train"
-            )
+    own = {"objective": config.objective.path, "optim": config.optim.path, "lora.init": config.lora.init_path}
+    if where := next((f"{setting}: {path}" for setting, path in own.items() if path is not None), None):
+        what = "the file would run as code, which a page may not start"
+        raise SecurityError(f"{where}: {what}; start this run in a terminal: flatout train")
 
 
 class Workspace:

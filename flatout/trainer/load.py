@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from threading import Thread
 
 import torch
 
 from flatout.config.schema import Config
-from flatout.data.tokenizer import new_token_ids
 from flatout.environment import CAPABILITY, ask_for_deterministic_cublas, keep_compiled_kernels, named_capability
 from flatout.errors import Fix, UsageError
 from flatout.models.blocks import decoder_layers
@@ -38,11 +36,8 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
     _prepare_device(config, device)
     importing = _choose_kernels(config, device, reporter)
     waits = weights_wait_in_files(config, planned, device)
-    if waits and config.lora.init_path is not None:
-        text = "lora.init_path reads whole weights, of which each rank loads its shard only"
-        raise UsageError(f"{text}", [Fix({"strategy": "ddp"})])
+    _require_whole_weights(config, waits)
     reporter.phase("loading weights")
-    token_ids, num_rows = new_token_ids(config.data, config.model.name)
     loaded = load_model(
         config.model,
         method=config.method,
@@ -53,13 +48,12 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
         how=Loading(
             on_host=waits,
             is_padded=planned.plan.batch_layout.is_padded,
-            num_rows=num_rows,
+            num_rows=planned.data.num_rows,
             keep_dense=config.lora.modules_to_save,
             context_ranks=planned.parallel_layout.context_ranks,
             scoring=planned.scoring,
         ),
     )
-    proofs.identify(loaded)
     for line in loaded.report:
         reporter.stage("model", line)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
@@ -69,7 +63,7 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
         reporter.stage("self-test", line)
     elif config.method == "lora" and loaded.model.dtype != dtype:
         loaded.model.to(dtype)  # adapters take the base's dtype
-    make_trainable(loaded, setup, token_ids, proofs)
+    make_trainable(loaded, setup, proofs)
     dither = _dither_masters(loaded, config, reporter, waits)
     if waits:
         loaded = replace(
@@ -141,16 +135,23 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
     return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
 
 
-def make_trainable(loaded: LoadedModel, setup: Setup, token_ids: Sequence[int], proofs: Proofs) -> None:
+def _require_whole_weights(config: Config, waits: bool) -> None:
+    if waits and config.lora.init_path is not None:
+        why = "lora.init_path reads whole weights, of which each rank loads its shard only"
+        raise UsageError(why, [Fix({"strategy": "ddp"})])
+
+
+def make_trainable(loaded: LoadedModel, setup: Setup, proofs: Proofs) -> None:
     """Add LoRA adapters, or freeze parameters for full fine-tuning.
 
-    LoRA also trains the rows of `token_ids`, new tokens. Parameters that only pictures use are frozen, too, unless
+    LoRA also trains the rows of new tokens. Parameters that only pictures use are frozen, too, unless
     model.freeze_vision_tower or model.freeze_projector is false.
     """
-    model, config, reporter = loaded.model, setup.config, setup.reporter
+    model = loaded.model
+    config, reporter = setup.config, setup.reporter
     if config.method == "lora":
         reporter.phase("adding adapters")
-        rows = rows_of_tokens(model, config.lora, token_ids)
+        rows = rows_of_tokens(model, config.lora, setup.planned.data.new_token_ids)
         for line in add_lora(model, config.lora, seed=config.seed, rows=rows, parts=config.model.trained_parts):
             reporter.stage("lora", line)
         if text := proofs.prove_adapter(loaded):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.cuda import device_count
@@ -22,6 +23,7 @@ from flatout.data.classes import in_order_of
 from flatout.data.judged import with_undesirable
 from flatout.data.reference_column import with_reference
 from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import new_token_ids
 from flatout.errors import DataError, Fix, UsageError
 from flatout.io.kept_facts import hashes_of
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -50,7 +52,7 @@ from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.picture_inputs import with_pictures
 from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
 from flatout.trainer.start_check import check_start, require_disk
-from flatout.trainer.steps_and_memory import EXACT, InexactReasons, SplitStore, Steps, hold_out_samples, plan_training
+from flatout.trainer.steps_and_memory import EXACT, InexactReasons, RunData, Steps, hold_out_samples, plan_training
 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
 UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
@@ -68,21 +70,6 @@ FACTS_BY_NAME = {
 CHOOSES_ROWS = {"sources", "on_bad_row", "dedupe", "num_samples", "shuffle", "seed"}
 # paths and process counts may differ between nodes; content is compared by fingerprint
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
-
-
-class RunData(NamedTuple):
-    """What a plan is made of, opened once: the loss, the model's sizes and the data."""
-
-    settings: PlanSettings
-    objective: Objective
-    shape: ModelShape
-    text_config: Any
-    """The configuration of the model's decoder."""
-    split: SplitStore
-    eval_stores: Mapping[str, TokenStore]
-    """The data sets to evaluate on, by name."""
-    scoring: Scoring | None
-    """The scores that the run trains, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +93,13 @@ class PlannedRun:
     """Why the model must not pack samples or share prefixes."""
     kl_pairs: KLPairs | None = None
     """The same steps over KL pairs, if the objective estimates something of them."""
+    again: Replan | None = None
+    """Plans the same run for another device, or for a model that must not pack samples or share prefixes."""
+
+    def planned_again(self, device: Device | None, inexact_reasons: InexactReasons) -> PlannedRun:
+        """Return the same data and samples of each step, planned anew for this device and these reasons."""
+        assert self.again is not None
+        return replace(self.again(device, inexact_reasons), fingerprints=self.fingerprints)
 
     @property
     def objective(self) -> Objective:
@@ -146,6 +140,7 @@ class PlannedRun:
 
 
 PlannedDataSet = PlannedRun | KLPairs | EvalSet
+Replan: TypeAlias = Callable[[Device | None, InexactReasons], PlannedRun]
 
 
 def plan_run(
@@ -154,7 +149,6 @@ def plan_run(
     reporter: Reporter,
     rank: Rank,
     device: Device | None = None,
-    *,
     inexact_reasons: InexactReasons = EXACT,
 ) -> PlannedRun:
     """Choose a micro-batch that fits in device memory, and plan every step.
@@ -164,7 +158,7 @@ def plan_run(
     not fit.
     """
     settings, objective, store = data.settings, data.objective, data.split.store
-    steps = plan_training(settings, data.shape, data.text_config, data.split, rank, device, reporter, inexact_reasons)
+    steps = plan_training(data, rank, device, reporter, inexact_reasons)
     plan, memory = steps.plan, steps.memory
     if settings.full.update == "backward":
         check_backward_update(settings, plan, rank)
@@ -180,7 +174,7 @@ def plan_run(
     return PlannedRun(
         data=data, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=steps.parallel_layout,
         memory=memory, fingerprints=fingerprints, normalizers=normalizers, device=device, sharing=steps.sharing,
-        inexact_reasons=inexact_reasons, kl_pairs=kl_pairs,
+        inexact_reasons=inexact_reasons, kl_pairs=kl_pairs, again=partial(plan_run, config, data, reporter, rank),
     )  # fmt: skip
 
 
@@ -255,10 +249,11 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    split = hold_out_samples(store, config.eval, config.seed, reporter)
+    split = hold_out_samples(store, config, reporter)
     eval_stores = open_eval_stores(config, store, objective, reporter)
     text_config = read_text_config(model.name, model.revision)
-    return RunData(PlanSettings.of(config), objective, shape, text_config, split, eval_stores, scoring)
+    settings, new_tokens = PlanSettings.of(config), new_token_ids(config.data, model.name)
+    return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens)
 
 
 def open_eval_stores(

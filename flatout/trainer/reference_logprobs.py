@@ -61,7 +61,7 @@ def compute_reference(run: TrainingRun, *, compares: bool) -> None:
             else:
                 context, chunks = as_in_training(run), partial(_first_steps, data_set.plan, first_epoch)
             with context:
-                _fill(run, loader, data_set.plan, chunks, compares)
+                _fill_reference(run, loader, data_set.plan, chunks, compares)
     if run.device.type == "cuda":
         # the reference took an epoch's passes, and the first steps are compared with their own plan
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -111,7 +111,7 @@ def _eval_chunks(evaluation: StepPlan) -> Iterator[StepPlan]:
         yield replace(part, sample_ids=tuple(sorted(_ids(part))))
 
 
-def _fill(
+def _fill_reference(
     run: TrainingRun,
     loader: BatchLoader,
     plan: PlannedSamples,

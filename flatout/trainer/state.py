@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,16 +19,14 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
-from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.data_sets import EvalSet, KLPairs
-from flatout.trainer.planned_run import PlannedRun, plan_run
+from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.rank_meter import RankMeter
-from flatout.trainer.steps_and_memory import InexactReasons
 from flatout.trainer.stop_request import StopRequest
 
 
@@ -102,19 +100,10 @@ class Setup:
     reporter: Reporter
     rank: Rank
     watch: PeerWatch | None = None
-    reuse_checks: bool = False
-    """Whether checks that an equal start has passed are left out, see `Proofs`."""
 
     @property
     def device(self) -> torch.device:
         return choose_device(self.config.wanted_device, self.rank)
-
-    def plan_again(self, device: Device | None, inexact_reasons: InexactReasons | None = None) -> Setup:
-        """Plan the same data again for this device, or with what a self-test found `inexact_reasons` (None: known)."""
-        planned, reasons = self.planned, inexact_reasons or self.planned.inexact_reasons
-        again = plan_run(self.config, planned.data, self.reporter, self.rank, device, inexact_reasons=reasons)
-        # the data and which samples a step holds are the same
-        return replace(self, planned=replace(again, fingerprints=planned.fingerprints))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.schema import EvalConfig
+from flatout.config.schema import Config
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.row_keys import prompt_keys
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
+from flatout.models.scoring import Scoring
+from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
 from flatout.planner.devices import Device
@@ -47,14 +50,14 @@ class SplitStore(NamedTuple):
     eval_ids: NDArray[np.int64] | None
 
 
-def hold_out_samples(store: TokenStore, eval_config: EvalConfig, seed: int, reporter: Reporter) -> SplitStore:
+def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
     """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
-    if not eval_config.fraction:
+    if not config.eval.fraction:
         return SplitStore(store, None, None)
-    facts = store.row_keys, eval_config.fraction, seed, store.hashes, store.unit_offsets
+    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
     reporter.phase("looking for equal prompts")
     prompts, is_judged = prompt_keys(store), bool(store.meta.counts.get("pairs") or store.meta.counts.get("labelled"))
-    by_prompt = eval_config.split_by == "prompt" or (eval_config.split_by == "auto" and is_judged)
+    by_prompt = config.eval.split_by == "prompt" or (config.eval.split_by == "auto" and is_judged)
     train_ids, eval_ids = split_held_out(*facts, prompts if by_prompt else None)
     if by_prompt:
         line = f"{len(eval_ids):,} samples: rows with one prompt stay on one side (eval.split_by)"
@@ -66,6 +69,25 @@ def hold_out_samples(store: TokenStore, eval_config: EvalConfig, seed: int, repo
         line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
         reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
     return SplitStore(store, train_ids, eval_ids)
+
+
+class RunData(NamedTuple):
+    """What a plan is made of, opened once: the loss, the model's sizes and the data."""
+
+    settings: PlanSettings
+    objective: Objective
+    shape: ModelShape
+    text_config: Any
+    """The configuration of the model's decoder."""
+    split: SplitStore
+    eval_stores: Mapping[str, TokenStore]
+    """The data sets to evaluate on, by name."""
+    scoring: Scoring | None
+    """The scores that the run trains, if any."""
+    new_token_ids: Sequence[int]
+    """The tokens of `data.new_tokens`."""
+    num_rows: int
+    """The rows that embedding and head have to have for them; 0 without."""
 
 
 class InexactReasons(NamedTuple):
@@ -89,32 +111,27 @@ class Steps(NamedTuple):
 
 
 def plan_training(
-    settings: PlanSettings,
-    shape: ModelShape,
-    text_config: Any,
-    data: SplitStore,
-    rank: Rank,
-    device: Device | None,
-    reporter: Reporter,
-    inexact_reasons: InexactReasons,
+    data: RunData, rank: Rank, device: Device | None, reporter: Reporter, inexact_reasons: InexactReasons
 ) -> Steps:
     """Decide how samples share a micro-batch, the steps, the strategy and the memory.
 
-    Prefixes are shared where that pays. `text_config` is the configuration of the model's decoder.
+    Prefixes are shared where that pays.
     """
+    settings, shape, text_config, split = data.settings, data.shape, data.text_config, data.split
     reporter.phase("planning")
-    has_pictures = bool(data.store.num_pictures)
+    has_pictures = bool(split.store.num_pictures)
     is_padded = pads_samples(settings, text_config, reporter, inexact_reasons.packing, has_pictures=has_pictures)
     reporter.phase("looking for shared prefixes")
-    prefixes, sharing = index_prefixes(settings, text_config, data, is_padded=is_padded, reason=inexact_reasons.sharing)
+    why_unshared = inexact_reasons.sharing
+    prefixes, sharing = index_prefixes(settings, text_config, split, is_padded=is_padded, reason=why_unshared)
     reporter.phase("planning")
-    decided = plan_steps(settings, shape, data, rank, device, is_padded=is_padded, prefixes=prefixes)
+    decided = plan_steps(settings, shape, split, rank, device, is_padded=is_padded, prefixes=prefixes)
     if prefixes is not None:
         pays, sharing = sharing_pays(settings, decided[0], shape, decided[1], device)
         if not pays:
-            decided = plan_steps(settings, shape, data, rank, device, is_padded=is_padded)
+            decided = plan_steps(settings, shape, split, rank, device, is_padded=is_padded)
     reporter.stage("prefixes", sharing)
-    require_trainable(settings, data.store, decided[1])
+    require_trainable(settings, split.store, decided[1])
     return Steps(*decided, sharing)
 
 

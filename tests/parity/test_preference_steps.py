@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_syncs_gpu import WARM_UP_STEPS, sync_debug
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unit_store import write_units
 
 from flatout.checkpoint.write import Checkpoints
+from flatout.config.objective import REFERENCE
 from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.models.compile.layers import report_compilations
@@ -25,9 +27,11 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
+from flatout.trainer.passes import as_in_training
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
+from flatout.trainer.token_logprobs import compute_logprobs
 
 KINDS = ["dpo", "kto", "reward"]
 # their result's size, or their value, is known to the device only
@@ -92,6 +96,22 @@ def test_no_operator_of_a_step_waits_for_a_value(tiny: Any, tmp_path: Path, kind
         # so that this test can fail
         _ = sums[0].item(), sums[sums > 0], sums.nonzero()
     assert reads.found == ["_local_scalar_dense", "index", "nonzero"]
+    run.close()
+
+
+def test_log_probabilities_of_tokens_add_up_to_those_of_samples(tiny: Any, tmp_path: Path) -> None:
+    run = built(config_of(tiny, tmp_path, "dpo", "cpu"))
+    step, store = run.plan.step(0), run.loader.store
+    ids = sorted(step.sample_ids)
+    with as_in_training(run):
+        of_tokens = compute_logprobs(run, run.loader, run.plan, step, ids, per="token")
+        of_samples = compute_logprobs(run, run.loader, run.plan, step, ids)
+    counts = store.num_label_tokens[ids]
+    assert len(of_tokens) == counts.sum()
+    assert (of_tokens < 0).all()
+    assert np.allclose(np.add.reduceat(of_tokens, np.cumsum(counts) - counts), of_samples, rtol=1e-6)
+    # the reference, which is this model, was computed by the same pass
+    assert (store.extra[REFERENCE][ids] == of_samples).all()
     run.close()
 
 

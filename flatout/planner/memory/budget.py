@@ -225,8 +225,8 @@ def _choose_on_cpu(
     levels = tuple(level for level in levels if level != "offload") or levels
     most = configured or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
     counts = [most] if configured else [most, *(max(count, tokens.longest_sample) for count in CPU_SMALLER)]
-    model = memory_model(settings, shape, CPU, layout)
-    budget = cpu_budget(settings, is_alone=layout.strategy == "single")
+    model, is_alone = memory_model(settings, shape, CPU, layout), layout.strategy == "single"
+    budget = cpu_budget(settings, is_alone=is_alone)
 
     def needed(level: Recompute, count: int) -> int:
         size = tokens.micro_batch(min(count, tokens.largest_pass_tokens))
@@ -390,14 +390,10 @@ def largest_fit(model: MemoryModel, recompute: Recompute, tokens: TokenStatistic
 
 
 def longest_document_tokens(
-    settings: PlanSettings,
-    shape: ModelShape,
-    device: Device,
-    label_share: float,
-    parallel_layout: ParallelLayout = SINGLE_RANK,
+    settings: PlanSettings, shape: ModelShape, device: Device, label_share: float, layout: ParallelLayout = SINGLE_RANK
 ) -> int:
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
-    model = memory_model(settings, shape, device, parallel_layout)
+    model = memory_model(settings, shape, device, layout)
     tokens = TokenStatistics(LONGEST_TOKENS, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
     heaviest = _levels(settings, compiled=model.compiled)[-1]
     return largest_fit(model, heaviest, tokens, device, LONGEST_TOKENS)

@@ -12,11 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.cli.main import main
-from flatout.cli.plan import step_lines
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
 from flatout.planner.shape import check_positions
-from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.model_shape import make_shape
 
 
@@ -160,13 +158,6 @@ def test_ranks_are_those_of_gpus(run_file, capsys):
     assert "--ranks is 4, but gpus names 2; leave one of them out" in capsys.readouterr().err
 
 
-def test_without_a_gpu_the_plan_is_the_cpus(run_file, capsys):
-    assert main(["plan", str(run_file), "batch.micro_batch_tokens=null", "batch.samples_per_step=120", "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert values["num_micro_batches"] == -(-values["num_tokens"] // 8192)
-    assert "longest_document_tokens" not in values
-
-
 def test_one_step(run_file, capsys):
     assert main(["plan", str(run_file), "--ranks", "3", "--step", "1"]) == 0
     text = capsys.readouterr().out
@@ -178,15 +169,6 @@ def test_one_step(run_file, capsys):
     assert step["index"] == 1
     assert len(step["ranks"]) == 3
     assert sorted(i for rank in step["ranks"] for m in rank for i in m["sample_ids"]) == sorted(step["sample_ids"])
-
-
-def test_a_large_step_is_told_within_80_columns():
-    ids = tuple(range(10_000, 10_300))
-    micro_batches = (MicroBatch(ids, 90_000, 80_000), MicroBatch(ids[:1], 300, 0, is_filler=True))
-    lines = list(step_lines(StepPlan(123_456, 78, ids, 90_000, 80_000, (micro_batches,), 1.0)))
-    assert max(map(len, lines)) <= 80
-    assert [int(word) for line in lines[4:-2] for word in line.split()] == list(ids)
-    assert "a filler" in lines[-2]
 
 
 def edit_model(run_file: Path, **values) -> None:
@@ -264,11 +246,3 @@ def test_a_bad_model_folder_is_named(run_file, capsys, content, message):
     error = capsys.readouterr().err
     assert message in error
     assert "model" in error
-
-
-def test_a_name_that_is_nowhere_is_told(run_file, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["plan", str(run_file), "model.name=nobody/nothing"]) == 2
-    assert "there is no folder nobody/nothing, and HF_HUB_OFFLINE is set" in capsys.readouterr().err
-    assert main(["plan", str(run_file), "model.name=/no/such/model/folder"]) == 2
-    assert "there is no folder /no/such/model/folder" in capsys.readouterr().err

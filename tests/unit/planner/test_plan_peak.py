@@ -38,9 +38,3 @@ from flatout.planner.devices import nominal_peak
 def test_peaks_by_name(name: str, arithmetic: str, tera: float | None) -> None:
     peak = nominal_peak(name, arithmetic)
     assert (None if peak is None else peak.flops_per_s / 1e12) == tera
-
-
-def test_the_peak_says_what_it_is() -> None:
-    peak = nominal_peak("NVIDIA H200", "bf16")
-    assert peak is not None
-    assert peak.describe() == "989 TFLOP/s, bf16 dense, NVIDIA H200"

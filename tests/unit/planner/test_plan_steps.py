@@ -208,12 +208,6 @@ def test_naive_loader_pads_each_ranks_share():
     assert tight.naive_tokens(tight.step(0)) == 2 * 10 + 2 * 9
 
 
-def test_describe_is_one_line():
-    line = plan_of(epochs=2).describe()
-    assert line.startswith("14 steps of 8 samples, 2 epochs of 50; 2 ranks, balance 0.9")
-    assert "\n" not in line
-
-
 def test_a_sample_over_the_budget_names_the_settings():
     with pytest.raises(UsageError) as error:
         plan_of(micro_batch_tokens=40)

@@ -1,12 +1,9 @@
 """The report: every number recounted from the steps."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from plans import make_plan
 
-from flatout.cli.plan import step_lines
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
 from flatout.planner.devices import GIB
@@ -55,7 +52,7 @@ def test_balance_at_other_numbers_of_ranks(plan):
     assert balances[16].worst < balances[2].worst
 
 
-def test_text_holds_the_numbers(plan):
+def test_the_largest_micro_batch_needs_the_memory(plan):
     seen = []
 
     def memory_of(size):
@@ -65,40 +62,7 @@ def test_text_holds_the_numbers(plan):
     report = add_up(plan, num_held_out=7, tokens_per_s=0.5, memory_of=memory_of)
     largest = (report.max_micro_batch_tokens, report.max_micro_batch_labels, report.max_micro_batch_documents)
     assert seen == [MicroBatchSize(*largest)]
-    text = "\n".join(f"{name} {value}" for name, value in totals_lines(report))
-    assert "60, 7 held out, 1.533 epochs" in text
-    assert f"{report.num_tokens:,}, {report.label_share:.1%} of them label tokens" in text
-    assert f"{report.padding_avoided:.1%} of the" in text
-    assert (
-        "about 16.50 GiB (estimate: weights 16.00 GiB, adapter 1.00 MiB, optimizer 2.00 MiB, activations 0.50 GiB"
-        in text
-    )
-    assert "working" not in text
-    assert "balance, 3 ranks" in text
-    assert " h " in text
+    assert report.memory == MEMORY
+    told = dict(totals_lines(report))
+    assert told.keys() >= {"memory per rank", "time"}
     assert "time" not in dict(totals_lines(add_up(plan)))
-
-
-def test_a_step_is_told_rank_by_rank(plan):
-    step = plan.step(2)
-    lines = list(step_lines(step))
-    text = "\n".join(lines)
-    assert lines[0].startswith("step 2, epoch 0: 16 samples, balance ")
-    assert lines[1] == f"{step.num_tokens:,} tokens, {step.num_label_tokens:,} label tokens"
-    for index, rank in enumerate(step.by_rank):
-        assert f"rank {index}: {sum(m.num_tokens for m in rank)} tokens" in text
-        for micro_batch in rank:
-            assert f" labels\n      {' '.join(map(str, micro_batch.sample_ids))}\n" in text + "\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ({}, None),
-        ({"pass_overhead_tokens": 10}, "each sample is a padded row"),
-        ({"expert_ranks": 3, "lockstep": True}, "ranks that share a pass fill it up alike"),
-    ],
-)
-def test_padding_is_told_with_its_own_cause(plan, words, why):
-    told = dict(totals_lines(add_up(replace(plan, batch_layout=replace(plan.batch_layout, **words)), rank_counts=())))
-    assert told.get("padding", "").rpartition(", as ")[2] == (why or "")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,42 +137,6 @@ def test_a_step_is_that_of_plain_transformers(
     found = {**line["metrics"], "loss": line["loss"], "grad_norm": line["grad_norm"]}
     assert {key: found[key] for key in ("loss", *plain)} == pytest.approx(plain, rel=1e-6)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-9)
-
-
-# the loss itself kills its process once, in the middle of a step
-KILLS = """
-import os, signal
-from pathlib import Path
-CALLS, MARK = [], Path(__file__).with_name("killed")
-class DPO(DPO):
-    def __call__(self, labels):
-        CALLS.append(1)
-        if len(CALLS) == 8 and MARK.parent.name == "parts" and not MARK.exists():
-            MARK.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(labels)
-"""
-
-
-def test_a_killed_run_goes_on_to_the_bit(tiny: Any, pairs: Path, tmp_path: Path, metrics_of: Any) -> None:
-    same: dict[str, Any] = {
-        "checkpoint": {"every_steps": 1},
-        "schedule": {"kind": "constant", "warmup_steps": 0},
-    }
-    for name in ("whole", "parts"):
-        file = written(tiny, pairs, tmp_path / name, batch={"micro_batch_tokens": 250, "max_steps": 4}, **same)
-        file.with_name("dpo.py").write_text(DPO.read_text() + KILLS)
-        if name == "parts":
-            command = [sys.executable, "-m", "flatout", "train", *options(file)]
-            assert subprocess.run(command, capture_output=True, timeout=600).returncode == -signal.SIGKILL
-            assert file.with_name("killed").exists()
-        assert main(["train", *options(file)]) == 0
-    assert '"kind": "resumed"' in (tmp_path / "parts" / "run" / "events.jsonl").read_text()
-    whole, parts = ([line["loss"] for line in metrics_of(tmp_path / name / "run")] for name in ("whole", "parts"))
-    assert len(whole) == 4
-    assert whole == parts
-    one, other = (tmp_path / name / "run" / "final" / "model.safetensors" for name in ("whole", "parts"))
-    assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize(

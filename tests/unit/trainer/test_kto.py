@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -112,33 +109,6 @@ def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(
     assert main(["plan", *args]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ("tokens in forward passes before step 0, unless an earlier" in shown) == (kind != "cpo")
-
-
-KILLED = """
-import os, signal, sys
-import flatout
-class Kill(flatout.Callback):
-    def on_step(self, record):
-        if record.step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-flatout.train(sys.argv[1], callbacks=[Kill()])
-"""
-
-
-def test_a_killed_run_goes_on_to_the_bit(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
-    for name in ("whole", "parts"):
-        file = written(tiny, tmp_path / name, ROWS, precision="fp32", more="checkpoint: {every_steps: 1}\n")
-        if name == "parts":
-            (tmp_path / "kill.py").write_text(KILLED)
-            command = [sys.executable, str(tmp_path / "kill.py"), str(file)]
-            ended = subprocess.run(command, capture_output=True, timeout=600)
-            assert ended.returncode == -signal.SIGKILL, ended.stderr
-        assert main(["train", str(file)]) == 0
-    assert '"kind": "resumed"' in (tmp_path / "parts" / "run" / "events.jsonl").read_text()
-    whole, parts = ([line["loss"] for line in metrics_of(tmp_path / name / "run")] for name in ("whole", "parts"))
-    assert whole == parts
-    one, other = (tmp_path / name / "run" / "final" / "adapter_model.safetensors" for name in ("whole", "parts"))
-    assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
