@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.cli.init import write_new
+from flatout.cli.parser import add_settings
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
@@ -16,7 +17,7 @@ from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     config_help = "the run's YAML file (a .py file runs as code), at its path on the cluster"
-    parser.add_argument("config", type=Path, help=config_help)
+    add_settings(parser, "lora.rank=32", what=config_help)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slurm", action="store_true", help="write an sbatch script")
     where.add_argument("--kubernetes", action="store_true", help="write a PyTorchJob, or a TrainJob with --train-job")
@@ -32,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mount", default="/work", help="Kubernetes: mount path of the claim (/work)")
     parser.add_argument("--train-job", action="store_true", help="Kubernetes: write a TrainJob (Kubeflow Trainer v2)")
     parser.add_argument("--runtime", help="Kubernetes: training runtime of the TrainJob (torch-distributed)")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="same as for flatout train")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,11 +6,13 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.errors import Fix, UsageError
 
 OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
+CONFIG_HELP = "YAML or .py file (.py runs as code); not needed if settings follow"
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
@@ -33,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
-            super()._check_value(action, value)  # type: ignore[misc]
+            super()._check_value(action, value)
         except argparse.ArgumentError:
             raise self._no_choice(action, value) from None
 
@@ -50,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)  # type: ignore[misc]
+            return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             if (kind := _NUMBERS.get(action.type)) is None:  # type: ignore[call-overload]
                 raise
@@ -59,6 +61,12 @@ class Parser(argparse.ArgumentParser):
 
 def _name_of(action: argparse.Action) -> str:
     return next(iter(action.option_strings), None) or str(action.metavar or action.dest)
+
+
+def add_settings(parser: argparse.ArgumentParser, example: str, *, what: str = CONFIG_HELP, **more: Any) -> None:
+    """Add the arguments of a verb that reads a configuration: its file, and words that change it."""
+    parser.add_argument("config", type=Path, help=what, **more)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.name=value", help=f"e.g. {example}")
 
 
 def options_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
@@ -85,7 +93,8 @@ def refuse_unknown_options(verb: str, words: Sequence[str], parser: Parser, *, s
 
 
 def _refuse_settings_as_options(words: Sequence[str], known: Sequence[str]) -> None:
-    from flatout.config.names import default_of, from_yaml, resolve_alias
+    from flatout.config.describe import default_of
+    from flatout.config.names import from_yaml, resolve_alias
     from flatout.config.problems import Problem, together
 
     refused = list[Problem]()

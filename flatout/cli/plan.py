@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.cli.parser import add_settings
 from flatout.cli.screen import WIDTH, import_transformers, progress_console, rows, with_columns
 from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
@@ -32,8 +33,7 @@ MIN_TOKENS_PER_S = 0.001
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. batch.samples_per_step=64")
+    add_settings(parser, "batch.samples_per_step=64")
     parser.add_argument("--ranks", type=int, metavar="N", help="plan for N GPUs (default: the number of `gpus`, or 1)")
     parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
     gpu = parser.add_mutually_exclusive_group()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
+from flatout.cli.parser import add_settings
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
 from flatout.config.read import load_with_files
 from flatout.config.schema import Config, DataConfig
@@ -51,7 +52,7 @@ HEAVY_IMPORTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
+    add_settings(parser, "lora.rank=32 optim.lr=1e-4")
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
     add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
@@ -62,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")
     add("--tmux", metavar="NAME", help="run in a new tmux session NAME, with a window NAME_gpu_N per GPU")
     add("--dry-run", action="store_true", help="with --tmux: print the commands without running them")
-    add("overrides", nargs="*", metavar="section.name=value", help="e.g. lora.rank=32 optim.lr=1e-4")
 
 
 def run(args: argparse.Namespace) -> int:

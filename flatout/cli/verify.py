@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from pathlib import Path
 
+from flatout.cli.parser import add_settings
 from flatout.cli.screen import WIDTH, import_transformers
 from flatout.config.read import load_config
 from flatout.environment import environment, set_environment
@@ -17,8 +17,7 @@ COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. model.precision=fp32")
+    add_settings(parser, "model.precision=fp32")
     parser.add_argument("--ranks", type=int, metavar="N", help="split over 2 to N processes (all GPUs; 2 on a CPU)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="maximum relative difference (1e-4 in fp32)")
     parser.add_argument("--fp64", action="store_true", help="verify in fp64 instead of fp32 (limit 1e-5)")

@@ -19,11 +19,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from flatout.config.names import dotted_names
+from flatout.config.describe import describe_setting, dotted_names
 from flatout.config.objective import OBJECTIVES
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.spelling import in_studio, spelled
-from flatout.config.template import describe_setting
 from flatout.data import registry
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
 from flatout.io.redact import printable, redacted

@@ -15,8 +15,8 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
+from flatout.config.describe import as_yaml
 from flatout.config.folders import foreign_entries, free_folder, require_own, run_identity
-from flatout.config.names import as_yaml
 from flatout.config.read import flatten, make_config, read_text
 from flatout.config.schema import NAME_PATTERN, Config
 from flatout.config.template import render_template, with_values

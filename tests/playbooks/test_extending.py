@@ -1,4 +1,4 @@
-"""The playbooks of docs/extending.md, each done once: a model, a kernel, a row format, a verb, a callback, a tracker."""
+"""The playbooks of docs/extending.md, each done once: model, kernel, row format, verb, callback, tracker."""
 
 import ast
 import json
