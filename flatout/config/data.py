@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from flatout.config.section import PathText, Section
 
@@ -171,12 +171,6 @@ class DataConfig(Section):
         if isinstance(value, list):
             return {"sources": [{"path": path} if isinstance(path, str) else path for path in value]}
         return value
-
-    @field_validator("dedupe", mode="before")
-    @classmethod
-    def _yaml_off(cls, value: object) -> object:
-        # YAML reads a bare `off` as false
-        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _new_tokens_are_named_once(self) -> Self:

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "api": _BELOW_TRAIN | {"export", "launch", "trainer", "verifier", "view"},
     "export": {"checkpoint", "data", "models", "track", "view"},
     "compat": {"api", "config", "data", "export", "launch", "models", "parallel", "track"},
-    "eval": {"data", "models", "rollout"},
+    "eval": {"config", "data", "models", "rollout", "track"},
     "studio": _BELOW_TRAIN | {"export", "launch", "trainer", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
     "verifier": _BELOW_TRAIN | {"trainer"},
