@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flatout.cli.parser import COUNT
 from flatout.cli.screen import import_transformers, model_target, progress_console
 from flatout.errors import DataError, Fix, UsageError
 
@@ -19,15 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", help="tasks of lm-eval, such as arc_easy,hellaswag (needs the extra `eval`)")
     add("--include-path", type=Path, metavar="FOLDER", help="folder of further lm-eval tasks; their files can run code")
     add("--chat", action="store_true", help="apply the chat template to the tasks' questions")
-    add("--batch-size", type=int, metavar="N", help=f"batch size of lm-eval ({BATCH_SIZE})")
+    add("--batch-size", type=COUNT, metavar="N", help=f"batch size of lm-eval ({BATCH_SIZE})")
     answers = "JSONL with prompt or messages, and answer (a text, or a list of accepted ones): exact match, without "
     add("--answers", type=Path, metavar="FILE", help=answers + "the space around answers")
     add("--rows", type=Path, metavar="FILE", help="for a model that scores (objective reward or classify): pairs, or "
         "texts with labels, in any format of data: how often it is right")  # fmt: skip
     add("--ignore-case", action="store_true", help="with --answers: ignore upper and lower case")
     length = f"with --answers: maximum answer length in tokens ({MAX_NEW_TOKENS})"
-    add("--max-new-tokens", type=int, metavar="N", help=length)
-    add("--limit", type=int, metavar="N", help="use only the first N samples of each task or file")
+    add("--max-new-tokens", type=COUNT, metavar="N", help=length)
+    add("--limit", type=COUNT, metavar="N", help="use only the first N samples of each task or file")
     add("--merged", action="store_true", help="merge the adapter into the base weights first, as flatout merge does")
     add("--base", help="base model (folder or hub id) to use instead of the adapter's own")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if available")
@@ -79,12 +80,6 @@ def _check(args: argparse.Namespace, tasks: list[str]) -> None:
     if not tasks and args.answers is None and args.rows is None:
         fix = Fix({"--tasks": "arc_easy"}, "for example")
         raise UsageError("nothing to score: give --tasks, --answers FILE or --rows FILE", [fix])
-    for name in ("limit", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            option = f"--{name.replace('_', '-')}"
-            hint = "; leave it out for all samples" if name == "limit" else ""
-            raise UsageError(f"{option} is {value}; expected at least 1{hint}")
     if not tasks and (args.include_path or args.chat or args.batch_size):
         raise UsageError("--include-path, --chat and --batch-size have no effect without --tasks")
     if args.answers is None and (args.ignore_case or args.max_new_tokens):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.cli.init import write_new
-from flatout.cli.parser import add_settings
+from flatout.cli.parser import COUNT, add_settings
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
@@ -23,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--kubernetes", action="store_true", help="write a PyTorchJob, or a TrainJob with --train-job")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; without it, print to stdout")
     parser.add_argument("--name", help="job name (the run's name)")
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
-    parser.add_argument("--gpus-per-node", type=int, default=None, metavar="N", help="GPUs per node (as in gpus, or 1)")
+    parser.add_argument("--nodes", type=COUNT, default=1, help="number of nodes (1)")
+    parser.add_argument(
+        "--gpus-per-node", type=COUNT, default=None, metavar="N", help="GPUs per node (as in gpus, or 1)"
+    )
     parser.add_argument("--partition", help="Slurm: partition")
     parser.add_argument("--account", help="Slurm: account")
     parser.add_argument("--time", default="24:00:00", help="Slurm: time limit (24:00:00)")
@@ -39,9 +41,6 @@ def run(args: argparse.Namespace) -> int:
     """Check the configuration, then write or print the job."""
     config = load_config(args.config, args.overrides)
     gpus = len(config.gpus or [0]) if args.gpus_per_node is None else args.gpus_per_node
-    for option, number in (("--nodes", args.nodes), ("--gpus-per-node", gpus)):
-        if number < 1:
-            raise UsageError(f"{option} is {number}; expected at least 1")
     argv = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
         raise UsageError(f"--out {args.out} already exists; remove it, or choose a different name")

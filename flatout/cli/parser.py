@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +15,35 @@ from flatout.errors import Fix, UsageError
 
 OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 CONFIG_HELP = "YAML or .py file (.py runs as code); not needed if settings follow"
-_NUMBERS = {int: "a whole number", float: "a number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The type of an option that is a finite number within bounds."""
+
+    kind: type[int] | type[float] = int
+    least: float = -math.inf
+    most: float = math.inf
+    is_above: bool = False
+    """Whether `least` itself is refused."""
+
+    def __call__(self, text: str) -> float:
+        """Return the number. Raises ValueError for another text, and beyond the bounds."""
+        number = self.kind(text)
+        is_low = number < self.least or (self.is_above and number == self.least)
+        if not math.isfinite(number) or is_low or number > self.most:
+            raise ValueError(str(self))
+        return number
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.kind is int else "a number"
+        if math.isfinite(self.most):
+            return f"{what} from {self.least:,} to {self.most:,}"
+        bound = f" {'above' if self.is_above else 'of at least'} {self.least:,}"
+        return what + (bound if math.isfinite(self.least) else "")
+
+
+COUNT = Number(int, 1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,9 +84,10 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
-            if (kind := _NUMBERS.get(action.type)) is None:  # type: ignore[call-overload]
+            number = Number(action.type) if action.type in (int, float) else action.type
+            if not isinstance(number, Number):
                 raise
-            raise UsageError(f"{self._words}: {_name_of(action)} is {arg_string!r}; expected {kind}") from None
+            raise UsageError(f"{self._words}: {_name_of(action)} is {arg_string}; expected {number}") from None
 
 
 def _name_of(action: argparse.Action) -> str:

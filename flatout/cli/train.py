@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
-from flatout.cli.parser import add_settings
+from flatout.cli.parser import COUNT, add_settings
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
 from flatout.config.read import load_with_files
 from flatout.config.schema import Config, DataConfig
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_settings(parser, "lora.rank=32 optim.lr=1e-4")
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
-    add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
+    add("--profile", nargs="?", type=COUNT, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
     add("-v", "--verbose", action="store_true", help="on a terminal, show every start-up stage, as train.log does")
     add("--yes", action="store_true", help="accept the proposed columns if the rows fit no format")
@@ -75,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
     start_up = StartUpClock(first_launch, "starting Python" if first_launch == own_launch else "starting the launcher")
     start_up.begin("starting Python", at=own_launch)
     start_up.begin("reading the settings")
-    if args.profile is not None and args.profile < 1:
-        raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
         text = "--rdzv and --node-rank need --nnodes, the number of nodes"
         raise UsageError(text, [Fix({"--nnodes": 2}, "for example")])

@@ -147,7 +147,7 @@ class FaultsConfig(Section):
     @model_validator(mode="after")
     def _check_spike(self) -> Self:
         if self.spike == "off":
-            refuse_unused(self, ("spike_sigmas",), "spike: off; set faults.spike: warn, or skip or stop")
+            refuse_unused(self, ("spike_sigmas",), "spike: off", Fix({"faults.spike": "warn"}, "or skip or stop"))
         return self
 
 
