@@ -18,24 +18,25 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting for a form. `allowed` says which values it takes, `choices` lists them if they are few.
-
-    `default` is as a person types it: text without quotes, anything else YAML on one line; None for a required setting.
-    """
+    """One setting, as a form or an error shows it."""
 
     name: str
     help: str
     allowed: str
+    """Says which values it takes."""
     choices: tuple[str, ...]
+    """Its values, if they are few."""
     default: str | None
+    """As a person types it: text without quotes, anything else YAML on one line; None for a required setting."""
 
 
 def describe_setting(name: str, root: type[BaseModel] = Config) -> Setting:
     """Describe the setting of a dotted name in `root`. Raises KeyError for a name that is none."""
     *sections, leaf = name.split(".")
     kind: Any = root
-    for section in sections:
-        kind = kind.model_fields[section].annotation
+    for section in sections:  # a list of sections, as data.sources, stands for each of them
+        kinds = nested_kinds(kind.model_fields[section].annotation)
+        kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))
     schema, field = properties(kind)[leaf], kind.model_fields[leaf]
     choices = tuple(map(str, schema.get("enum", ()))) or (("false", "true") if schema.get("type") == "boolean" else ())
     plain = plain_default(kind, leaf)
@@ -115,13 +116,3 @@ def default_of(name: str) -> Any:
     """Return a setting's default; None for a section, an unknown name, or a default that says nothing."""
     default = getattr(fields().get(name), "default", None)
     return default if isinstance(default, str | int | float) else None
-
-
-def expected_of(name: str) -> str:
-    """Say what values a setting takes."""
-    *sections, leaf = name.split(".")
-    section: Any = Config
-    for part in sections:
-        kinds = nested_kinds(section.model_fields[part].annotation)
-        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return allowed_values(properties(section)[leaf])

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flatout.config.data import SourceConfig
-from flatout.config.describe import choices_of, default_of, dotted_names, expected_of
+from flatout.config.describe import choices_of, default_of, describe_setting, dotted_names
 from flatout.config.names import FOREIGN_NAMES, instead_of, resolve_alias, value_meant
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
@@ -46,7 +46,7 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
     elif item["type"] == "model_type":
         text = "expected a section with settings"
     else:
-        text = str(error or (f"expected {expected_of(known)}" if known else item["msg"]))
+        text = str(error or (f"expected {describe_setting(known).allowed}" if known else item["msg"]))
     if instead := instead_of(name, value):
         return Problem(f"{name}: there is no {as_text(value)}: {instead}")
     text = text.removeprefix(f"{name}: ")
