@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from flatout.cli.parser import Parser
 from flatout.cli.verbs import all_verbs
 from flatout.config.data import SourceConfig
+from flatout.config.describe import Setting, describe_setting
 from flatout.config.schema import Config
-from flatout.config.template import ADVANCED, Setting, describe_setting
+from flatout.config.template import ADVANCED
 from flatout.track.record import EVAL, EVAL_OF_DATA, STEP
 
 PYTHON = {

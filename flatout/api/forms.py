@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.config.names import as_yaml as as_yaml
-from flatout.config.names import dotted_names as setting_names
+from flatout.config.describe import as_yaml as as_yaml
+from flatout.config.describe import describe_setting as describe_setting
+from flatout.config.describe import dotted_names as setting_names
 from flatout.config.objective import OBJECTIVES as OBJECTIVES
 from flatout.config.problems import problems_error
 from flatout.config.read import flatten as flatten
@@ -29,7 +30,6 @@ from flatout.config.schema import DataConfig as DataConfig
 from flatout.config.schema import SourceConfig as SourceConfig
 from flatout.config.section import paths_of as paths_of
 from flatout.config.spelling import in_studio, spelled
-from flatout.config.template import describe_setting as describe_setting
 from flatout.config.template import render_template as render_template
 from flatout.config.template import with_values as with_values
 from flatout.errors import FlatoutError

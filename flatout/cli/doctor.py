@@ -6,8 +6,8 @@ import argparse
 import json
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 
+from flatout.cli.parser import add_settings
 from flatout.cli.screen import WIDTH, import_without_gc
 from flatout.config.read import load_config
 from flatout.environment import environment, set_environment
@@ -19,8 +19,7 @@ from flatout.parallel.rank import Rank
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     config_help = "also check this run's model, folder and disks (a .py file runs as code)"
-    parser.add_argument("config", type=Path, nargs="?", help=config_help)
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. run_dir=/data/run")
+    add_settings(parser, "run_dir=/data/run", what=config_help, nargs="?")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.api.commands import write_new
+from flatout.cli.parser import COUNT, add_settings
 from flatout.config.read import load_config
 from flatout.errors import UsageError
 from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
@@ -16,14 +17,16 @@ from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     config_help = "the run's YAML file (a .py file runs as code), at its path on the cluster"
-    parser.add_argument("config", type=Path, help=config_help)
+    add_settings(parser, "lora.rank=32", what=config_help)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slurm", action="store_true", help="write an sbatch script")
     where.add_argument("--kubernetes", action="store_true", help="write a PyTorchJob, or a TrainJob with --train-job")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; without it, print to stdout")
     parser.add_argument("--name", help="job name (the run's name)")
-    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (1)")
-    parser.add_argument("--gpus-per-node", type=int, default=None, metavar="N", help="GPUs per node (as in gpus, or 1)")
+    parser.add_argument("--nodes", type=COUNT, default=1, help="number of nodes (1)")
+    parser.add_argument(
+        "--gpus-per-node", type=COUNT, default=None, metavar="N", help="GPUs per node (as in gpus, or 1)"
+    )
     parser.add_argument("--partition", help="Slurm: partition")
     parser.add_argument("--account", help="Slurm: account")
     parser.add_argument("--time", default="24:00:00", help="Slurm: time limit (24:00:00)")
@@ -32,16 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mount", default="/work", help="Kubernetes: mount path of the claim (/work)")
     parser.add_argument("--train-job", action="store_true", help="Kubernetes: write a TrainJob (Kubeflow Trainer v2)")
     parser.add_argument("--runtime", help="Kubernetes: training runtime of the TrainJob (torch-distributed)")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="same as for flatout train")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the configuration, then write or print the job."""
     config = load_config(args.config, args.overrides)
     gpus = len(config.gpus or [0]) if args.gpus_per_node is None else args.gpus_per_node
-    for option, number in (("--nodes", args.nodes), ("--gpus-per-node", gpus)):
-        if number < 1:
-            raise UsageError(f"{option} is {number}; expected at least 1")
     argv = ["train", str(args.config), *args.overrides]
     if args.out is not None and args.out.exists():
         raise UsageError(f"--out {args.out} already exists; remove it, or choose a different name")

@@ -5,19 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, progress_console
-
-
-def _adapter(name: str) -> Path:
-    from flatout.view.open_runs import find_run  # lazy, so that --help stays instant
-
-    return find_run(name, needs_results=True)
+from flatout.cli.screen import finished_run, import_transformers, progress_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     target = "run, or adapter folder in PEFT's format"
-    parser.add_argument("target", type=_adapter, metavar="RUN_OR_ADAPTER", help=target)
+    parser.add_argument("target", type=finished_run, metavar="RUN_OR_ADAPTER", help=target)
     parser.add_argument("--out", type=Path, required=True, help="output folder; must be empty or not exist")
     parser.add_argument("--base", help="base model (folder or hub id) to use instead of the adapter's own")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device to merge on (cpu)")

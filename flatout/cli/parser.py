@@ -4,14 +4,46 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.errors import Fix, UsageError
 
 OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
-_NUMBERS = {int: "a whole number", float: "a number"}
+CONFIG_HELP = "YAML or .py file (.py runs as code); not needed if settings follow"
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The type of an option that is a finite number within bounds."""
+
+    kind: type[int] | type[float] = int
+    least: float = -math.inf
+    most: float = math.inf
+    is_above: bool = False
+    """Whether `least` itself is refused."""
+
+    def __call__(self, text: str) -> float:
+        """Return the number. Raises ValueError for another text, and beyond the bounds."""
+        number = self.kind(text)
+        is_low = number < self.least or (self.is_above and number == self.least)
+        if not math.isfinite(number) or is_low or number > self.most:
+            raise ValueError(str(self))
+        return number
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.kind is int else "a number"
+        if math.isfinite(self.most):
+            return f"{what} from {self.least:,} to {self.most:,}"
+        bound = f" {'above' if self.is_above else 'of at least'} {self.least:,}"
+        return what + (bound if math.isfinite(self.least) else "")
+
+
+COUNT = Number(int, 1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
-            super()._check_value(action, value)  # type: ignore[misc]
+            super()._check_value(action, value)
         except argparse.ArgumentError:
             raise self._no_choice(action, value) from None
 
@@ -50,15 +82,22 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)  # type: ignore[misc]
+            return super()._get_value(action, arg_string)
         except argparse.ArgumentError:
-            if (kind := _NUMBERS.get(action.type)) is None:  # type: ignore[call-overload]
+            number = Number(action.type) if action.type in (int, float) else action.type
+            if not isinstance(number, Number):
                 raise
-            raise UsageError(f"{self._words}: {_name_of(action)} is {arg_string!r}; expected {kind}") from None
+            raise UsageError(f"{self._words}: {_name_of(action)} is {arg_string}; expected {number}") from None
 
 
 def _name_of(action: argparse.Action) -> str:
     return next(iter(action.option_strings), None) or str(action.metavar or action.dest)
+
+
+def add_settings(parser: argparse.ArgumentParser, example: str, *, what: str = CONFIG_HELP, **more: Any) -> None:
+    """Add the arguments of a verb that reads a configuration: its file, and words that change it."""
+    parser.add_argument("config", type=Path, help=what, **more)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.name=value", help=f"e.g. {example}")
 
 
 def options_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
@@ -85,7 +124,8 @@ def refuse_unknown_options(verb: str, words: Sequence[str], parser: Parser, *, s
 
 
 def _refuse_settings_as_options(words: Sequence[str], known: Sequence[str]) -> None:
-    from flatout.config.names import default_of, from_yaml, resolve_alias
+    from flatout.config.describe import default_of
+    from flatout.config.names import from_yaml, resolve_alias
     from flatout.config.problems import Problem, together
 
     refused = list[Problem]()

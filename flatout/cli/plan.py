@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.cli.parser import Number, add_settings
 from flatout.cli.screen import WIDTH, import_transformers, progress_console, rows, with_columns
 from flatout.config.read import load_config
 from flatout.config.schema import Config, DataConfig
@@ -26,16 +26,22 @@ if TYPE_CHECKING:
     from flatout.trainer.planned_run import PlannedRun
     from flatout.trainer.preview import PlanSummary
 
-MAX_RANKS = 100_000
-MIN_TOKENS_PER_S = 0.001
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. batch.samples_per_step=64")
-    parser.add_argument("--ranks", type=int, metavar="N", help="plan for N GPUs (default: the number of `gpus`, or 1)")
-    parser.add_argument("--tokens-per-s", type=float, metavar="X", help="tokens/s over all ranks; adds a time estimate")
+    add_settings(parser, "batch.samples_per_step=64")
+    parser.add_argument(
+        "--ranks",
+        type=Number(int, 1, 100_000),
+        metavar="N",
+        help="plan for N GPUs (default: the number of `gpus`, or 1)",
+    )
+    parser.add_argument(
+        "--tokens-per-s",
+        type=Number(float, 0.001),
+        metavar="X",
+        help="tokens/s over all ranks; adds a time estimate",
+    )
     gpu = parser.add_mutually_exclusive_group()
     gpu.add_argument(
         "--device",
@@ -51,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
-    _check_numbers(args)
     name = (args.device or "").lower()
     # these are the setting, which people name here, too
     setting = [f"device={name}"] if name in ("auto", "cpu") else []
@@ -107,15 +112,6 @@ def run(args: argparse.Namespace) -> int:
     summary = summarize_plan(config, planned, args.tokens_per_s, why_not)
     print(json.dumps(_plain_values(summary)) if args.json else rows(summary.rows(recorder.events)))
     return 0
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    if args.ranks is not None and not 1 <= args.ranks <= MAX_RANKS:
-        raise UsageError(f"--ranks is {args.ranks:,}; expected 1 to {MAX_RANKS:,}")
-    if args.tokens_per_s is not None and not MIN_TOKENS_PER_S <= args.tokens_per_s < math.inf:
-        raise UsageError(
-            f"--tokens-per-s is {args.tokens_per_s:g}; expected a finite number of at least {MIN_TOKENS_PER_S}"
-        )
 
 
 def _device(config: Config, name: str, measured: Path | None) -> Device | None:

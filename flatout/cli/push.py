@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from flatout.cli.screen import import_transformers, progress_console
-
-
-def _run(name: str) -> Path:
-    from flatout.view.open_runs import find_run  # lazy, so that --help stays instant
-
-    return find_run(name, needs_results=True)
+from flatout.cli.screen import finished_run, import_transformers, progress_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("run", type=_run, metavar="RUN", help="name or folder of a run")
+    add("run", type=finished_run, metavar="RUN", help="name or folder of a run")
     add("repo", metavar="REPO", help="repository, such as org/my-model; without org, your own")
     add("--merged", action="store_true", help="push the whole model with the adapter merged in")
     add(

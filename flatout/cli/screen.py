@@ -96,6 +96,13 @@ def run_folder(name: str) -> Path:
     return find_run(name)
 
 
+def finished_run(name: str) -> Path:
+    """Return the folder of a run that has results, or of an adapter. Raises UsageError as `find_run` does."""
+    from flatout.view.open_runs import find_run  # lazy, as above
+
+    return find_run(name, needs_results=True)
+
+
 def model_target(name: str) -> str:
     """Return the folder or hub id of a model that an argument names. Raises UsageError as `find_model` does."""
     from flatout.view.open_runs import find_model  # lazy, as above

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatout.api.restart import move_aside
 from flatout.api.start import start_ranks
+from flatout.cli.parser import COUNT, add_settings
 from flatout.cli.screen import import_without_gc, quiet_transformers, with_columns
 from flatout.config.read import load_with_files
 from flatout.config.schema import Config, DataConfig
@@ -51,9 +52,9 @@ HEAVY_IMPORTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
+    add_settings(parser, "lora.rank=32 optim.lr=1e-4")
     profile = "profile N steps (default 3) after warm-up; prints time and energy, and writes profile.json and a trace"
-    add("--profile", nargs="?", type=int, const=3, metavar="N", help=profile)
+    add("--profile", nargs="?", type=COUNT, const=3, metavar="N", help=profile)
     add("--restart", action="store_true", help="start over: move the folder of an earlier run aside, and say where")
     add("-v", "--verbose", action="store_true", help="on a terminal, show every start-up stage, as train.log does")
     add("--yes", action="store_true", help="accept the proposed columns if the rows fit no format")
@@ -62,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rdzv", metavar="HOST:PORT", help="address of node 0, the same on every node")
     add("--tmux", metavar="NAME", help="run in a new tmux session NAME, with a window NAME_gpu_N per GPU")
     add("--dry-run", action="store_true", help="with --tmux: print the commands without running them")
-    add("overrides", nargs="*", metavar="section.name=value", help="e.g. lora.rank=32 optim.lr=1e-4")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
     start_up = StartUpClock(first_launch, "starting Python" if first_launch == own_launch else "starting the launcher")
     start_up.begin("starting Python", at=own_launch)
     start_up.begin("reading the settings")
-    if args.profile is not None and args.profile < 1:
-        raise UsageError(f"--profile is {args.profile}; expected at least 1 step")
     if args.nnodes is None and (args.rdzv is not None or args.node_rank):
         text = "--rdzv and --node-rank need --nnodes, the number of nodes"
         raise UsageError(text, [Fix({"--nnodes": 2}, "for example")])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from pathlib import Path
 
+from flatout.cli.parser import COUNT, Number, add_settings
 from flatout.cli.screen import WIDTH, import_transformers
 from flatout.config.read import load_config
 from flatout.environment import environment, set_environment
-from flatout.errors import UsageError
 from flatout.launch.launch_mode import visible_devices_env
 
 COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {'norm':>7}  verdict"
@@ -17,19 +16,15 @@ COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("config", type=Path, help="YAML or .py file (.py runs as code); not needed if settings follow")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="e.g. model.precision=fp32")
-    parser.add_argument("--ranks", type=int, metavar="N", help="split over 2 to N processes (all GPUs; 2 on a CPU)")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="maximum relative difference (1e-4 in fp32)")
+    add_settings(parser, "model.precision=fp32")
+    parser.add_argument("--ranks", type=COUNT, metavar="N", help="split over 2 to N processes (all GPUs; 2 on a CPU)")
+    tolerance = "maximum relative difference (1e-4 in fp32)"
+    parser.add_argument("--tolerance", type=Number(float, 0, is_above=True), metavar="X", help=tolerance)
     parser.add_argument("--fp64", action="store_true", help="verify in fp64 instead of fp32 (limit 1e-5)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Returns 0 if all rows agree; raises NumericError (exit code 5) if one is above its limit."""
-    if args.ranks is not None and args.ranks < 1:
-        raise UsageError(f"--ranks is {args.ranks}; expected at least 1")
-    if args.tolerance is not None and not args.tolerance > 0:
-        raise UsageError(f"--tolerance is {args.tolerance:g}; expected more than 0")
     config = load_config(args.config, args.overrides)
     # before torch looks for GPUs
     set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))

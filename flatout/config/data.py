@@ -166,8 +166,7 @@ class DataConfig(Section):
         if value == "near":
             text = "near-duplicates are not searched for; remove them first, with datatrove or text-dedup"
             raise SettingError(text, Fix({"data.dedupe": "exact"}, "drops equal rows"))
-        # YAML reads a bare `off` as false
-        return "off" if value is False else value
+        return value
 
     @model_validator(mode="after")
     def _new_tokens_are_named_once(self) -> Self:

@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from flatout.config.data import SourceConfig
-from flatout.config.schema import Config
-from flatout.config.section import nested_kinds
+from flatout.config.describe import dotted_names
 from flatout.config.shortcuts import SHORTCUTS
 from flatout.config.table import read_table
 from flatout.errors import Fix, as_text
 
+
+def _by_other(names: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of ours -> names elsewhere, with blanks between them, as other name -> ours."""
+    return {other: ours for ours, others in names.items() for other in others.split()}
+
+
 _TABLE = read_table("other_names")
-FOREIGN_NAMES: Mapping[str, str] = {other: ours for ours, others in _TABLE["names"].items() for other in others.split()}
+FOREIGN_NAMES: Mapping[str, str] = _by_other(_TABLE["names"])
 """A name of another trainer -> our setting, or our setting with its value."""
-_INSTEAD: Mapping[str, str] = _TABLE["instead"]
-_VALUES: Mapping[str, Mapping[str, str]] = {
-    setting: {other: ours for ours, others in values.items() for other in others.split()}
-    for setting, values in _TABLE["values"].items()
-}
+FOREIGN_VERBS: Mapping[str, str] = _by_other(_TABLE["verbs"])
+"""A verb of another tool -> ours, with its action."""
+WITHOUT_VERB: Mapping[str, str] = _by_other(_TABLE["without_verb"])
+"""A verb of another tool -> what there is instead."""
 FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    verb: {other: ours for ours, others in options.items() for other in others.split()}
-    for verb, options in _TABLE["options"].items()
+    verb: _by_other(options) for verb, options in _TABLE["options"].items()
 }
 """By verb: an option of another tool -> ours."""
 WITHOUT_OPTION: Mapping[str, Mapping[str, str]] = {
-    verb: {other: why for why, others in options.items() for other in others.split()}
-    for verb, options in _TABLE["without"].items()
+    verb: _by_other(options) for verb, options in _TABLE["without"].items()
 }
 """By verb: an option of another tool -> what there is instead."""
-FOREIGN_VERBS: Mapping[str, str] = {
-    other: ours for ours, others in _TABLE["verbs"].items() for other in others.lower().split()
-}
-"""A verb of another tool -> ours, with its action."""
-WITHOUT_VERB: Mapping[str, str] = {
-    other: why for why, others in _TABLE["without_verb"].items() for other in others.split()
-}
-"""A verb of another tool -> what there is instead."""
+_VALUES: Mapping[str, Mapping[str, str]] = {setting: _by_other(values) for setting, values in _TABLE["values"].items()}
+_INSTEAD: Mapping[str, str] = _TABLE["instead"]
 _WHEN_FALSE: Mapping[str, str] = _TABLE["when_false"]
 _WHY: Mapping[str, str] = _TABLE["why"]
 
@@ -110,55 +104,9 @@ def _fix(setting: str, written: str) -> Fix:
     return Fix({setting: yaml.safe_load(written)}, _WHY.get(f"{setting}: {written}", ""))
 
 
-def choices_of(name: str) -> tuple[str, ...]:
-    """Return the words that a setting may be; empty if it may be anything else."""
-    field = _field_of(name)
-    kinds = nested_kinds(field.annotation) if field else []
-    return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
-
-
-def default_of(name: str) -> Any:
-    """Return a setting's default; None for a section, an unknown name, or a default that says nothing."""
-    default = getattr(_field_of(name), "default", None)
-    return default if isinstance(default, str | int | float) else None
-
-
-def _field_of(name: str) -> Any:
-    section: Any = Config
-    field = None
-    for part in name.split("."):
-        field = getattr(section, "model_fields", {}).get(part)
-        kinds = nested_kinds(field.annotation) if field else []
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-    return field
-
-
 def from_yaml(text: str) -> Any:
     """Return the value that a typed text has as YAML; the text itself if it is no YAML."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
         return text
-
-
-def as_yaml(value: Any) -> str:
-    """Return a plain value as YAML on one line."""
-    return (
-        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
-        .removesuffix("...\n")
-        .strip()
-    )
-
-
-@cache
-def dotted_names() -> tuple[str, ...]:
-    """Return every setting's dotted name, such as `lora.rank`."""
-    return tuple(_names_of(Config, ""))
-
-
-def _names_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _names_of(kind, f"{prefix}{name}.")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from flatout.config.section import Section, refuse_unused
+from flatout.config.section import Section, first_given, refuse_unused
 from flatout.errors import Fix, SettingError
 
 StrategyName = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed"]
@@ -147,7 +147,7 @@ class FaultsConfig(Section):
     @model_validator(mode="after")
     def _check_spike(self) -> Self:
         if self.spike == "off":
-            refuse_unused(self, ("spike_sigmas",), "spike: off; set faults.spike: warn, or skip or stop")
+            refuse_unused(self, ("spike_sigmas",), "spike: off", Fix({"faults.spike": "warn"}, "or skip or stop"))
         return self
 
 
@@ -170,6 +170,6 @@ def check_parallel(config: Any) -> None:
         "full.update: backward": config.full.update == "backward",
         f"model.attention: {config.model.attention}": config.model.attention in ("fa4", "cudnn"),
     }
-    if num_ranks > 1 and (why := next((why for why, is_given in reasons.items() if is_given), None)):
+    if num_ranks > 1 and (why := first_given(reasons)):
         text = f"context.parallel: {num_ranks} does not work with {why}"
         raise SettingError(text, Fix({"context.parallel": 1}))

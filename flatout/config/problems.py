@@ -9,15 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flatout.config.data import SourceConfig
-from flatout.config.names import (
-    FOREIGN_NAMES,
-    choices_of,
-    default_of,
-    dotted_names,
-    instead_of,
-    resolve_alias,
-    value_meant,
-)
+from flatout.config.describe import choices_of, default_of, describe_setting, dotted_names
+from flatout.config.names import FOREIGN_NAMES, instead_of, resolve_alias, value_meant
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
 from flatout.errors import PLAIN_TYPES, Fix, ProblemsError, as_text
@@ -28,15 +21,6 @@ _MAIN = {
     "base": "base.storage",
 }  # fmt: skip
 _SAMPLES = {"model": "Qwen/Qwen3-0.6B", "model.name": "Qwen/Qwen3-0.6B", "data": "chats.jsonl", "gpus": 1}
-# what pydantic calls a value that has the wrong type -> how we say it
-_EXPECTED = {
-    "model_type": "expected a section with settings",
-    "path_type": "expected a path",
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "expected a whole number"),
-    **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
-    **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false"),
-    "list_type": "expected a list",
-}
 
 
 class Problem(NamedTuple):
@@ -56,17 +40,19 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
         what = "name a file, folder or hub id; rows in memory are data=rows" if is_source else "every run needs it"
         return Problem(f"{name}: missing; {what}", _example_of(name))
     error = item.get("ctx", {}).get("error")
-    text = str(error or _EXPECTED.get(item["type"]) or item["msg"])
-    if name.endswith(".every_steps"):
-        text = "expected how many steps, or a share of the run below 1"
-    elif item["type"] == "string_pattern_mismatch" and NAME_PATTERN in text:
+    known = _setting_of(item["loc"])
+    if item["type"] == "string_pattern_mismatch" and NAME_PATTERN in item["msg"]:
         text = "use letters, digits, dots, dashes and underscores, at most 64"
+    elif item["type"] == "model_type":
+        text = "expected a section with settings"
+    else:
+        text = str(error or (f"expected {describe_setting(known).allowed}" if known else item["msg"]))
     if instead := instead_of(name, value):
         return Problem(f"{name}: there is no {as_text(value)}: {instead}")
     text = text.removeprefix(f"{name}: ")
     where = f"{name}: " if name and not text.startswith(f"{name}.") else ""
     shown = "nothing" if value is None else as_text(value) if isinstance(value, bool) else repr(value)
-    got = "" if isinstance(value, dict) or shown in text else f", got {shown:.100}"
+    got = "" if isinstance(value, dict) or (error and shown in text) else f", got {shown:.100}"
     fixes = getattr(error, "fixes", ()) or _value_meant(item, name, value)
     return Problem(f"{where}{text[:1].lower()}{text[1:]}{got}", fixes)
 
@@ -150,13 +136,21 @@ def _example_of(name: str) -> tuple[Fix, ...]:
 
 def name_of(item: Any, given: Mapping[str, str]) -> str:
     """Return the dotted name of a refused setting: of the override, if a short form such as `track=wandb` set it."""
-    # pydantic adds the kind of a value that may have several kinds
-    parts = [str(part) for part in item["loc"] if not str(part).startswith("constrained-")]
-    if parts[-1:] and parts[-1].isdigit():
-        parts.pop()  # an item of a list
+    parts = [str(part) for part in item["loc"]]
+    if (known := _setting_of(item["loc"])) and item["type"] not in ("missing", "extra_forbidden"):
+        # pydantic adds the kind of a value that may have several, and the place in a list
+        count = known.count(".") + 1
+        parts = parts[: next(n for n in range(count, len(parts) + 1) if _setting_of(parts[:n]) == known)]
     name, section = ".".join(parts), str(*parts[:1])
     if name == "objective" and "objective.kind" in given:
         return "objective.kind"
     is_own = any(f"{name}.".startswith(f"{one}.") for one in given if "." in one)
     is_short = section in LONG_FORMS and section in given and not given[section].startswith(("{", "["))
     return section if is_short and not is_own and item["type"] != "missing" else name
+
+
+def _setting_of(parts: Sequence[Any]) -> str:
+    """Return the setting to which a place in the settings belongs, such as data.sources.path of an item's path."""
+    names = [str(part) for part in parts if not str(part).isdigit()]
+    prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
+    return next((name for name in prefixes if name in dotted_names()), "")

@@ -26,7 +26,7 @@ from flatout.config.parallel import (
     check_parallel,
 )
 from flatout.config.resume_effects import RESUME_EFFECTS
-from flatout.config.section import PathText, Section, refuse_unused, short_form
+from flatout.config.section import PathText, Section, first_given, refuse_unused, short_form
 from flatout.config.shortcuts import expand
 from flatout.config.track import TrackConfig
 from flatout.errors import Fix, SettingError
@@ -72,12 +72,6 @@ class BatchConfig(Section):
     """Stop after this many optimizer steps; overrides `epochs` and repeats the data as often as needed."""
     shuffle: bool = True
     """Shuffle samples in each epoch; the order depends only on (seed, epoch)."""
-
-    @field_validator("share_prefix", mode="before")
-    @classmethod
-    def _yaml_on_off(cls, value: object) -> object:
-        # YAML reads a bare `on` as true, `off` as false
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class EvalConfig(Section):
@@ -247,11 +241,6 @@ class Config(Section):
             **sections: Any,
         ) -> None: ...
 
-    @field_validator("compile", "cuda_graphs", mode="before")
-    @classmethod
-    def _yaml_off(cls, value: object) -> object:
-        return "off" if value is False else value
-
     @model_validator(mode="before")
     @classmethod
     def _lr_of_the_method(cls, values: Any) -> Any:
@@ -358,40 +347,35 @@ class Config(Section):
         """The setting that needs all experts on every rank, or passes of different sizes, or None."""
         num_gpus, traits = len(self.gpus or ()), STRATEGIES.get(self.strategy)
         has_all = self.strategy == "single" or (traits is not None and bool(traits.has_replicas or traits.package))
-        return next(
-            (
-                why
-                for why, is_given in {
-                    f"strategy: {self.strategy}": has_all,
-                    f"{num_gpus} gpus, which it does not divide": num_gpus % self.experts.parallel,
-                    "model.experts: eager": self.model.experts == "eager",
-                    "model.precision: fp16": self.model.precision == "fp16",
-                    "base.backward: fp8": self.base.backward == "fp8",
-                    "batch.layout: rows": self.batch.layout == "rows",
-                    "faults.min_ranks, which leaves out single ranks": self.faults.min_ranks is not None,
-                    f"optim.name: {self.optim.name}": OPTIMIZERS[self.optim.name].stores_8_bits,
-                    "optim.path": self.optim.path is not None,
-                    "full.weights: bf16": self.full.weights == "bf16",
-                    "full.update: backward": self.full.update == "backward",
-                    "sharding.offload": self.sharding.offload,
-                }.items()
-                if is_given
-            ),
-            None,
+        return first_given(
+            {
+                f"strategy: {self.strategy}": has_all,
+                f"{num_gpus} gpus, which it does not divide": num_gpus % self.experts.parallel,
+                "model.experts: eager": self.model.experts == "eager",
+                "model.precision: fp16": self.model.precision == "fp16",
+                "base.backward: fp8": self.base.backward == "fp8",
+                "batch.layout: rows": self.batch.layout == "rows",
+                "faults.min_ranks, which leaves out single ranks": self.faults.min_ranks is not None,
+                f"optim.name: {self.optim.name}": OPTIMIZERS[self.optim.name].stores_8_bits,
+                "optim.path": self.optim.path is not None,
+                "full.weights: bf16": self.full.weights == "bf16",
+                "full.update: backward": self.full.update == "backward",
+                "sharding.offload": self.sharding.offload,
+            }
         )
 
     @property
     def reason_against_sharding(self) -> str | None:
         """The setting that needs unsharded weights or optimizer state on every rank, or None."""
-        if self.model.precision == "fp16":
-            return "model.precision: fp16, whose loss scaling needs unsharded gradients"
-        if self.base.storage == "nf4" and self.base.compute == "fp8":
-            return "base.compute: fp8 over nf4, which fuses layers"
-        if self.base.backward == "fp8":
-            return "base.backward: fp8, which copies whole weights"
-        if self.full.update == "backward":
-            return "full.update: backward"
-        return None
+        return first_given(
+            {
+                "model.precision: fp16, whose loss scaling needs unsharded gradients": self.model.precision == "fp16",
+                "base.compute: fp8 over nf4, which fuses layers": (self.base.storage, self.base.compute)
+                == ("nf4", "fp8"),
+                "base.backward: fp8, which copies whole weights": self.base.backward == "fp8",
+                "full.update: backward": self.full.update == "backward",
+            }
+        )
 
     @property
     def computes_in_fp8(self) -> bool:

@@ -33,15 +33,19 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_number_of_a_machine(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject ints beyond 64 bits, and bools where a number is expected: as an int, true would mean 1."""
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject ints beyond 64 bits, and bools where a number is expected: as an int, true would mean 1.
+
+        YAML reads a bare `on` as true and `off` as false, which a setting with these words gets back.
+        """
         if isinstance(value, int) and abs(value) >= 1 << 63:
             raise ValueError("expected a number below 2**63")
-        if isinstance(value, bool) and info.field_name is not None:
-            kinds = set(nested_kinds(cls.model_fields[info.field_name].annotation))
-            if kinds & {int, float} and bool not in kinds:
-                raise ValueError("expected a number")
-        return value
+        if not isinstance(value, bool) or info.field_name is None:
+            return value
+        kinds, word = set(nested_kinds(cls.model_fields[info.field_name].annotation)), "on" if value else "off"
+        if bool not in kinds and kinds & {int, float}:
+            raise ValueError("expected a number")
+        return word if bool not in kinds and word in kinds else value
 
 
 def short_form(*kinds: Any) -> Any:
@@ -88,6 +92,11 @@ def with_paths(value: Any, change: Callable[[str], str], is_path: bool = False) 
         return value
     path = re.sub(r"(\.py):\w+$", r"\1", str(value))
     return type(value)(change(path) + str(value)[len(path) :])
+
+
+def first_given(reasons: Mapping[str, object]) -> str | None:
+    """Return the first of these reasons that is given, or None."""
+    return next((why for why, is_given in reasons.items() if is_given), None)
 
 
 def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *fixes: Fix, path: str = "") -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel
 
-from flatout.config.names import as_yaml, dotted_names
+from flatout.config.describe import allowed_values, as_yaml, dotted_names, plain_default, properties
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.table import read_table
 
 WIDTH = 118
 INDENT = "  "
 Which = Literal["first", "all", "advanced"]
-_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-
 
 ADVANCED: Mapping[str, str] = read_table("advanced")
 """Settings that few runs need, each with the reason why it exists; `flatout init --all` leaves them out."""
@@ -66,33 +62,6 @@ def render_template(config: Config, intro: Sequence[str] = (), *, which: Which =
     return "\n".join([*lines, *_section(config, shown)]) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting for a form. `allowed` says which values it takes, `choices` lists them if they are few.
-
-    `default` is as a person types it: text without quotes, anything else YAML on one line; None for a required setting.
-    """
-
-    name: str
-    help: str
-    allowed: str
-    choices: tuple[str, ...]
-    default: str | None
-
-
-def describe_setting(name: str, root: type[BaseModel] = Config) -> Setting:
-    """Describe the setting of a dotted name in `root`. Raises KeyError for a name that is none."""
-    *sections, leaf = name.split(".")
-    kind: Any = root
-    for section in sections:
-        kind = kind.model_fields[section].annotation
-    schema, field = _properties(kind)[leaf], kind.model_fields[leaf]
-    choices = tuple(map(str, schema.get("enum", ()))) or (("false", "true") if schema.get("type") == "boolean" else ())
-    plain = _plain_default(kind, leaf)
-    default = None if field.is_required() else plain if isinstance(plain, str) else as_yaml(plain)
-    return Setting(name, str(field.description), _allowed(schema), choices, default)
-
-
 def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted name and default (as YAML) of every optional setting that differs from its default."""
     for name, field in type(section).model_fields.items():
@@ -100,27 +69,7 @@ def changed_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, BaseModel):
             yield from changed_settings(value, f"{prefix}{name}.")
         elif not field.is_required() and value != field.get_default(call_default_factory=True):
-            yield f"{prefix}{name}", as_yaml(_plain_default(type(section), name))
-
-
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """Describe a setting's allowed values from its JSON schema: `one of lora, full` or `number > 0, or null`."""
-    if "$ref" in schema:
-        return str(schema["$ref"]).rpartition("/")[2].removesuffix("Config").lower()
-    if "anyOf" in schema:
-        parts = [_allowed(part) for part in schema["anyOf"]]
-        return ", or ".join(dict.fromkeys(part for part in parts if part))
-    if "enum" in schema:
-        return "one of " + ", ".join(map(str, schema["enum"]))
-    kind = str(schema.get("type", ""))
-    if kind == "array":
-        items = _allowed(schema["items"]).removeprefix("one of ") + " "
-        return f"list of {items if 'enum' in schema['items'] else items.replace(' ', 's ', 1)}".strip()
-    if kind == "object":
-        return "mapping of text to text"
-    kind = {"string": "text", "boolean": "true or false"}.get(kind, kind)
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in _BOUNDS.items() if key in schema]
-    return " ".join([kind, " and ".join(bounds)]).strip()
+            yield f"{prefix}{name}", as_yaml(plain_default(type(section), name))
 
 
 def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> Iterator[str]:
@@ -143,7 +92,7 @@ def _section(section: BaseModel, shown: Collection[str], prefix: str = "") -> It
 
 def _setting(section: BaseModel, name: str, shown: Collection[str], prefix: str) -> Iterator[str]:
     kind, depth, why = type(section), prefix.count("."), ADVANCED.get(prefix + name)
-    value = section.model_dump(mode="json", exclude_defaults=True).get(name, _plain_default(kind, name))
+    value = section.model_dump(mode="json", exclude_defaults=True).get(name, plain_default(kind, name))
     text, facts = " ".join(str(kind.model_fields[name].description).split()), _facts(kind, name, value)
     text += f" Advanced: {why}." if why else ""
     # the facts are on a line of their own if they do not fit behind the help
@@ -155,7 +104,7 @@ def _setting(section: BaseModel, name: str, shown: Collection[str], prefix: str)
         for key, field in SourceConfig.model_fields.items():
             if f"data.sources.{key}" not in shown:
                 continue
-            default, text = _plain_default(SourceConfig, key), " ".join(str(field.description).split())
+            default, text = plain_default(SourceConfig, key), " ".join(str(field.description).split())
             unless_given = "" if field.is_required() else f"; default {as_yaml(default)}"
             lines.append(f"  {key}: {text} [{_facts(SourceConfig, key, default)}{unless_given}]")
         yield from _comment("\n".join(lines), depth)
@@ -170,20 +119,11 @@ def _setting(section: BaseModel, name: str, shown: Collection[str], prefix: str)
 
 def _facts(section: type[BaseModel], name: str, value: Any) -> str:
     """Return a setting's allowed values, and its default if the value is another."""
-    what = _allowed(_properties(section)[name])
+    what = allowed_values(properties(section)[name])
     if section.model_fields[name].is_required():
         return f"{what}; required"
-    default = _plain_default(section, name)
+    default = plain_default(section, name)
     return what if value == default else f"{what}; default {as_yaml(default)}"
-
-
-@cache
-def _properties(section: type[BaseModel]) -> dict[str, Any]:
-    return dict(section.model_json_schema()["properties"])
-
-
-def _plain_default(section: type[BaseModel], name: str) -> Any:
-    return _properties(section)[name].get("default")
 
 
 def _comment(text: str, depth: int = 0, mark: str = "#") -> Iterator[str]:

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "api": _BELOW_TRAIN | {"export", "launch", "trainer", "verifier", "view"},
     "export": {"checkpoint", "data", "models", "track", "view"},
     "compat": set(),
-    "eval": {"data", "models", "rollout"},
+    "eval": {"config", "data", "models", "rollout", "track"},
     "studio": {"api", "view"},
     "demo": _BELOW_TRAIN | {"trainer"},
     "verifier": _BELOW_TRAIN | {"trainer"},

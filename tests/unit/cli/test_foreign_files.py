@@ -116,30 +116,30 @@ def a_folder(place: Path) -> None:
 KINDS = [a_file, a_link, a_link_to_nothing, a_link_to_a_folder, a_folder]
 
 
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_what_stands_at_an_output_stays(
-    here: Path, name: str, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+def test_what_stands_at_an_output_stays_but_an_own_earlier_one(
+    here: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = (FILES | FOLDERS)[name]
-    places = {"there/out.yaml": output.command.format(out="there/out.yaml")}
-    if output.default:
-        places[output.default] = output.command.replace(" --out {out}", "").replace(" {out}", "")
-    for place, command in places.items():
-        make(here / place)
-        before = state((here / place).parent)
-        assert main(command.split()) in (2, 6), command
-        assert capsys.readouterr().err.count("error: ") == 1
-        assert state((here / place).parent) == before
-
-
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_a_new_path_is_written_and_only_an_own_earlier_output_replaced(here: Path, name: str) -> None:
-    output = (FILES | FOLDERS)[name]
     command = output.command.format(out="new.yaml").split()
-    assert main(command) == 0
-    assert (here / "new.yaml").exists()
-    assert main(command) == output.again
+    assert [main(command), (here / "new.yaml").exists(), main(command)] == [0, True, output.again]
+    capsys.readouterr()
+    for kind in KINDS:
+        place = f"{kind.__name__}/out.yaml"
+        require_kept(here / place, kind, output.command.format(out=place), capsys)
+    if output.default:
+        command = output.command.replace(" --out {out}", "").replace(" {out}", "")
+        for kind in (a_file, a_link, a_link_to_nothing):
+            require_kept(here / output.default, kind, command, capsys)
+            (here / output.default).unlink()
+
+
+def require_kept(place: Path, make: Callable[[Path], None], command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make(place)
+    before = state(place.parent)
+    assert main(command.split()) in (2, 6), command
+    assert capsys.readouterr().err.count("error: ") == 1
+    assert state(place.parent) == before
 
 
 def test_a_page_in_python_replaces_pages_alone(here: Path) -> None:

@@ -121,29 +121,32 @@ def test_a_restart_takes_nothing_out_of_the_run_it_moves(here: Path, capsys: pyt
 
 
 OWN = "from flatout.objectives.cross_entropy import CrossEntropy\n\nclass Mine(CrossEntropy):\n    pass\n"
+# a setting that names a path -> what is there; those that go together are one run's
 READ = {
-    "objective.path": ("own.py", "objective.path={}:Mine"),
-    "objective.path, a link": ("own.py", "objective.path=link.py:Mine"),
-    "data.root of a built set": ("data", "data.sources=[] data.name=chats data.root={}"),
-    "data.root of eval.data": ("data", "eval={{data: chats}} data.name=new data.root={}"),
-    "data.tokenizer": ("tokenizer", "data.tokenizer={} data.name=new"),
-    "data.template": ("chat.jinja", "data.template={} data.name=new"),
-    "data.media_root": ("media", "data.media_root={} data.name=new"),
-    "eval.prompts": ("prompts.txt", "eval.prompts={}"),
-    "data.sources": ("more.jsonl", "data.sources=[{{path: {}}}] data.name=new"),
-    "data.sources, a glob": ("more.jsonl", "data.sources=[{{path: runs/**/more.json*}}] data.name=new"),
-    "data.sources, missing": (None, "data.sources=[{{path: {}}}] data.name=new"),
+    "objective.path={}:Mine": "own.py",
+    "objective.path=link.py:Mine": "own.py",
+    "data.sources=[] data.name=chats data.root={}": "data",
+    "eval={{data: chats}} data.name=new data.root={}": "data",
+    "data.tokenizer={} data.name=new": "tokenizer",
+    "data.template={} data.name=new": "chat.jinja",
+    "data.media_root={} data.name=new": "media",
+    "eval.prompts={}": "prompts.txt",
+    "data.sources=[{{path: {}}}] data.name=new": "more.jsonl",
+    "data.sources=[{{path: runs/**/more.json*}}] data.name=new": "more.jsonl",
 }
+TOGETHER = (
+    "objective.path=own.py:Mine data.tokenizer=inputs/tokenizer data.template=inputs/chat.jinja data.name=new "
+    "data.media_root=inputs/media eval.prompts=inputs/prompts.txt data.sources=[{{path: inputs/more.jsonl}}]"
+)
 
 
-@pytest.mark.parametrize("name", READ)
 def test_a_restart_moves_no_path_away_that_the_settings_name(
-    tiny: Any, here: Path, capsys: pytest.CaptureFixture[str], name: str
+    tiny: Any, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, words = READ[name]
     config, inside, outside = flatout.load("run").config, here / "runs" / "run" / "inputs", here / "inputs"
     (outside / "media").mkdir(parents=True)
     (outside / "own.py").write_text(OWN)
+    (here / "own.py").symlink_to(outside / "own.py")
     (outside / "chat.jinja").write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}")
     (outside / "prompts.txt").write_text("hello\n")
     shutil.copy(config.data.sources[0].path, outside / "more.jsonl")
@@ -151,22 +154,21 @@ def test_a_restart_moves_no_path_away_that_the_settings_name(
     shutil.copytree(tiny.model_dir, outside / "tokenizer")
     shutil.copytree(outside, inside)
     (here / "link.py").symlink_to(inside / "own.py")
-    file = made or "gone.jsonl"
     before = contents(here / "runs" / "run")
-    assert main(["train", "run.yaml", *_words(words, f"runs/run/inputs/{file}"), "--restart"]) == 2
-    assert re.search(r"--restart would move \S+ away, which the new run reads", capsys.readouterr().err)
-    assert contents(here / "runs" / "run") == before
-    # outside, the same is only checked, or read
+    for words, file in READ.items():
+        assert main(["train", "run.yaml", *_words(words, f"runs/run/inputs/{file}"), "--restart"]) == 2, words
+        assert re.search(r"--restart would move \S+ away, which the new run reads", capsys.readouterr().err), words
+        assert contents(here / "runs" / "run") == before, words
     shutil.rmtree(inside)
-    (here / "link.py").unlink()
-    (here / "link.py").symlink_to(outside / "own.py")
-    (here / "runs" / "other").mkdir()
-    shutil.copy(outside / "more.jsonl", here / "runs" / "other")
-    assert main(["train", "run.yaml", *_words(words, f"inputs/{file}"), "--restart"]) == (0 if made else 3)
-    assert (here / "runs" / "run.old-1").exists() == (made is not None)
+    assert main(["train", "run.yaml", *_words("data.sources=[{{path: gone.jsonl}}] data.name=new"), "--restart"]) == 3
+    assert not (here / "runs" / "run.old-1").exists()
+    # outside, the same are read
+    for number, words in enumerate((TOGETHER, "data.sources=[] data.name=chats data.root=inputs/data"), 1):
+        assert main(["train", "run.yaml", *_words(words), "--restart"]) == 0, words
+        assert (here / "runs" / f"run.old-{number}").exists()
 
 
-def _words(words: str, path: str) -> list[str]:
+def _words(words: str, path: str = "") -> list[str]:
     """Overrides with a path, one for each setting at the top."""
     return re.split(r" (?=[a-z_.]+=)", words.format(path))
 
@@ -210,36 +212,33 @@ def test_a_restart_builds_its_data_again_where_the_earlier_run_had_it(here: Path
     assert (here / "runs" / "run" / "data").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["model.name=./modle"], 2, "there is no folder ./modle"),
-        (["model.name=theirs"], 2, "theirs"),
-        (["data.name=new", "data.sources=[{path: chts.jsonl}]"], 3, "chts.jsonl: no such file"),
-        (["data.name=new", "data.sources=[{path: odd.csv}]"], 3, "odd.csv:1: no known format"),
-        (["lora.targets=q_porj"], 2, "'q_porj' matches no linear layer"),
-        (["lora.rank=4096"], 2, "lora.rank is 4,096"),
-        (["lora.continue_from=nix"], 4, "nix"),
-        (["objective=nix.py:Loss"], 2, "nix.py"),
-        (["eval.prompts=nix.jsonl"], 3, "nix.jsonl"),
-        (["track=comet"], 2, "comet"),
-        (["model.attention=varlen"], 2, "the varlen kernel needs CUDA"),
-        (["gpus=[0,1]", "lora.targets=q_porj"], 2, "matches no linear layer"),
-    ],
-)
+REFUSED_AT_START = {
+    "model.name=./modle": (2, "there is no folder ./modle"),
+    "model.name=theirs": (2, "theirs"),
+    "data.name=new data.sources=[{path: chts.jsonl}]": (3, "chts.jsonl: no such file"),
+    "data.name=new data.sources=[{path: odd.csv}]": (3, "odd.csv:1: no known format"),
+    "lora.targets=q_porj": (2, "'q_porj' matches no linear layer"),
+    "lora.rank=4096": (2, "lora.rank is 4,096"),
+    "lora.continue_from=nix": (4, "nix"),
+    "objective=nix.py:Loss": (2, "nix.py"),
+    "eval.prompts=nix.jsonl": (3, "nix.jsonl"),
+    "track=comet": (2, "comet"),
+    "model.attention=varlen": (2, "the varlen kernel needs CUDA"),
+    "gpus=[0,1] lora.targets=q_porj": (2, "matches no linear layer"),
+}
+
+
 def test_what_a_start_would_refuse_leaves_the_earlier_run_where_it_is(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "odd.csv").write_text("alpha,beta\n1,2\n")
     (here / "theirs").mkdir()
-    before = contents(here / "runs" / "run")
-    assert main(["train", "run.yaml", *words, "--restart"]) == code
-    assert said in capsys.readouterr().err
-    after = contents(here / "runs" / "run")
-    assert {name: text for name, text in after.items() if name != ".lock"} == {
-        name: text for name, text in before.items() if name != ".lock"
-    }
-    assert not (here / "runs" / "run.old-1").exists()
+    before = contents(here / "runs" / "run") | {".lock": b""}
+    for words, (code, said) in REFUSED_AT_START.items():
+        assert main(["train", "run.yaml", *re.split(r" (?=[a-z_.]+=)", words), "--restart"]) == code, words
+        assert said in capsys.readouterr().err
+        assert contents(here / "runs" / "run") | {".lock": b""} == before, words
+        assert not (here / "runs" / "run.old-1").exists()
 
 
 def test_a_restart_with_other_rows_and_columns_that_are_taken_moves_the_run_once(
@@ -284,8 +283,7 @@ def test_python_is_told_in_python_and_starts_over(here: Path) -> None:
     assert flatout.load("run.old-1").log.state == "complete"
 
 
-@pytest.mark.parametrize("restart", ["True", "False"])
-def test_torch_is_imported_after_its_variables_are_set(here: Path, restart: str) -> None:
+def test_torch_is_imported_after_its_variables_are_set(here: Path) -> None:
     code = (
         "import os, sys, flatout\n"
         "class Watch:\n"
@@ -294,7 +292,7 @@ def test_torch_is_imported_after_its_variables_are_set(here: Path, restart: str)
         "            print(os.environ.get('PYTORCH_ALLOC_CONF'), 'TORCHINDUCTOR_CACHE_DIR' in os.environ, flush=True)\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"
-        f"flatout.train('run.yaml', seed=1, restart={restart})\n"
+        "flatout.train('run.yaml', seed=1, restart=True)\n"
     )
     unset = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in unset}
@@ -345,33 +343,21 @@ def test_a_damaged_run_does_not_hide_the_others(
     assert states == {"run": "complete", "broken": "damaged"}
 
 
-@pytest.mark.parametrize(
-    ("words", "printed"),
-    [
-        (["report", "run", "--format", "md"], "# run: complete"),
-        (["watch", "run"], "summary    complete, 2 of 2 steps"),
-        (["chat", "run", "--prompt", "Hello", "--max-new-tokens", "1", "--temperature", "0", "--device", "cpu"], ""),
-        (["merge", "run", "--out", "merged"], "merged 14 layers"),
-        (["export", "run", "--to", "gguf", "--out", "gguf"], "written"),
-    ],
-)
-def test_runs_are_found_by_name(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], printed: str) -> None:
-    assert main(words) == 0
-    assert printed in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("verb", ["report", "watch", "chat", "merge", "export", "push", "track", "eval"])
-def test_a_name_that_is_nearly_a_runs_is_asked_back_before_any_hub(
-    here: Path, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
-    more = {
-        "merge": ["--out", "x"],
-        "export": ["--to", "gguf", "--out", "x"],
-        "push": ["me/x"],
-        "eval": ["--tasks", "a"],
-    }
-    assert main([verb, "runn", *more.get(verb, [])]) == 2
-    assert "did you mean run?" in capsys.readouterr().err
+def test_runs_are_found_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, printed in (
+        ("report run --format md", "# run: complete"),
+        ("watch run", "summary    complete, 2 of 2 steps"),
+        ("chat run --prompt Hello --max-new-tokens 1 --temperature 0 --device cpu", ""),
+        ("merge run --out merged", "merged 14 layers"),
+        ("export run --to gguf --out gguf", "written"),
+    ):
+        assert main(words.split()) == 0
+        assert printed in capsys.readouterr().out
+    # a name that is nearly a run's is asked back before any hub
+    more = {"merge": "--out x", "export": "--to gguf --out x", "push": "me/x", "eval": "--tasks a"}
+    for verb in ("report", "watch", "chat", "merge", "export", "push", "track", "eval"):
+        assert main([verb, "runn", *more.get(verb, "").split()]) == 2
+        assert "did you mean run?" in capsys.readouterr().err
 
 
 def test_a_quote_in_a_name_is_no_end_of_the_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,22 +375,20 @@ def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.Captu
     assert "runs/run/final" in error
 
 
-@pytest.mark.parametrize("words", [["merge", "--out", "x"], ["chat", "--prompt", "a"], ["push", "me/x"]])
 def test_results_of_a_run_are_waited_for_while_it_trains_and_else_come_from_resuming_it(
-    here: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(here / "runs" / "run" / "final")
-    verb, *rest = words
-    with RunLock(here / "runs" / "run"):  # as while it trains
-        assert main([verb, "run", *rest]) == 2
-        said = capsys.readouterr().err
-        assert "it trains now, as pid" in said
-        assert "resume" not in said
-        assert said.strip().endswith("wait for it: flatout watch runs/run")
+    for words in ("merge run --out x", "chat run --prompt a", "push run me/x"):
+        with RunLock(here / "runs" / "run"):  # as while it trains
+            assert main(words.split()) == 2
+            said = capsys.readouterr().err
+            assert "resume" not in said
+            assert said.strip().endswith("wait for it: flatout watch runs/run")
+        assert main(words.split()) == 2
+        command = capsys.readouterr().err.strip().partition("resume it: flatout ")[2].split()
+        assert command == ["train", "runs/run/config.yaml"]
     assert main(["watch", "runs/run"]) == 0
-    assert main([verb, "run", *rest]) == 2
-    command = capsys.readouterr().err.strip().partition("resume it: flatout ")[2].split()
-    assert command == ["train", "runs/run/config.yaml"]
     assert main(command) == 0
     assert (here / "runs" / "run" / "final").is_dir()
 
@@ -463,22 +447,17 @@ def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pyte
     assert (here / "runs" / "run.old-1" / "notes.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_cannot_be_a_note_or_tag_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
         (["--tag", "rum", "a"], "did you mean run?"),
-        (["--tag", "run"], "--tag run: name a tag after the run"),
-        (["--tag", "run", "a/b"], "tag 'a/b': use up to 40 letters"),
-        (["--untag", "run", "a"], "has no tag 'a'; it has none"),
-        (["--note", "run", "n" * 4001], "the note has 4,001 characters"),
+        (["--tag", "run"], "--tag run"),
+        (["--tag", "run", "a/b"], "tag 'a/b'"),
+        (["--untag", "run", "a"], "has no tag 'a'"),
+        (["--note", "run", "n" * 4001], "4,001 characters"),
         (["--note", ".", "text"], "is not the folder of a run"),
-    ],
-)
-def test_what_cannot_be_a_note_or_tag_is_said(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    assert main(["runs", *words]) == 2
-    assert said in capsys.readouterr().err
+    ):
+        assert main(["runs", *words]) == 2
+        assert said in capsys.readouterr().err
     assert not (here / "runs" / "run" / "notes.json").exists()
 
 

@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from flatout.cli.main import main
-from flatout.cli.parser import Parser
+from flatout.cli.parser import Number, Parser
 from flatout.cli.verbs import all_verbs
 
 # where foreign code says that it ran
@@ -262,7 +262,7 @@ def commands(foreign: str) -> Iterator[list[str]]:
         taken = {(one.option_strings or [one.dest])[0]: one for one in parser._actions if one.nargs != 0}
         needed = [name for name, one in taken.items() if one.required and name != "overrides"]
         for name, one in taken.items():
-            if one.type in (int, float) or one.choices is not None or name in PROGRAMS:
+            if one.type in (int, float) or isinstance(one.type, Number) or one.choices is not None or name in PROGRAMS:
                 continue
             assert name in (*FILES, *WORDS), f"say in this test whether {name} of {words} takes a file"
             # --image is a picture for chat, and a container's for launch

@@ -10,20 +10,7 @@ from typing import Any
 import pytest
 
 from flatout.config.folders import foreign_entries, is_run_folder, run_identity
-from flatout.errors import UsageError
 from flatout.trainer.run import train
-
-# as other programs write them
-OF_OTHERS = {
-    "config.yaml": "# mine\nlr: 1\n",
-    "start.json": '{"step": 0}',
-    "metrics.jsonl": '{"loss": 1.0}\n',
-    "train.log": "epoch 1\n",
-    "run.json": '{"run_id": "0123456789abcdef", "created": "today", "wandb": 1}',
-    ".lock": "pid 1",
-    "report.html": "<!doctype html><title>mine</title>",
-    "checkpoints/epoch-1.pt": "weights",
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +18,6 @@ def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("folders") / "run"
     train(tiny.config(folder, batch={"max_steps": 2}))
     return folder
-
-
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_a_folder_with_a_file_of_another_program_is_no_run_and_stays_as_it_is(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "proj" / name
-    file.parent.mkdir(parents=True)
-    file.write_text(OF_OTHERS[name])
-    before = file.stat().st_mtime_ns
-    assert not is_run_folder(tmp_path / "proj")
-    with pytest.raises(UsageError, match=f"holds {name.partition('/')[0]}, which a run would replace"):
-        run_identity(tmp_path / "proj")
-    assert [path.relative_to(file.parent).name for path in file.parent.iterdir()] == [file.name]
-    assert (file.read_text(), file.stat().st_mtime_ns) == (OF_OTHERS[name], before)
 
 
 @pytest.mark.parametrize("name", ["", "notes.txt", "data/rows.jsonl", "slurm-7.log", "final/"])

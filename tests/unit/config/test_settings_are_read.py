@@ -7,14 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import flatout
-from flatout.config.names import dotted_names
-from flatout.config.read import make_config
+from flatout.config.describe import dotted_names
 from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.schema import Config
-from flatout.errors import ProblemsError
 
 SOURCE = Path(flatout.__file__).parent
 # what a section is called where its settings are read, besides its own name and `config`
@@ -85,26 +81,6 @@ def test_a_setting_that_nothing_reads_is_found() -> None:
 
 def test_every_setting_has_an_effect_on_a_resumed_run() -> None:
     assert set(RESUME_EFFECTS) == {name for name in settings() if not name.startswith("data.sources.")}
-
-
-# a setting where it would do nothing, and where it does what it says; the others are in test_read
-WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "eval.patience": ({"eval": {"patience": 2}}, {"eval": {"patience": 2, "every_steps": 5, "fraction": 0.1}}),
-    "full.update": (
-        {"full": {"update": "backward"}},
-        {"method": "full", "full": {"update": "backward"}, "optim": {"max_grad_norm": None}},
-    ),
-    "deepspeed": ({"strategy": "fsdp", "deepspeed": {}}, {"strategy": "deepspeed", "deepspeed": {}}),
-    "track.tags": ({"track": {"tags": ["a"]}}, {"track": {"tags": ["a"], "to": ["tensorboard"]}}),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_a_setting_without_effect_is_refused_and_one_with_effect_is_not(name: str) -> None:
-    without, like = WITHOUT_EFFECT[name]
-    with pytest.raises(ProblemsError, match="|".join(name.split("."))):
-        make_config({"model": {"name": "m"}} | without)
-    make_config({"model": {"name": "m"}} | like)
 
 
 def test_every_setting_changes_the_resolved_settings() -> None:

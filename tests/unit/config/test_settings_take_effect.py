@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_settings_are_read import settings
 
 from flatout.errors import FlatoutError
 
@@ -127,59 +126,6 @@ SAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"eval": {**EVAL["eval"], "prompts": ["a", "b"], "max_new_tokens": 1}},
         "at most 2 tokens",
     ),
-}
-# what needs a GPU, several ranks or several runs, and the test that shows its effect
-SHOWN_BY: dict[str, str] = {
-    "optim.path": "playbooks/test_optimizer.py",
-    "lora.init": "playbooks/test_adapter_start.py",
-    "lora.init_path": "playbooks/test_adapter_start.py",
-    "eval.best": "test_best_is_judged_by_the_named_figure",
-    "objective.kind": "test_settings_of_objectives_are_checked_without_running_code",
-    "data.sources.pairs": "unit/data/test_pair_rows.py",
-    "objective.reference.adapter": "test_another_adapter_can_be_the_reference",
-    "objective.path": "test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown",
-    "gpus": "test_several_gpus_are_refused_in_one_process",
-    "eval.temperature": "unit/trainer/test_answers.py",
-    "eval.split_by": "test_rows_with_one_prompt_are_held_out_together",
-    "eval.worst_samples": "unit/trainer/test_worst_samples.py",
-    "model.experts": "parity/test_experts.py",
-    "experts.balance_loss": "unit/trainer/test_experts_runs.py",
-    "experts.z_loss": "unit/trainer/test_experts_runs.py",
-    "experts.bias_update": "unit/trainer/test_bias_update.py",
-    "experts.parallel": "distributed/test_expert_parallel.py",
-    "context.parallel": "distributed/test_context_parallel.py",
-    "deterministic": "test_deterministic_runs_are_equal_to_the_bit",
-    "memory": "test_more_memory_never_gives_less",
-    "batch.share_prefix": "unit/trainer/test_shared_prefix_runs.py",
-    "deepspeed": "distributed/test_deepspeed.py",
-    "data.on_bad_row": "unit/data/test_build.py",
-    "data.lost_reasoning": "unit/data/test_lost_reasoning.py",
-    "data.dedupe": "unit/data/test_dedupe.py",
-    "data.media_root": "unit/data/test_pictures.py",
-    "model.freeze_vision_tower": "parity/test_tower_steps.py",
-    "model.freeze_projector": "parity/test_tower_steps.py",
-    "data.end_of_turn": "unit/data/test_template_description.py",
-    "data.sources.unread_files": "unit/data/test_archives.py",
-    "data.num_procs": "test_processes_change_nothing",
-    "checkpoint.resume": "test_a_folder_with_checkpoints_is_not_started_anew",
-    "checkpoint.allow_change": "unit/trainer/test_finished_runs.py",
-    "sharding.reshard_after_forward": "distributed/test_strategies.py",
-    "sharding.prefetch": "distributed/test_strategies.py",
-    "sharding.offload": "distributed/test_strategies.py",
-    "sharding.replicas": "distributed/test_strategies.py",
-    "comm.compress": "distributed/test_strategies.py",
-    "faults.max_restarts": "distributed/test_faults.py",
-    "faults.hang_s": "distributed/test_faults.py",
-    "faults.stall_s": "unit/parallel/test_watch.py",
-    "faults.long_phase_s": "unit/parallel/test_watch.py",
-    "faults.join_s": "unit/launch/test_rendezvous.py",
-    "faults.min_ranks": "distributed/test_faults.py",
-    "faults.spike": "unit/trainer/test_loss_spikes.py",
-    "faults.spike_sigmas": "unit/trainer/test_loss_spikes.py",
-    "track.to": "test_a_run_and_its_resumption_are_one_run_at_the_service",
-    "track.project": "test_a_run_and_its_resumption_are_one_run_at_the_service",
-    "track.tags": "test_a_run_and_its_resumption_are_one_run_at_the_service",
-    "track.upload_final": "test_a_run_and_its_resumption_are_one_run_at_the_service",
 }
 
 
@@ -305,12 +251,3 @@ def test_a_folder_with_checkpoints_is_not_started_anew(tiny: Any, tmp_path: Path
     each = {"checkpoint": {"every_steps": 1}}
     assert run(tiny, tmp_path, each).weights
     assert "checkpoint.resume is never" in run(tiny, tmp_path, merged(each, {"checkpoint": {"resume": "never"}})).text
-
-
-def test_every_setting_is_tried_here_or_shown_elsewhere() -> None:
-    assert sorted([*TRAINS, *SAYS, *SHOWN_BY, "data.sources"]) == sorted(settings())
-    tests = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
-    for setting, shown_by in SHOWN_BY.items():
-        name = setting.rpartition(".")[2]
-        found = [text for path, text in tests.items() if str(path).endswith(shown_by) or f"def {shown_by}(" in text]
-        assert any(name in text for text in found), f"{shown_by} shows nothing of {setting}"

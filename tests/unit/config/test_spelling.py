@@ -9,7 +9,16 @@ import yaml
 
 from flatout.config.read import make_config
 from flatout.config.spelling import as_data_options, in_python, in_studio, spelled_for
-from flatout.errors import Fix, UsageError
+from flatout.errors import (
+    DataError,
+    Fix,
+    FlatoutError,
+    PeerLostError,
+    PreemptedError,
+    ProblemsError,
+    UsageError,
+    of_kind,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +85,26 @@ def test_an_error_is_spelled_for_its_door_and_keeps_its_values() -> None:
     assert str(caught.value) == "run.yaml: rank 0 is too small\n  try lora.rank: 8  # the default"
     assert caught.value.fixes == error.fixes
     assert str(error).startswith("rank 0")
+
+
+def test_an_error_of_another_process_is_made_again() -> None:
+    """Also of classes that are made of more than a text, and of those that other modules derive."""
+
+    class OwnError(DataError):
+        pass
+
+    fixes = [Fix({"lora.rank": 8})]
+    made = [PeerLostError("a", 1), PreemptedError("a", 15), ProblemsError("a", ["b"]), OwnError("a"), UsageError("a")]
+    for error in made:
+        again = of_kind(error.kind, f"rank 1: {error.text}", fixes)
+        assert isinstance(error, type(again))
+        assert (again.exit_code, list(again.fixes)) == (error.exit_code, fixes)
+        assert str(again) == f"rank 1: {error.text}\n  try lora.rank=8"
+        assert of_kind(error.exit_code, "a").exit_code == error.exit_code
+    assert type(of_kind("ValueError", "a")) is FlatoutError
+
+
+def test_a_way_out_that_is_no_setting_is_told_after_those_that_are() -> None:
+    other = Fix({}, "choose another model")
+    assert str(UsageError("no", [other])) == "no; choose another model"
+    assert str(UsageError("no", [Fix({"method": "lora"}), other])) == "no\n  try method=lora\n  or choose another model"

@@ -77,7 +77,7 @@ def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixt
         (
             ["--name", "x", "--too-long", "shrink"],
             2,
-            "--too-long: input should be 'auto', 'error', 'drop', 'truncate' or 'split'",
+            "--too-long: expected one of auto, error, drop, truncate, split",
         ),
         (["--name", "x", "--weight", "1", "--weight", "2"], 2, "2 --weight for 1 sources"),
         (["--name", "x", "--column", "output"], 2, "--column 'output': write FLATOUT_NAME=YOUR_COLUMN"),

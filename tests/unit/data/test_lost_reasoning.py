@@ -217,7 +217,7 @@ def test_the_command_says_it_and_computes_what_is_shared_once(
         assert main([*build, *options]) == 0
         assert told in " ".join(capsys.readouterr().err.split())
     assert main([*build, "--root", str(thinking / "no"), "--name", "a", "--lost-reasoning", "drop"]) == 2
-    assert "--lost-reasoning: input should be 'split', 'mask' or 'train'" in capsys.readouterr().err
+    assert "--lost-reasoning: expected one of split, mask, train" in capsys.readouterr().err
 
     store = TokenStore.open(thinking / "split" / "built_dataset" / "a")
     assert main(["data", "show", "a", "--root", str(thinking / "split")]) == 0

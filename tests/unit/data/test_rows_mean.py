@@ -134,7 +134,7 @@ def test_keys_that_are_read_cannot_be_given_another_meaning(build: Build, name: 
     wrong = build([chat()], "--key", "bad=lossless")
     assert (
         wrong.code,
-        "--key bad: input should be 'train', 'masked', 'train_detail' or 'ignored'" in wrong.printed,
+        "--key bad: expected mapping of text to one of train, masked, train_detail, ignored" in wrong.printed,
     ) == (2, True)
 
 

@@ -213,9 +213,9 @@ def test_transformers_ends_where_the_plan_says(model_type, refused):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "--ranks is 0; expected 1 to 100,000"),
-        (["--tokens-per-s", "0"], "--tokens-per-s is 0; expected a finite number of at least 0.001"),
-        (["--tokens-per-s", "1e-300"], "--tokens-per-s is 1e-300; expected a finite number of at least 0.001"),
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--tokens-per-s", "0"], "--tokens-per-s is 0"),
+        (["--tokens-per-s", "1e-300"], "--tokens-per-s is 1e-300"),
         (["--step", "20"], "--step is 20; expected 0 to 19"),
         (["--step", "-1"], "--step is -1"),
         (["batch.micro_batch_tokens=100"], "batch.micro_batch_tokens=100"),

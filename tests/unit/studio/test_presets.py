@@ -13,9 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from flatout.cli.chat import add_arguments
-from flatout.config.names import dotted_names
+from flatout.config.describe import describe_setting, dotted_names
 from flatout.config.read import dump_config, make_config
-from flatout.config.template import describe_setting
 from flatout.studio.trainings import Trainings
 from flatout.studio.workspace import Workspace
 from tests.studio_client import CHOSEN, open_studio, shows_default, write_run

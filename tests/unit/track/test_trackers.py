@@ -258,7 +258,7 @@ def test_settings_of_trackers() -> None:
         ({"project": "x"}, "track: project has no effect with no tracker"),
         ({"to": ["tensorboard"], "upload_final": True}, "track: upload_final has no effect with only tensorboard"),
         ({"to": ["mlflow"], "tags": ["a b"]}, "track.tags: use letters, digits, dots, dashes and underscores"),
-        (["neptune"], "track.to: input should be 'tensorboard'"),
+        (["neptune"], "track.to: expected list of tensorboard"),
     ):
         with pytest.raises(ProblemsError, match=why):
             settings(track=wrong)

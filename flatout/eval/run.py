@@ -1,0 +1,161 @@
+"""Evaluates one model by lm-eval's tasks, own questions or rows: says how good it is, and writes the results."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from flatout.config.folders import is_run_folder
+from flatout.config.read import load_config
+from flatout.config.schema import DataConfig
+from flatout.data.build import open_or_build
+from flatout.data.prompt_file import Prompt
+from flatout.errors import UsageError
+from flatout.eval.exact_match import score_answers
+from flatout.eval.scores import judge, scores_of
+from flatout.eval.tasks import Tasks, score_tasks
+from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import encode_json, now_utc
+from flatout.io.no_gpu import no_gpu_error
+from flatout.io.own_output import write_output
+from flatout.io.redact import redacted
+from flatout.models.export import merge
+from flatout.models.load.auto_class import is_scoring
+from flatout.models.load.inference import ModelPaths, load_trained
+from flatout.track.console import ConsoleCallback
+
+# settings of a run's data that decide what a row's tokens are
+_OF_ROWS = {"max_tokens", "too_long", "template", "template_args", "special_tokens", "lost_reasoning", "end_of_turn"}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A model that is loaded, and where its results go."""
+
+    target: str
+    """The run, adapter, model or hub id as it was named."""
+    paths: ModelPaths
+    model: Any
+    tokenizer: Any
+    limit: int | None
+    """Use only so many samples of each task or file."""
+    num_merged: int
+    """How many adapter layers were merged into the base weights."""
+    out: Path | None
+    """The file of the results; None: in the target's folder."""
+
+    def score_tasks(self, tasks: Tasks, *, batch_size: int, chat: bool) -> list[str]:
+        """Score lm-eval's tasks; return the lines to print."""
+        # not the stream that `score_tasks` takes the bars from
+        with ConsoleCallback(Console(file=sys.stderr)) as console:
+            rows = score_tasks(
+                self.model, self.tokenizer, tasks, on_phase=console.on_phase, limit=self.limit, batch_size=batch_size,
+                chat=chat,
+            )  # fmt: skip
+        lines = [f"{'task':<32} {'metric':<20} {'value':>8} {'+-':>8} {'n':>7}"]
+        for row in rows:
+            value, stderr = ("-" if row[name] is None else f"{row[name]:.4f}" for name in ("value", "stderr"))
+            name, count = row["task"][:32], row["num_samples"] or "-"
+            lines.append(f"{name:<32} {row['metric'][:20]:<20} {value:>8} {stderr:>8} {count:>7}")
+        return [*lines, self._write(task_file(tasks.names), {"chat": chat, "tasks": rows})]
+
+    def score_answers(
+        self, name: str, prompts: Sequence[Prompt], *, ignore_case: bool, max_new_tokens: int
+    ) -> list[str]:
+        """Compare answers with those that are accepted; return the lines to print."""
+        num_ended = 0
+        with _progress() as console:
+            console.on_phase("reading prompts")
+
+            def report_token(prompt: int, is_last: bool, silent_s: float) -> None:
+                nonlocal num_ended
+                num_ended += is_last
+                console.on_phase("answering prompts", num_ended, len(prompts))
+
+            options: dict[str, Any] = {"ignore_case": ignore_case, "max_new_tokens": max_new_tokens}
+            marked = score_answers(self.model, self.tokenizer, prompts, on_token=report_token, **options)
+        num_right, num = sum(row["right"] for row in marked), len(marked)
+        line = f"exact match: {num_right} of {num} right ({num_right / num:.1%})"
+        counts = {"num_prompts": num, "num_right": num_right, "exact_match": num_right / num}
+        return [line, self._write(name, {**options, **counts, "answers": marked})]
+
+    def score_rows(self, file: Path) -> list[str]:
+        """Score pairs, or texts with labels; return the lines to print. Rows are read as the run's were."""
+        if not is_scoring(self.model.config):
+            raise UsageError(f"--rows: {self.target} generates text and gives no scores; use --answers or --tasks")
+        labels = [str(self.model.config.id2label[index]) for index in range(self.model.config.num_labels)]
+        settings, known, source = Path(self.target) / "config.yaml", dict[str, Any](), dict[str, Any]()
+        if is_run_folder(settings.parent):
+            data = load_config(settings).data
+            known = data.model_dump(include=_OF_ROWS, exclude_unset=True)
+            source = data.sources[0].model_dump(include={"columns", "keys", "roles", "system"}) if data.sources else {}
+        form = {"path": str(file), "hub": False, "format": "classify" if len(labels) > 1 else "auto"}
+        with _progress() as console, tempfile.TemporaryDirectory() as root:
+            console.on_phase("reading rows")
+            given = {"name": "rows", "root": root, "tokenizer": self.paths.tokenizer, "sources": [{**source, **form}]}
+            config = DataConfig.model_validate({**known, **given, "num_samples": self.limit, "shuffle": False})
+            store = open_or_build(config, self.paths.base, log=lambda text: console.on_stage("tokens", text))
+            scores = scores_of(self.model, store, lambda done, total: console.on_phase("scoring rows", done, total))
+            judged = judge(scores, store, labels)
+        num = judged.get("num_pairs") or judged["num_samples"]
+        lines = [f"accuracy: {judged['num_right']} of {num} right ({judged['accuracy']:.1%})"]
+        lines += [f"macro F1: {judged['macro_f1']:.4f}"] if len(labels) > 1 else []
+        return [*lines, self._write(file.stem, judged)]
+
+    def require_chat_template(self, option: str) -> None:
+        """Raise UsageError if the tokenizer has none, which `option` needs."""
+        if not self.tokenizer.chat_template:
+            raise UsageError(
+                f"{option}: the tokenizer has no chat template; use the one saved in the run's final/ folder"
+            )
+
+    def _write(self, name: str, content: dict[str, Any]) -> str:
+        """Write results to `out`, or into the target's folder, and say where; those of a hub id are only shown."""
+        folder = Path(self.target)
+        file = self.out or (folder / "eval" / f"{safe_name(name)}.json" if folder.is_dir() else None)
+        if file is None:
+            return "not written, as the model is a hub id; name a file with --out"
+        adapter = None if self.paths.adapter is None else str(self.paths.adapter)
+        facts = {"model": redacted(self.paths.base), "adapter": adapter, "merged": bool(self.num_merged)}
+        DurableIO().make_dir(file.parent)
+        written = {"written_at": now_utc(), **facts, "limit": self.limit, **content}
+        write_output(file, encode_json(written), "eval")
+        return f"written to {file}"
+
+
+def load(
+    target: str, paths: ModelPaths, *, device: str, merged: bool, writes: bool, limit: int | None, out: Path | None
+) -> Evaluation:
+    """Load a model to evaluate; `writes`: it generates text. Raises ResourceError for a missing GPU, UsageError."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise no_gpu_error("--device cuda")
+    if merged and paths.adapter is None:
+        raise UsageError(f"--merged: {target} has no adapter to merge; leave it out")
+    with _progress() as console:
+        console.on_phase(f"loading {paths.base}")
+        place = torch.device("cuda" if has_gpu and device != "cpu" else "cpu")
+        model, tokenizer = load_trained(paths, device=place, writes=writes)
+    return Evaluation(target, paths, model, tokenizer, limit, merge(model) if merged else 0, out)
+
+
+def task_file(names: Sequence[str]) -> str:
+    """Return the name of the results of tasks, without its ending."""
+    return "-".join(names)
+
+
+def safe_name(name: str) -> str:
+    """Return a name as that of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:100]
+
+
+def _progress() -> ConsoleCallback:
+    return ConsoleCallback(Console(stderr=True))
