@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from functools import lru_cache
-from importlib.abc import SourceLoader
-from importlib.util import module_from_spec, spec_from_loader
 from itertools import chain
-from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
-
-from xxhash import xxh3_128_hexdigest
 
 from flatout.config.data import Format
 from flatout.config.objective import ObjectiveConfig, class_of_kind
-from flatout.config.read import line_of
+from flatout.config.own_code import OwnCode
 from flatout.errors import OF_OWN_CODE, UsageError
 from flatout.objectives.protocol import COUNTED, Metric, Objective
-
-MAX_FILE_BYTES = 1 << 20
 
 
 def load_objective(config: ObjectiveConfig) -> Objective:
@@ -28,22 +18,8 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     if config.path is None:
         made: Objective = class_of_kind(config.kind).of(config.fields)
         return made
-    file, _, name = config.path.rpartition(":")
-    path = Path(file)
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(
-            f"objective.path: {file} cannot be read: {reason}; name a file from the folder you start in"
-        ) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise UsageError(
-            f"objective.path: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the loss alone"
-        )
-    digest = xxh3_128_hexdigest(content)
-    kind = getattr(_module(path.absolute(), content, digest), name, None)
+    own = OwnCode.read(config.path, "objective.path", "objective")
+    kind, name, file = own.load(), own.name, own.path
     if not (isinstance(kind, type) and issubclass(kind, Objective)):
         what = "has no such class" if kind is None else "it is not a subclass of flatout.Objective"
         raise UsageError(f"objective.path: {config.path}: {what}; define class {name}(flatout.Objective) in {file}")
@@ -53,46 +29,8 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     except OF_OWN_CODE as error:
         why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{config.path}: {why}") from error
-    objective._source = digest
+    objective._source = own.digest
     return objective
-
-
-class _Source(SourceLoader):
-    """Runs exactly the bytes that were hashed, and leaves no bytecode beside a person's file."""
-
-    def __init__(self, path: Path, content: bytes) -> None:
-        self._path, self._content = path, content
-
-    def get_filename(self, fullname: str) -> str:
-        return str(self._path)
-
-    def get_data(self, path: str | bytes) -> bytes:
-        if str(path) != str(self._path):
-            raise OSError("no bytecode")
-        return self._content
-
-
-@lru_cache(maxsize=8)
-def _module(path: Path, content: bytes, digest: str) -> ModuleType:
-    name = f"flatout_objective_{digest}"
-    spec = spec_from_loader(name, _Source(path, content))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    # pydantic looks up the types of fields there
-    sys.modules[name] = module
-    # it may import from its own folder, as a script does
-    sys.path.append(folder := f"{path.parent}/")
-    try:
-        spec.loader.exec_module(module)
-    except OF_OWN_CODE as error:
-        del sys.modules[name]
-        raise UsageError(
-            f"{path}{line_of(error, path)}: the objective's own code failed with {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        sys.path.remove(folder)
-    return module
 
 
 def _check(kind: type[Objective], where: str) -> None:

@@ -46,11 +46,13 @@ class Survey:
 
 
 def require_no_code(config: Config) -> None:
-    """Raise SecurityError for a configuration that runs code of a file: a person's own objective."""
-    if config.objective.path is not None:
+    """Raise SecurityError for a configuration that runs code of a file: a person's own objective, or converter."""
+    converters = {f"format of {one.path}: the converter": one.converter for one in config.data.sources}
+    with_code = {"objective.path: the file": config.objective.path, **converters}
+    if named := next((name for name, file in with_code.items() if file is not None), None):
         raise SecurityError(
-            "objective.path: the file would run as code, which a page may not start; use objective.kind, or start "
-            "this run in a terminal: flatout train"
+            f"{named} would run as code, which a page may not start; do without it, or start this run in a terminal: "
+            "flatout train"
         )
 
 

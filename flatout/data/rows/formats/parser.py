@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
+from flatout.config.data import CONVERTERS
 from flatout.config.schema import SourceConfig
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import Origin, ParsedRow, PreferenceRow
@@ -35,9 +36,6 @@ from flatout.data.rows.formats.conversations import (
     turns_at,
 )
 from flatout.data.rows.formats.fields import FieldError, Reading, kind, unpacked
-from flatout.data.rows.formats.gemini import looks_like_gemini, parse_gemini
-from flatout.data.rows.formats.glaive import looks_like_glaive, parse_glaive
-from flatout.data.rows.formats.oasst import OASST_COLUMNS, is_tree, thread
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column, pictures_of
 from flatout.data.rows.formats.plain import MASK_COLUMNS, parse_segments, parse_text, parse_tokens
 from flatout.data.rows.formats.preference import (
@@ -63,8 +61,7 @@ from flatout.data.rows.formats.preference import (
     parse_ranked,
 )
 from flatout.data.rows.formats.refusals import refusal
-from flatout.data.rows.formats.xlam import parse_xlam
-from flatout.data.rows.read import BadRow, RawRow, raise_error
+from flatout.data.rows.read import RawRow
 from flatout.errors import DataError, Fix
 
 # what the console says about a format, besides its columns
@@ -73,9 +70,6 @@ _REMARKS = {
         "prompt and completion are concatenated, without a chat template or separator (format=alpaca with "
         "columns={instruction: prompt, output: completion} applies the chat template)"
     ),
-    "xlam": "answers become tool calls, parameters of tools a JSON Schema",
-    "glaive": "USER, ASSISTANT and FUNCTION RESPONSE become turns, the functions in system become tools",
-    "gemini": "contents become turns, functionDeclarations become tools",
     "preference": "both answers get the chat template; only what follows the messages they share carries loss",
     "ranked": "pairs of answers get the chat template; only what follows the messages they share carries loss",
     "choice": "the better answer is chosen row by row; both get the chat template, and only answers carry loss",
@@ -109,21 +103,41 @@ class FormatRule:
         return named | {reading.name(name) for name in (*self.optional, *chain(*self.required))}
 
 
-def _holds_tree(row: Mapping[str, Any], reading: Reading) -> bool:
-    return is_tree(row.get(reading.name("prompt")))
-
-
 _TURNS = ("role", "content", "from", "value")
 _ASKED = (*PROMPTS, "history", *CHAT_OPTIONAL)
 _pairs = FormatRule(
     parse_preference, ((*CHOSEN, *CHAT_COLUMNS), REJECTED), (*_ASKED, MARGIN, *chain(*SCORES)), _TURNS, is_pair
 )
 _parse_messages = partial(parse_chat, role="role", content="content")
+
+
+def _converted(*required: str, looks: Callable[[Mapping[str, Any], Reading], bool] = lambda row, _: True) -> FormatRule:
+    """Return the rule of rows that a converter makes canonical: they are refused, and their fix names it."""
+    return FormatRule(_parse_messages, tuple((name,) for name in required), looks=looks)
+
+
+def _looks_like_gemini(row: Mapping[str, Any], reading: Reading) -> bool:
+    contents = row[reading.name("contents")]
+    if isinstance(contents, str):
+        return contents.lstrip().startswith("[") and '"parts"' in contents
+    return isinstance(contents, list) and bool(contents) and isinstance(contents[0], dict) and "parts" in contents[0]
+
+
+def _looks_like_glaive(row: Mapping[str, Any], reading: Reading) -> bool:
+    chat = row[reading.name("chat")]
+    return isinstance(chat, str) and all(f"{name}:" in chat for name in ("USER", "ASSISTANT"))
+
+
+def _holds_replies(row: Mapping[str, Any], reading: Reading) -> bool:
+    prompt = row[reading.name("prompt")]
+    return isinstance(prompt, dict) and "replies" in prompt
+
+
 # In the order of detection: distinctive columns first, since many chat sets also have a `text` or `prompt` column.
 RULES: dict[str, FormatRule] = {
     "tokens": FormatRule(parse_tokens, (("input_ids",),), ("labels", "attention_mask", *MASK_COLUMNS)),
-    "oasst": FormatRule(_parse_messages, tuple((name,) for name in OASST_COLUMNS), ("rank", "deleted")),
-    "oasst_trees": FormatRule(_parse_messages, (("prompt",),), ("message_tree_id", "tree_state"), looks=_holds_tree),
+    "oasst": _converted("message_id", "text", "role", looks=lambda row, _: "parent_id" in row),
+    "oasst_trees": _converted("prompt", looks=_holds_replies),
     "segments": FormatRule(parse_segments, (("segments",),)),
     "preference": _pairs,
     "reward": _pairs,
@@ -141,14 +155,9 @@ RULES: dict[str, FormatRule] = {
         CHAT_OPTIONAL,
         ("completion", "from", "value"),
     ),
-    "gemini": FormatRule(
-        parse_gemini,
-        (("contents",),),
-        ("tools", "systemInstruction", "system_instruction", "system", "chat_template_kwargs"),
-        looks=looks_like_gemini,
-    ),
-    "glaive": FormatRule(parse_glaive, (("chat",),), ("system", "chat_template_kwargs"), looks=looks_like_glaive),
-    "xlam": FormatRule(parse_xlam, (("query",), ("tools",), ("answers",)), ("system", "chat_template_kwargs")),
+    "gemini": _converted("contents", looks=_looks_like_gemini),
+    "glaive": _converted("chat", looks=_looks_like_glaive),
+    "xlam": _converted("query", "tools", "answers"),
     "prompt_completion": FormatRule(
         parse_prompt_completion, (("prompt",), ("completion",)), CHAT_OPTIONAL, ("role", "content")
     ),
@@ -158,7 +167,7 @@ RULES: dict[str, FormatRule] = {
     "text": FormatRule(parse_text, (("text",),)),
 }
 _NO_COLUMN = {"role", "content", "from", "value"}
-"""Keys of a turn that `columns` renames; `role` is a column of the row for OASST only."""
+"""Keys of a turn that `columns` renames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +190,6 @@ class RowParser:
     columns: tuple[str, ...] = ()
 
     @property
-    def threads(self) -> bool:
-        """Whether rows are messages or trees of them, which `gather` threads into conversations."""
-        return self.format.startswith("oasst")
-
-    @property
     def summary(self) -> str:
         """One line for the console: the format, its columns and the ignored columns."""
         unread = f"; ignored: {', '.join(self.unread)}{self.hint}" if self.unread else ""
@@ -197,21 +201,10 @@ class RowParser:
     def _is_joined(self) -> bool:
         return all(kind == "a string" for _, kind in self.kinds)
 
-    def gather(
-        self, rows: Iterable[RawRow], bad_row: BadRow = raise_error, log: Callable[[str], None] = lambda _: None
-    ) -> Iterator[RawRow]:
-        """Yield the rows to parse: the source's own, except that OASST rows are first threaded into conversations.
-
-        Call it once over the whole source. `log` gets one sentence on what threading made and left out.
-        """
-        return thread(rows, self.reading, bad_row, log) if self.threads else iter(rows)
-
     def parse(self, raw: RawRow) -> ParsedRow:
         """Return the common form of one row. Raises DataError with file, row, field, what was found and what to do."""
         row = raw.columns
         try:
-            if self.threads:  # threaded rows have the form of `messages`, whatever the source's columns are
-                return RULES["messages"].parse(row, raw.origin, Reading(system=self.reading.system))
             for name, first_kind in self.kinds:
                 if name not in row:
                     has = f"no column {name!r}, but {self.first} has it ({self.format} rows)"
@@ -249,6 +242,8 @@ def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
     for key in source.keys:
         if key in TURN_KEYS or key in _NO_COLUMN:
             raise DataError(f"{source.path}: keys: {key!r} is a key that flatout reads; remove it")
+    if source.converter:
+        source = source.model_copy(update={"format": _canonical(first.columns)})
     columns = _of_pictured(first.columns) if source.format == "auto" and not source.columns else {}
     if columns and works(columns):
         source = source.model_copy(update={"columns": columns})
@@ -264,8 +259,10 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     if why := refusal(row, reading, known if known in (*JUDGED, CLASSIFY, *PICTURED_FORMATS) else None):
         raise why.at(first.origin)
     name = known or _unknown(first, reading, works)
-    if name == "oasst" and _holds_tree(row, reading):
-        name = "oasst_trees"
+    if file := CONVERTERS.get(name.removesuffix("_trees")):
+        said = f"{name} rows need a converter: copy {file.partition(':')[0]} of flatout's repository, and name it"
+        end, fixes = advised(reading, Fix({"format": file}, "converts these rows"))
+        raise DataError(f"{first.origin}: {said}{end}; {_columns_found(row)}", fixes)
     if name in PREFERENCES and _missing_columns(row, RULES[name], reading):
         name = "ranked" if is_ranked(row, reading) else "choice" if is_choice(row, reading) else name
     rule = RULES[name]
@@ -297,6 +294,13 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     unread = tuple(column for column in row if column not in read and not shows(column))
     hint = unread_meaning(row, unread, reading) if name == "alpaca" else ""
     return RowParser(name, reading, first.origin, kinds, tuple(absent), unread, hint, tuple(columns))
+
+
+def _canonical(row: Mapping[str, Any]) -> str:
+    """Return the format of a row that a converter made: its label is meant, unlike one that a row may just have."""
+    if row.get("label") is None or "input_ids" in row:
+        return "auto"
+    return "kto" if isinstance(row["label"], bool) else CLASSIFY
 
 
 def _of_pictured(row: Mapping[str, Any]) -> dict[str, str]:
@@ -334,8 +338,7 @@ def _known(row: Mapping[str, Any], reading: Reading) -> str | None:
     for name, rule in RULES.items():
         for group in rule.required:
             names = map(reading.name, group)
-            # parent_id is null at a root, so the column's presence is enough
-            if not any(row.get(column) is not None or (column in row and "parent_id" in group) for column in names):
+            if not any(row.get(column) is not None for column in names):
                 break
         else:
             if rule.looks(row, reading):

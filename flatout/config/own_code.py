@@ -1,0 +1,95 @@
+"""Code in a person's own file, named FILE.py:NAME in a setting: read and hashed, and run where a run may run code."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.abc import SourceLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+from xxhash import xxh3_128_hexdigest
+
+from flatout.config.read import line_of
+from flatout.errors import OF_OWN_CODE, UsageError
+
+MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """A file of a person's code, as it was read once: what is run is what was hashed."""
+
+    setting: str
+    """The setting that names it, for messages."""
+    what: str
+    """What it holds, for messages: "loss", "converter"."""
+    path: Path
+    name: str
+    """What the setting names in the file."""
+    content: bytes
+    digest: str
+    """xxh3-128 of the content."""
+
+    @classmethod
+    def read(cls, named: str, setting: str, what: str) -> Self:
+        """Read FILE.py:NAME, without running it. Raises UsageError."""
+        file, _, name = named.rpartition(":")
+        try:
+            with Path(file).open("rb") as opened:
+                content = opened.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise UsageError(
+                f"{setting}: {file} cannot be read: {reason}; name a file from the folder you start in"
+            ) from error
+        if len(content) > MAX_FILE_BYTES:
+            raise UsageError(
+                f"{setting}: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the {what} alone"
+            )
+        return cls(setting, what, Path(file), name, content, xxh3_128_hexdigest(content))
+
+    def load(self) -> Any:
+        """Run the file, once in a process, and return what NAME is in it; None if it has no such name."""
+        return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
+
+
+class _Source(SourceLoader):
+    """Runs exactly the bytes that were hashed, and leaves no bytecode beside a person's file."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path, self._content = path, content
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._path)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        if str(path) != str(self._path):
+            raise OSError("no bytecode")
+        return self._content
+
+
+@lru_cache(maxsize=8)
+def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
+    name = f"flatout_own_{digest}"
+    spec = spec_from_loader(name, _Source(path, content))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    # pydantic looks up the types of fields there
+    sys.modules[name] = module
+    # it may import from its own folder, as a script does
+    sys.path.append(folder := f"{path.parent}/")
+    try:
+        spec.loader.exec_module(module)
+    except OF_OWN_CODE as error:
+        del sys.modules[name]
+        raise UsageError(
+            f"{path}{line_of(error, path)}: the {what}'s own code failed with {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    return module
