@@ -1,6 +1,6 @@
 """Are the data sets that two versions build equal to the bit: token ids, loss masks and every other column?
 
-    python benchmarks/compare_stores.py OLD_COMMIT [NEW_COMMIT] [--data DATA] [--rows 300]
+    python benchmarks/compare_stores.py OLD_COMMIT [NEW_COMMIT] [--data DATA] [--rows 300] [--only NAME]
 
 Both versions build the same data sets, each in processes of its own; without NEW_COMMIT, the new version is this
 checkout as it stands. The data sets are those of benchmarks/row_examples (one for each row format; a line is a source,
@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("new", nargs="?")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--only", default="", help="the sets whose names begin with this")
     parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.build:
@@ -65,7 +66,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sets = data_sets(folder, args.data.absolute(), args.rows)
+        every = data_sets(folder, args.data.absolute(), args.rows)
+        sets = {name: settings for name, settings in every.items() if name.startswith(args.only)}
         (folder / "sets.json").write_text(json.dumps(sets))
         trees = {"old": checked_out(args.old, folder / "old-tree"), "new": ROOT}
         if args.new:

@@ -14,6 +14,7 @@ PARTS = {
     "function_response": "tool_result",
 }  # fmt: skip
 MEDIA = ("inlineData", "inline_data", "fileData", "file_data")
+INSTRUCTION = ("systemInstruction", "system_instruction")
 # what stands beside the text and carries no meaning for training
 BESIDE = {"thought", "thoughtSignature", "thought_signature", "videoMetadata", "video_metadata"}
 
@@ -25,14 +26,15 @@ def rows(row):
     ]
     if not messages:
         raise ValueError("contents is empty; a conversation needs at least one turn")
-    instruction = row.get("systemInstruction") or row.get("system_instruction")
+    instruction = next((row[name] for name in INSTRUCTION if row.get(name)), None)
     functions = []
     for tool, _ in objects(row.get("tools") or [], "tools"):
         functions += tool.get("functionDeclarations", tool.get("function_declarations", [tool]))
     if instruction:
         messages.insert(0, {"role": "system", "content": system(instruction)})
-    kept = {name: row.get(name) for name in ("system", "chat_template_kwargs")}
-    return {"messages": messages, "tools": [lower_types(function) for function in functions], **kept}
+    # with its other columns, so that flatout sees what is there besides: a system prompt, pictures, a verdict
+    rest = {name: value for name, value in row.items() if name not in ("contents", *INSTRUCTION)}
+    return {**rest, "messages": messages, "tools": [lower_types(function) for function in functions]}
 
 
 def objects(value, place):

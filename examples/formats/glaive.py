@@ -27,7 +27,9 @@ def rows(row):
     prompt, tools = system(row.get("system"))
     messages = [turn(*pair, f"chat, turn {number}") for number, pair in spoken]
     messages.insert(0, {"role": "system", "content": prompt})
-    return {"messages": messages, "tools": tools, "chat_template_kwargs": row.get("chat_template_kwargs")}
+    # with its other columns, so that flatout sees what is there besides: pictures, a verdict
+    rest = {name: value for name, value in row.items() if name not in ("chat", "system")}
+    return {**rest, "messages": messages, "tools": tools}
 
 
 def turn(speaker, said, place):

@@ -13,6 +13,7 @@ It is a generator: a conversation needs messages of several rows, so it gets all
 from collections import defaultdict
 
 ROLES = {"prompter": "user", "user": "user", "human": "user", "assistant": "assistant", "system": "system"}
+READ = {"message_id", "parent_id", "role", "text", "rank", "deleted", "replies"}
 
 
 def rows(source):
@@ -83,7 +84,11 @@ def threaded(nodes):
             path = [leaf]
             while path[-1].get("parent_id"):
                 path.append(nodes[path[-1]["parent_id"]][0])
-            yield nodes[leaf["message_id"]][1], {"messages": [as_turn(message, taught) for message in reversed(path)]}
+            turns = [as_turn(message, taught) for message in reversed(path)]
+            # with the other columns, so that flatout sees what is there besides: pictures, a verdict
+            others = [item for message in path for item in message.items() if item[0] not in READ]
+            rest = {name: value for name, value in others if value is not None}
+            yield nodes[leaf["message_id"]][1], {**rest, "messages": turns}
             taught.update(message["message_id"] for message in path)
     yield from left_out(nodes, {message["message_id"] for message in ordered}, taught)
 

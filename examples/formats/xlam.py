@@ -25,8 +25,9 @@ def rows(row):
         raise ValueError(f"query is {row.get('query')!r:.40}, not a string")
     messages = [{"role": "user", "content": row["query"]}, {"role": "assistant", "content": "", "tool_calls": calls}]
     tools = [with_schema(tool) for tool in as_list(row, "tools")]
-    kept = {name: row.get(name) for name in ("system", "chat_template_kwargs")}
-    return {"messages": messages, "tools": tools, **kept}
+    # with its other columns, so that flatout sees what is there besides: a system prompt, pictures, a verdict
+    rest = {name: value for name, value in row.items() if name not in ("query", "answers")}
+    return {**rest, "messages": messages, "tools": tools}
 
 
 def as_list(row, name):

@@ -19,7 +19,7 @@ from flatout.compat.training_arguments import (
 from flatout.compat.translation import Became, Given, RefusedError, Rule, Translation
 from flatout.compat.trl import SHARED, held_out, lora_rules, names_of, template
 from flatout.config.data import KeyMeaning
-from flatout.data.rows.formats.keys import TRAIN_KEYS
+from flatout.data.rows.formats.turn_flags import TRAIN_KEYS
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels")

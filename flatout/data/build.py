@@ -22,10 +22,10 @@ from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
 from flatout.data.dedupe import SeenRows
-from flatout.data.judged import own_columns
 from flatout.data.pictures.changes import changed_pictures, files_of
 from flatout.data.pictures.download import Downloads
 from flatout.data.pictures.processor import processor_digest
+from flatout.data.preference_columns import own_columns
 from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.formats.parser import RowParser, make_parser
@@ -299,7 +299,7 @@ def _build(
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
     readers = with_classes(_choose_parsers(sources, config.sources), log_note)
     if config.template == "plain":
-        readers = [(one, replace(own, reading=replace(own.reading, joins=True))) for one, own in readers]
+        readers = [(one, replace(own, options=replace(own.options, joins=True))) for one, own in readers]
     for text in _opening_lines(readers):
         log_note(text)
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})

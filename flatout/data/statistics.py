@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.data.judged import unit_lines
 from flatout.data.pictures.show import picture_statistics
+from flatout.data.preference_columns import unit_lines
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import LOSING
 from flatout.errors import DataError

@@ -18,7 +18,7 @@ from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.classes import in_order_of
-from flatout.data.judged import with_undesirable
+from flatout.data.preference_columns import with_undesirable
 from flatout.data.reference_column import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, Fix, UsageError
