@@ -44,7 +44,7 @@ def listed_paths(data: Any) -> list[str]:
 def refuse_rows(data: Any) -> None:
     """Raise UsageError for a mapping that is no section of settings, but a row, columns of rows, or splits."""
     from flatout.config.data import DataConfig
-    from flatout.data.rows.formats.parser import RULES
+    from flatout.data.rows.formats.rules import RULES
 
     if not isinstance(data, Mapping) or not data or data.keys() & DataConfig.model_fields.keys():
         return

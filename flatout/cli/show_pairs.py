@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.judged import first_difference
+from flatout.data.preference_columns import first_difference
 from flatout.data.token_store import TokenStore
 from flatout.io.redact import printable
 

@@ -7,7 +7,15 @@ from collections import Counter
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    StringConstraints,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from flatout.config.section import PathText, Section
 from flatout.errors import Fix, SettingError
@@ -28,9 +36,23 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 """Text that a tokenizer takes."""
 Format = Literal[
-    "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "oasst", "segments", "text", "tokens", "xlam",
-    "glaive", "gemini", "preference", "reward", "kto", "classify",
+    "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "segments", "text", "tokens", "preference", "reward",
+    "kto", "classify",
 ]  # fmt: skip
+CONVERTERS = {name: f"examples/formats/{name}.py:rows" for name in ("gemini", "glaive", "oasst", "xlam")}
+"""Data sets with rows of their own form, and the converters that flatout's repository has for them."""
+
+
+def _format(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Return the name of a format, or a converter, FILE.py:FUNCTION, as it is."""
+    if isinstance(value, str) and re.fullmatch(r".+\.py:[A-Za-z_]\w*", value):
+        return value
+    if value in CONVERTERS:
+        why = "the converter in flatout's repository; copy it if you have no checkout"
+        raise SettingError(f"format {value!r} is a file of yours: a converter", Fix({"format": CONVERTERS[value]}, why))
+    return check(value)
+
+
 KeyMeaning = Literal["train", "masked", "train_detail", "ignored"]
 Dedupe = Literal["exact", "off"]
 
@@ -63,8 +85,9 @@ class SourceConfig(Section):
     unread_files: Literal["error", "skip"] = "error"
     """Files of unknown types in a folder, glob or archive. error: stop and name them; skip: skip and count them. Files
     such as README.md and LICENSE are always ignored."""
-    format: Format = "auto"
-    """Row format; auto detects it from the first row and prints it."""
+    format: Annotated[Format, Path, WrapValidator(_format)] = "auto"
+    """Row format; auto detects it from the first row and prints it. FILE.py:FUNCTION: your own converter of rows, which
+    runs as code (docs/data.md)."""
     columns: dict[str, str] = {}
     """Maps the format's column names to yours: {instruction: question}."""
     roles: dict[str, str] = {}
@@ -78,6 +101,11 @@ class SourceConfig(Section):
     Answers with equal values form no pair."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Weight in the mix: 2.0 uses every row twice, 0.5 uses half of them (drawn with `data.seed`)."""
+
+    @property
+    def converter(self) -> str | None:
+        """The converter that `format` names, FILE.py:FUNCTION; None for the name of a format."""
+        return self.format if ".py:" in self.format else None
 
 
 class DataConfig(Section):

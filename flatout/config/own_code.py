@@ -1,14 +1,15 @@
-"""What a setting names in a person's own Python file: it is run as code, and identified by the file's hash."""
+"""Code in a person's own file, named FILE.py:NAME in a setting: read and hashed, and run where a run may run code."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.abc import SourceLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 from xxhash import xxh3_128_hexdigest
 
@@ -18,37 +19,42 @@ from flatout.errors import OF_OWN_CODE, UsageError
 MAX_FILE_BYTES = 1 << 20
 
 
-class OwnCode(NamedTuple):
-    """A class or function of a person's own file."""
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """A file of a person's code, as it was read once: what is run is what was hashed."""
 
-    value: Any
-    """None if the file has nothing of this name."""
+    setting: str
+    """The setting that names it, for messages."""
+    what: str
+    """What it holds, for messages: "loss", "converter"."""
+    path: Path
     name: str
-    file: str
-    """As the setting names it."""
+    """What the setting names in the file."""
+    content: bytes
     digest: str
-    """Hash of the file's content."""
+    """xxh3-128 of the content."""
 
+    @classmethod
+    def read(cls, named: str, setting: str, what: str) -> Self:
+        """Read FILE.py:NAME, without running it. Raises UsageError."""
+        file, _, name = named.rpartition(":")
+        try:
+            with Path(file).open("rb") as opened:
+                content = opened.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise UsageError(
+                f"{setting}: {file} cannot be read: {reason}; name a file from the folder you start in"
+            ) from error
+        if len(content) > MAX_FILE_BYTES:
+            raise UsageError(
+                f"{setting}: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the {what} alone"
+            )
+        return cls(setting, what, Path(file), name, content, xxh3_128_hexdigest(content))
 
-def load_own(setting: str, where: str) -> OwnCode:
-    """Run the file of `where` (FILE.py:NAME), the value of a setting, and return what has this name in it.
-
-    Raises UsageError for a file that cannot be read or whose own code fails.
-    """
-    file, _, name = where.rpartition(":")
-    path = Path(file)
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(
-            f"{setting}: {file} cannot be read: {reason}; name a file from the folder you start in"
-        ) from error
-    if len(content) > MAX_FILE_BYTES:
-        raise UsageError(f"{setting}: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of this code alone")
-    digest = xxh3_128_hexdigest(content)
-    return OwnCode(getattr(_module(setting, path.absolute(), content, digest), name, None), name, file, digest)
+    def load(self) -> Any:
+        """Run the file, once in a process, and return what NAME is in it; None if it has no such name."""
+        return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
 
 
 class _Source(SourceLoader):
@@ -67,9 +73,8 @@ class _Source(SourceLoader):
 
 
 @lru_cache(maxsize=8)
-def _module(setting: str, path: Path, content: bytes, digest: str) -> ModuleType:
-    what = setting.partition(".")[0]
-    name = f"flatout_{what}_{digest}"
+def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
+    name = f"flatout_own_{digest}"
     spec = spec_from_loader(name, _Source(path, content))
     assert spec is not None
     assert spec.loader is not None
@@ -82,8 +87,9 @@ def _module(setting: str, path: Path, content: bytes, digest: str) -> ModuleType
         spec.loader.exec_module(module)
     except OF_OWN_CODE as error:
         del sys.modules[name]
-        failed = f"the {what}'s own code failed with {type(error).__name__}: {error}"
-        raise UsageError(f"{path}{line_of(error, path)}: {failed}") from error
+        raise UsageError(
+            f"{path}{line_of(error, path)}: the {what}'s own code failed with {type(error).__name__}: {error}"
+        ) from error
     finally:
         sys.path.remove(folder)
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -82,7 +82,9 @@ def with_paths(value: Any, change: Callable[[str], str], is_path: bool = False) 
             held, kinds = getattr(value, name), [*nested_kinds(field.annotation), *field.metadata]
             if isinstance(held, list):  # one beside a path is not of paths, as in eval.prompts
                 kinds = [part for kind in kinds if get_origin(kind) is list for part in nested_kinds(kind)]
-            changed[name] = with_paths(held, change, Path in kinds)
+            names = {name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)}
+            is_name = isinstance(held, str) and held in names
+            changed[name] = with_paths(held, change, Path in kinds and not is_name)
         return value.model_copy(update={name: new for name, new in changed.items() if new != getattr(value, name)})
     if isinstance(value, Mapping):
         return {name: with_paths(part, change, is_path) for name, part in value.items()}

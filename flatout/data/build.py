@@ -22,9 +22,10 @@ from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
 from flatout.data.dedupe import without_repeated
-from flatout.data.judged import own_columns
 from flatout.data.pictures.changes import changed_pictures
 from flatout.data.pictures.processor import processor_digest
+from flatout.data.preference_columns import own_columns
+from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.formats.parser import RowParser, make_parser
 from flatout.data.rows.read import RawRow
@@ -97,7 +98,7 @@ def open_or_build(
         log(line + (f"; not added, as they exist: {', '.join(map(repr, old))}" if old else ""))
     registry.load(config.root)  # one that flatout did not write ends here
     with with_sources(config.sources):
-        sources = [open_source(source, log) for source in config.sources]
+        sources = [converted(open_source(source, log), source, log) for source in config.sources]
     meta, content = _describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     lock = locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log)
@@ -137,8 +138,8 @@ def refuse_early(config: DataConfig, tokenizer_name: str) -> None:
     is_built = registry.built_dir(config.root, config.name).exists()
     for source in () if is_built else config.sources:
         with with_sources(config.sources):
-            if (opened := local_source(source)) is None:
-                continue
+            if source.converter or (opened := local_source(source)) is None:
+                continue  # a converter runs in the build, once
             rows = islice(opened.rows(_quiet), _ROWS_TO_DETECT)
             parser, first = _choose_parser(opened.name, source, rows)
         if not has_template and any(_is_chat(parser, row) for row in chain([first], rows)):
@@ -203,7 +204,7 @@ def _describe(
     content = {
         "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
-        "formats": [source.model_dump(exclude=where) for source in config.sources],
+        "formats": [one.model_dump(exclude={*where, *["format"][: bool(one.converter)]}) for one in config.sources],
         "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,
@@ -298,7 +299,7 @@ def _build(
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
     readers = with_classes(_choose_parsers(sources, config.sources), log_note)
     if config.template == "plain":
-        readers = [(one, replace(own, reading=replace(own.reading, joins=True))) for one, own in readers]
+        readers = [(one, replace(own, options=replace(own.options, joins=True))) for one, own in readers]
     for text in _opening_lines(readers):
         log_note(text)
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
@@ -324,7 +325,7 @@ def _build(
         meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
         meta = meta if meta.counts.get("pictures") else replace(meta, processor="")
         meta = _with_template(meta, to_tokens, log_note) if report.counts["conversations"] else _without_template(meta)
-        left_out = [f"{source.name}: {said}" for source in sources if (said := source.unread.said())]
+        left_out = [f"{source.name}: {said}" for source in sources for said in source.notes()]
         for text in left_out + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)), report.picture_files)
@@ -404,7 +405,7 @@ def _choose_parser(name: str, config: SourceConfig, rows: Iterator[RawRow]) -> t
     raise problem
 
 
-def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport, log: Log) -> Iterator[Chunk]:
+def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport) -> Iterator[Chunk]:
     problems: list[Problem] = []
 
     def bad_row(error: DataError) -> None:
@@ -412,7 +413,7 @@ def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: Bu
         report.check_unread(problems)
 
     for index, (source, parser) in enumerate(readers):
-        rows = parser.gather(source.rows(bad_row, parse=parser.threads), bad_row, log)
+        rows = source.rows(bad_row, parse=False)
         uses: Iterable[int] = repeat(1) if copies is None else copies[index]
         used = ((row, int(count)) for row, count in zip(rows, uses, strict=False) if count)
         while (batch := list(islice(used, ROWS_PER_CHUNK))) or problems:

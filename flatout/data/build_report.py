@@ -15,9 +15,9 @@ import numpy as np
 from flatout.config.schema import DataConfig
 from flatout.data.conversation import Origin
 from flatout.data.counts import ALWAYS_COUNTED, COUNTS, LISTED, LOSING
-from flatout.data.judged import unit_notes
 from flatout.data.markup import markup_notes
 from flatout.data.pictures.changes import Files, files_of
+from flatout.data.preference_columns import unit_notes
 from flatout.data.workers import Chunk, Problem, TokenizedChunk
 from flatout.errors import DataError, Fix
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flatout.data.rows.formats.classify import CLASS, CLASSIFY, label_of
-from flatout.data.rows.formats.fields import FieldError
+from flatout.data.rows.formats.answers import CLASS, CLASSIFY, label_of
+from flatout.data.rows.formats.fields import FieldError, Row
 from flatout.data.sampling import Readers
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
@@ -30,10 +30,10 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
             continue
         for row in source.rows(lambda _: None):
             known = known or {
-                name: place for place, name in enumerate((row.classes or {}).get(parser.reading.name("label"), ()))
+                name: place for place, name in enumerate((row.classes or {}).get(parser.options.name("label"), ()))
             }
             try:
-                counts[label_of(row.columns, parser.reading)] += 1
+                counts[label_of(Row(row.columns, parser.options))] += 1
             except FieldError:
                 continue
             if len(counts) > MAX_LABELS:
@@ -48,7 +48,7 @@ def with_classes(readers: Readers, log: Callable[[str], None]) -> Readers:
     log(f"{len(labels)} labels: {listing}{', ...' if len(labels) > _SHOWN else ''}")
     if alike := alike_labels(labels):
         log(alike)
-    return [(source, replace(parser, reading=replace(parser.reading, classes=labels))) for source, parser in readers]
+    return [(source, replace(parser, options=replace(parser.options, classes=labels))) for source, parser in readers]
 
 
 def alike_labels(labels: Sequence[str]) -> str:
@@ -60,7 +60,7 @@ def alike_labels(labels: Sequence[str]) -> str:
 
 def labels_of(readers: Readers) -> tuple[str, ...]:
     """Return the labels that `with_classes` found; empty without any."""
-    return next((parser.reading.classes for _, parser in readers if parser.reading.classes), ())
+    return next((parser.options.classes for _, parser in readers if parser.options.classes), ())
 
 
 def in_order_of(store: TokenStore, labels: Sequence[str]) -> TokenStore:

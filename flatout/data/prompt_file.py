@@ -10,9 +10,9 @@ from typing import Any
 from flatout.data.conversation import PICTURE, ROLES, Origin
 from flatout.data.pictures.read import read_picture
 from flatout.data.rows.formats.conversations import TurnReader
-from flatout.data.rows.formats.fields import FieldError, Reading
-from flatout.data.rows.formats.keys import holds_something
+from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions
 from flatout.data.rows.formats.pictures import MARK, is_picture_column, with_pictures
+from flatout.data.rows.formats.turn_flags import holds_something
 from flatout.data.rows.read import RawRow, read_rows
 from flatout.errors import DataError, reason_of
 
@@ -117,10 +117,10 @@ def shown_prompt(
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
     if not has_parts and not any(is_picture_column(name) and holds_something(value) for name, value in row.items()):
         return Prompt(tuple(dict(message) for message in messages))
-    turns = TurnReader(Reading())
+    turns = TurnReader(SourceOptions())
     try:
         turns.read(messages, "messages" if "messages" in row else "prompt")
-        placed = with_pictures(turns.messages, row, Reading())
+        placed = with_pictures(turns.messages, Row(row))
     except FieldError as error:
         raise DataError(f"{origin}: {error.text}") from None
     if any(message.tool_calls or message.reasoning for message in placed):

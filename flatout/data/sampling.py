@@ -44,13 +44,13 @@ def count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.in
     """Return how often each row of each source is used (None: once each), and how many are read (None: not known)."""
     weights = [source.weight for source in config.sources]
     if config.num_samples is None and all(weight == 1.0 for weight in weights):
-        about = [None if parser.threads else source.about_rows() for source, parser in readers]
+        about = [source.about_rows() for source, _ in readers]
         return None, None if None in about else sum(count or 0 for count in about)
     counts = []
-    for source, parser in readers:
-        count = None if parser.threads else source.num_rows
+    for source, _ in readers:
+        count = source.num_rows
         if count is None:  # bad rows are reported later, when the rows are parsed
-            count = sum(1 for _ in parser.gather(source.rows(lambda *_: None), lambda *_: None, lambda *_: None))
+            count = sum(1 for _ in source.rows(lambda _: None))
         counts.append(count)
     copies = copies_of_rows(counts, weights, config.num_samples, shuffle=config.shuffle, seed=config.seed)
     return copies, sum(int((uses > 0).sum()) for uses in copies)
@@ -58,5 +58,5 @@ def count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.in
 
 def most_rows(readers: Readers) -> int | None:
     """Return a number that all rows together cannot exceed; None if that is not known before they are parsed."""
-    counts = [None if parser.threads else source.most_rows() for source, parser in readers]
+    counts = [source.most_rows() for source, _ in readers]
     return None if None in counts else sum(count or 0 for count in counts)

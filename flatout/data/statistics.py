@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.data.counts import COUNTS, LOSING
-from flatout.data.judged import unit_lines
 from flatout.data.pictures.show import picture_statistics
+from flatout.data.preference_columns import unit_lines
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json

@@ -26,7 +26,7 @@ from flatout.data.loss_mask.questions import Policy, masked_samples
 from flatout.data.markup import noticed
 from flatout.data.pictures.processor import expanded
 from flatout.data.pictures.rows import RowPictures
-from flatout.data.rows.formats.classify import CLASS
+from flatout.data.rows.formats.answers import CLASS
 from flatout.data.templates.description import EARLIER, Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import begins_with_bos, control_pattern, load_tokenizer

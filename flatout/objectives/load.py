@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from flatout.config.data import Format
 from flatout.config.objective import ObjectiveConfig, class_of_kind
-from flatout.config.own_code import load_own
+from flatout.config.own_code import OwnCode
 from flatout.errors import OF_OWN_CODE, UsageError
 from flatout.objectives.protocol import COUNTED, Metric, Objective
 
@@ -18,7 +18,8 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     if config.path is None:
         made: Objective = class_of_kind(config.kind).of(config.fields)
         return made
-    kind, name, file, digest = load_own("objective.path", config.path)
+    own = OwnCode.read(config.path, "objective.path", "objective")
+    kind, name, file = own.load(), own.name, own.path
     if not (isinstance(kind, type) and issubclass(kind, Objective)):
         what = "has no such class" if kind is None else "it is not a subclass of flatout.Objective"
         raise UsageError(f"objective.path: {config.path}: {what}; define class {name}(flatout.Objective) in {file}")
@@ -28,7 +29,7 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     except OF_OWN_CODE as error:
         why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{config.path}: {why}") from error
-    objective._source = digest
+    objective._source = own.digest
     return objective
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flatout.config.optim import OptimConfig, OptimizerTraits
-from flatout.config.own_code import load_own
+from flatout.config.own_code import OwnCode
 from flatout.config.section import refuse_unused
 from flatout.errors import SettingError, UsageError
 
@@ -15,10 +15,13 @@ from flatout.errors import SettingError, UsageError
 def load_class(config: OptimConfig) -> Any:
     """Return the class that `optim.path` names. Raises UsageError for one that cannot be used."""
     assert config.path is not None
-    kind, name, file, _ = load_own("optim.path", config.path)
+    own = OwnCode.read(config.path, "optim.path", "optimizer")
+    kind = own.load()
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         what = "has no such class" if kind is None else "it is not a subclass of torch.optim.Optimizer"
-        raise UsageError(f"optim.path: {config.path}: {what}; define class {name}(torch.optim.Optimizer) in {file}")
+        raise UsageError(
+            f"optim.path: {config.path}: {what}; define class {own.name}(torch.optim.Optimizer) in {own.path}"
+        )
     traits = getattr(kind, "traits", None)
     if not isinstance(traits, OptimizerTraits):
         raise UsageError(

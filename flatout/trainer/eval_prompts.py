@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from flatout.config.schema import Config
-from flatout.data.judged import are_good
 from flatout.data.pictures.processor import PictureProcessor
+from flatout.data.preference_columns import are_good
 from flatout.data.prompt_file import Prompt, read_prompts, user_prompt
 from flatout.data.rows.formats.pictures import MARK
 from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate

@@ -16,11 +16,11 @@ from flatout.checkpoint.resume_check import config_changes
 from flatout.checkpoint.write import data_of
 from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
-from flatout.config.own_code import load_own
+from flatout.config.own_code import OwnCode
 from flatout.config.schema import Config, DataConfig, ScheduleConfig
 from flatout.data.build import open_or_build
 from flatout.data.classes import in_order_of
-from flatout.data.judged import with_undesirable
+from flatout.data.preference_columns import with_undesirable
 from flatout.data.reference_column import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import new_token_ids
@@ -411,7 +411,7 @@ def fingerprints_of(
     if config.objective != ObjectiveConfig():
         fingerprints["objective"] = objective.identity | reference_identity(config, objective)
     if config.optim.path is not None:
-        fingerprints["optim"] = load_own("optim.path", config.optim.path).digest
+        fingerprints["optim"] = OwnCode.read(config.optim.path, "optim.path", "optimizer").digest
     return fingerprints
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from flatout.config.schema import Config
 from flatout.data.classes import alike_labels, in_order_of
-from flatout.data.rows.formats.classify import CLASS
+from flatout.data.rows.formats.answers import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import DataError, Fix, UsageError

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatout.config.objective import UNDESIRABLE
-from flatout.data.rows.formats.classify import CLASS
+from flatout.data.rows.formats.answers import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import FlatoutError

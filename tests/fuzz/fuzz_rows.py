@@ -36,9 +36,6 @@ _ROWS: dict[str, Any] = {
     "labelled": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "No."}], "kto_tag": 0},
     "text": {"text": "Once there was a fox."},
     "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]},
-    "oasst": {
-        "message_id": "a", "parent_id": None, "message_tree_id": "a", "text": "Hi.", "role": "prompter", "lang": "en",
-    },
     "tools": {
         "messages": [
             {"role": "user", "content": "Weather?"},
@@ -68,47 +65,25 @@ _ROWS: dict[str, Any] = {
         ],
         "tools": [{"name": "get", "input_schema": {"type": "object"}}],
     },
-    "xlam": {
-        "query": "Weather?", "answers": [{"name": "get", "arguments": {"city": "Rome"}}],
-        "tools": [{"name": "get", "parameters": {"city": {"type": "str, optional", "description": "where"}}}],
-    },
-    "glaive": {
-        "system": 'SYSTEM: Help. Use them if required -\n{"name": "get", "parameters": {}}',
-        "chat": "USER: Weather?\n\n\nASSISTANT: <functioncall> {\"name\": \"get\", \"arguments\": '{}'} <|endoftext|>"
-        "\n\n\nFUNCTION RESPONSE: sunny\n\n\nASSISTANT: Sunny. <|endoftext|>",
-    },
-    "gemini": {
-        "systemInstruction": {"parts": [{"text": "Help."}]},
-        "contents": [
-            {"role": "user", "parts": [{"text": "Weather?"}]},
-            {"role": "model", "parts": [{"functionCall": {"name": "get", "args": {"city": "Rome"}}}]},
-            {"role": "user", "parts": [{"functionResponse": {"name": "get", "response": {"sky": "sunny"}}}]},
-            {"role": "model", "parts": [{"text": "Sunny."}]},
-        ],
-        "tools": [{"functionDeclarations": [{"name": "get", "parameters": {"type": "OBJECT"}}]}],
-    },
 }  # fmt: skip
 _NO_MEDIA = (
     "null", "zero", "false", "empty-text", "space", "empty-list", "list-of-null", "deep-list", "empty-map",
     "map-of-null",
 )  # fmt: skip
-_WITH_TOOLS = ("tools", "anthropic", "xlam", "glaive", "gemini")
-_REPLY = {**_ROWS["oasst"], "message_id": "b", "parent_id": "a", "text": "Hello.", "role": "assistant"}
+_WITH_TOOLS = ("tools", "anthropic")
 _TEXT_PLACES = {"instruction", "output", "value", "content", "prompt", "completion", "text"}
 
 
 def cases(world: World) -> Iterator[Case]:
     """Every value at every place of a row of each format; of the file, its bytes, names and kinds."""
     for name, row in _ROWS.items():
-        rows = [row, _REPLY] if name == "oasst" else [row]
         template = ("--template", "qwen3") if name in _WITH_TOOLS else ()
-        yield _case(world, f"{name} as it is", "rows.jsonl", _lines([*rows, *rows][:2]),
+        yield _case(world, f"{name} as it is", "rows.jsonl", _lines([row, row]),
                     "accept", (), template)  # fmt: skip
         for mutation in mutations(row):
             must = "refuse" if _is_no_row(mutation) else "either"
             # a whole row first, so that the format is known by it
-            first = rows if name != "oasst" else []
-            lines = [*first, mutation.tree, *([_REPLY] if name == "oasst" else [])]
+            lines = [row, mutation.tree]
             yield _case(
                 world,
                 f"{name} {mutation.name}",

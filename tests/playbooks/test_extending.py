@@ -18,9 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.data.build import open_or_build
-from flatout.data.conversation import Conversation, Message, Origin
-from flatout.data.rows.formats.fields import Reading
-from flatout.data.rows.formats.parser import RULES, FormatRule
 from flatout.track.callback import Callback
 from flatout.track.record import EvalRecord, RunEnd, RunStart, StepRecord
 from flatout.track.tracker import Tracker, parameters
@@ -94,18 +91,21 @@ def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:
         assert any(f"flatout.kernels.{path.stem}" in text for text in tests.values()), f"{path.stem}: no parity test"
 
 
-def test_a_row_format_is_one_function_and_one_rule(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def parse_riddle(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation:
-        messages = (Message("user", row["riddle"]), Message("assistant", row["solution"]))
-        return Conversation(messages, origin)
-
-    monkeypatch.setitem(RULES, "riddle", FormatRule(parse_riddle, (("riddle",), ("solution",))))
+def test_a_row_format_is_one_function_in_a_file_of_its_own(tiny: Any, tmp_path: Path) -> None:
+    converter = tmp_path / "riddles.py"
+    converter.write_text(
+        "def rows(row):\n"
+        '    turns = [{"role": "user", "content": row["riddle"]}, {"role": "assistant", "content": row["solution"]}]\n'
+        '    return {"messages": turns}\n'
+    )
     rows = tmp_path / "riddles.jsonl"
     rows.write_text("".join(json.dumps({"riddle": f"what is {n}", "solution": f"it is {n}"}) + "\n" for n in range(3)))
     data = tiny.config(tmp_path / "run").data.model_copy(
         update={"name": "riddles", "root": tmp_path / "data", "num_procs": 1, "sources": []}
     )
-    data = type(data).model_validate({**data.model_dump(), "sources": [{"path": str(rows)}]})
+    data = type(data).model_validate(
+        {**data.model_dump(), "sources": [{"path": str(rows), "format": f"{converter}:rows"}]}
+    )
     store = open_or_build(data, str(tiny.model_dir))
     assert store.num_samples == 3
     assert int(store.num_label_tokens.sum()) > 0

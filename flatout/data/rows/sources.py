@@ -83,6 +83,11 @@ class RowSource:
             return None
         return None if None in counts else sum(count or 0 for count in counts)
 
+    def notes(self) -> Iterator[str]:
+        """Yield what a user should know of what was not read, one sentence each."""
+        if said := self.unread.said():
+            yield said
+
     def rows(self, bad_row: BadRow = raise_error, *, parse: bool = True) -> Iterator[RawRow]:
         """Yield every row in order, starting over at each call; `bad_row` gets the error of each row that has one.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatout.config.model import ADAPTER_STARTS, LoraConfig
-from flatout.config.own_code import load_own
+from flatout.config.own_code import OwnCode
 from flatout.errors import UsageError
 
 
@@ -43,12 +43,13 @@ def adapter_start(config: LoraConfig) -> AdapterStart:
         module, _, function = ADAPTER_STARTS[config.init].partition(".")
         start: AdapterStart = getattr(import_module(f"flatout.models.lora.{module}"), function)
         return start
-    own = load_own("lora.init_path", config.init_path)
-    if not callable(own.value):
+    own = OwnCode.read(config.init_path, "lora.init_path", "adapter start")
+    function = own.load()
+    if not callable(function):
         raise UsageError(f"lora.init_path: {config.init_path}: no such function; define {own.name}(place, generator)")
 
     def checked(place: AdapterPlace, generator: torch.Generator) -> Tensor:
-        first, wanted = own.value(place, generator), (place.num_rows, place.num_in)
+        first, wanted = function(place, generator), (place.num_rows, place.num_in)
         if not isinstance(first, Tensor) or tuple(first.shape) != wanted or not first.isfinite().all():
             got = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
             raise UsageError(f"lora.init_path: {config.init_path} returned {got}; expected finite numbers {wanted}")

@@ -565,7 +565,7 @@ def test_what_a_process_cannot_raise_names_its_rows(
 REAL = [
     ("alpaca_5000", {}),
     ("t0_50k", {}),
-    ("oasst1_en_val", {}),
+    ("oasst1_en_val", {"format": "examples/formats/oasst.py:rows"}),
     ("gsm8k", {"columns": {"prompt": "question", "completion": "answer"}}),
     *[
         (f"llamafactory_demo/{name}", {})
@@ -578,7 +578,8 @@ REAL = [
 
 
 @pytest.mark.parametrize("tokenizer", [pytest.param("tok_qwen3", marks=pytest.mark.exhaustive), "tok_minimind"])
-def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path) -> None:
+def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
     weights = {"t0_50k": 0.002, "alpaca_5000": 0.02, "oasst1_en_val": 0.1, "gsm8k": 0.02}
     sources = [{"path": str(shared / path), "weight": weights.get(path, 0.3), **more} for path, more in REAL]
     config = DataConfig.model_validate(

@@ -46,7 +46,6 @@ def test_tokenized_rows(columns: dict[str, Any], trained: tuple[bool, ...]) -> N
     assert parsed({"input_ids": [7, 8, 9]} | columns) == TokenRow((7, 8, 9), trained, ORIGIN)
 
 
-ROOT = {"message_id": "1", "parent_id": None, "text": "t", "role": "prompter"}
 TURN = {"role": "user", "content": "q"}
 
 
@@ -54,7 +53,6 @@ TURN = {"role": "user", "content": "q"}
     ("name", "row"),
     [
         ("tokens", {"input_ids": [1], "text": "t"}),
-        ("oasst", ROOT),
         ("messages", {"messages": [TURN], "prompt": "p", "completion": "c"}),
         ("messages", {"conversations": [TURN]}),
         ("messages", {"messages": []}),

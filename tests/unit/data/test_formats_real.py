@@ -12,6 +12,7 @@ import pytest
 
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, ParsedRow, PlainText, PreferenceRow
+from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.sources import open_source
 from flatout.errors import DataError
@@ -19,6 +20,7 @@ from flatout.errors import DataError
 DATA = Path(__file__).parents[4] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the real data sets are not beside this checkout")
 DEMO = "llamafactory_demo"
+OASST = f"{Path(__file__).parents[3]}/examples/formats/oasst.py:rows"
 Rows = list[dict[str, Any]]
 
 
@@ -31,10 +33,10 @@ def read(name: str, **settings: Any) -> list[ParsedRow]:
 
 def parsed(source: SourceConfig) -> tuple[list[ParsedRow], list[str]]:
     """The samples of a source, and what is wrong with its other rows."""
-    rows = list(open_source(source).rows())
+    rows = list(converted(open_source(source), source).rows())
     parser = make_parser(source, rows[0])
     samples, bad = [], []
-    for raw in parser.gather(rows):
+    for raw in rows:
         try:
             samples.append(parser.parse(raw))
         except DataError as error:
@@ -170,7 +172,7 @@ def test_oasst_threads_agree_with_a_recursive_reading() -> None:
         return below or ([path] if row["role"] == "assistant" else [])
 
     wanted = [path for root in children[None] for path in replies(root, [])]
-    conversations = [s for s in read("oasst1_en_val") if isinstance(s, Conversation)]
+    conversations = [s for s in read("oasst1_en_val", format=OASST) if isinstance(s, Conversation)]
     assert sorted([m.content for m in c.messages] for c in conversations) == sorted(wanted)
     assert len(conversations) == 928
     learned = [m for c in conversations for m in c.messages if m.role == "assistant" and m.train is None]

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.config.data import SourceConfig
 from flatout.data.conversation import is_in_memory
-from flatout.data.rows.formats.fields import Reading
+from flatout.data.rows.formats.fields import Row, SourceOptions
 from flatout.data.rows.formats.verdict import two_answers
 from flatout.errors import DataError, Fix, as_text
 
@@ -117,12 +117,12 @@ def proposed(row: Mapping[str, Any], works: Works) -> Advice | None:
     return Advice("no known format has these columns", columns[0], columns[1])
 
 
-def unread_meaning(row: Mapping[str, Any], unread: Iterable[str], reading: Reading) -> str:
+def unread_meaning(row: Row, unread: Iterable[str]) -> str:
     """Return how an alpaca row's unread column of context or reasoning would be read, empty if it has none."""
     columns = {}
     for ours, names in (("input", _CONTEXTS), ("reasoning", _REASONING)):
-        taken = ours in reading.columns or (ours == "input" and row.get("input"))
-        theirs = next((name for name in unread if name.lower() in names and isinstance(row[name], str)), None)
+        taken = ours in row.options.columns or (ours == "input" and row.columns.get("input"))
+        theirs = next((name for name in unread if name.lower() in names and isinstance(row.columns[name], str)), None)
         if theirs is not None and not taken:
             columns[ours] = theirs
     return f" (columns={as_text(columns)} reads {', '.join(columns.values())} too)" if columns else ""
@@ -154,21 +154,21 @@ def near_miss(missing: Iterable[str], known: Iterable[str], row: Mapping[str, An
     return Advice(text) if ratio >= _TYPO else None
 
 
-def advised(reading: Reading, *ways: Fix) -> tuple[str, list[Fix]]:
+def advised(options: SourceOptions, *ways: Fix) -> tuple[str, list[Fix]]:
     """Return how to change settings of a source: the end of a sentence for rows in memory, which have none; and fixes.
 
     `ways` have what to add to these settings, under their own names, and settings of the run.
     """
     said, fixes = dict[str, None](), list[Fix]()
-    given = {"columns": reading.columns, "keys": reading.keys, "roles": reading.roles}
+    given = {"columns": options.columns, "keys": options.keys, "roles": options.roles}
     for way in ways:
         own = {name: value for name, value in way.settings.items() if name in SourceConfig.model_fields}
         of_run = {name: value for name, value in way.settings.items() if name not in own}
         steps = [f"rename the key `{theirs}` to `{ours}`" for ours, theirs in own.get("columns", {}).items()]
         steps += [f"remove the key `{name}`" for name in own.get("keys", ())]
-        if not is_in_memory(reading.path):
+        if not is_in_memory(options.path):
             own |= {name: {**given[name], **own[name]} for name in given.keys() & own.keys()}
-            fixes.append(Fix({"data.sources": [{"path": reading.path, **own}], **of_run}, way.why))
+            fixes.append(Fix({"data.sources": [{"path": options.path, **own}], **of_run}, way.why))
         elif of_run:
             fixes.append(Fix(of_run, "; ".join([way.why, *steps])))
         elif steps:

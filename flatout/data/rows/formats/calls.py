@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flatout.data.conversation import Message, ToolCall
-from flatout.data.rows.formats.fields import FieldError, Reading, list_at, object_at, optional_text, text_at, unpacked
+from flatout.data.rows.formats.fields import FieldError, Row, list_at, object_at, optional_text, text_at, unpacked
 
 
-def tools_of(row: Mapping[str, Any], reading: Reading) -> tuple[Mapping[str, Any], ...]:
+def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:
     """Return tool schemas in the form that templates expect: {"type": "function", "function": {...}}.
 
     The column `tools` (`functions` in OpenAI's old form) is a list or JSON text of one; null or an empty text means no
     tools. Bare functions are wrapped, and Anthropic's `input_schema` is named `parameters`.
     """
-    names = [name for name in map(reading.name, ("tools", "functions")) if row.get(name) not in (None, "", [])]
+    names = [name for column in ("tools", "functions") if (name := row.first([column]))]
     if len(names) > 1:
         raise FieldError(f"{' and '.join(names)} both list tools; keep one")
-    if not names and (outer := next((name for name, value in row.items() if holds_messages(value)), None)):
-        return tools_of(row[outer], Reading()) if row[outer].get("tools") else ()
-    return wrapped(list_at(row[names[0]], names[0]), names[0]) if names else ()
+    if not names and (outer := next((value for value in row.columns.values() if holds_messages(value)), None)):
+        return tools_of(Row(outer)) if outer.get("tools") else ()
+    return _wrapped(list_at(row.columns[names[0]], names[0]), names[0]) if names else ()
 
 
 def holds_messages(value: object) -> bool:
@@ -28,7 +28,7 @@ def holds_messages(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("messages"), list) and bool(value["messages"])
 
 
-def wrapped(functions: Iterable[object], place: str) -> tuple[Mapping[str, Any], ...]:
+def _wrapped(functions: Iterable[object], place: str) -> tuple[Mapping[str, Any], ...]:
     """Return functions with their envelope. Raises FieldError for one without a name."""
     tools: list[Mapping[str, Any]] = []
     for index, item in enumerate(functions):

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
-from flatout.data.conversation import ROLES, Conversation, Message, Origin, PlainText, Role, is_empty
+from flatout.data.conversation import ROLES, Conversation, Message, PlainText, Role, is_empty
 from flatout.data.rows.formats.advice import advised
 from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, holds_messages, in_call_order, tools_of
 from flatout.data.rows.formats.fields import (
     FieldError,
-    Reading,
+    Row,
+    SourceOptions,
     check_texts,
     kind,
     list_at,
@@ -22,9 +23,9 @@ from flatout.data.rows.formats.fields import (
     text_at,
     unpacked,
 )
-from flatout.data.rows.formats.keys import silent_spans, turn_flags
 from flatout.data.rows.formats.parts import Content, read_parts
 from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, pictures_of, with_pictures
+from flatout.data.rows.formats.turn_flags import silent_spans, turn_flags
 from flatout.errors import Fix
 
 # not a separate role: an assistant turn whose text is a function call in JSON
@@ -51,10 +52,9 @@ CHAT_OPTIONAL = ("tools", "functions", "system", "chat_template_kwargs", *PICTUR
 """Columns that every format of turns reads, if they are there."""
 
 
-def chat_column(row: Mapping[str, Any], reading: Reading) -> str | None:
+def chat_column(row: Row) -> str | None:
     """Return the user's name of the row's column of turns, None if it has none."""
-    names = (reading.name(column) for column in CHAT_COLUMNS)
-    return next((name for name in names if row.get(name) is not None), None)
+    return next((row.name(name) for name in CHAT_COLUMNS if row.get(name) is not None), None)
 
 
 def turns_at(value: object, place: str) -> list[Any]:
@@ -95,14 +95,14 @@ def spoken_turns(text: str, role: str = "user") -> list[Message]:
     return [Message("user" if speaker == "Human" else "assistant", said) for speaker, said in pairs]
 
 
-def parse_chat(row: Mapping[str, Any], origin: Origin, reading: Reading, *, role: str, content: str) -> Conversation:
+def parse_chat(row: Row, *, role: str, content: str) -> Conversation:
     """Parse a list of turns, whose keys are `role` and `content`; optional columns are CHAT_OPTIONAL.
 
     OpenAI and Anthropic messages have the keys role and content (and tool_calls, ...), ShareGPT has from and value.
     """
-    turns = TurnReader(reading, reading.name(role), reading.name(content))
-    column = chat_column(row, reading) or reading.name(CHAT_COLUMNS[0])
-    said = row.get(column)
+    turns = TurnReader(row.options, row.name(role), row.name(content))
+    column = chat_column(row) or row.name(CHAT_COLUMNS[0])
+    said = row.columns.get(column)
     for message in spoken_turns(said) if isinstance(said, str) else ():
         turns.add(message, column)
     if not turns.messages:
@@ -110,38 +110,37 @@ def parse_chat(row: Mapping[str, Any], origin: Origin, reading: Reading, *, role
         if not given:
             raise FieldError(f"{column} is empty; a conversation needs at least one turn")
         turns.read(given, column)
-    answer = reading.columns.get("completion")  # a column with the last answer is only used if the user named it
-    if answer is not None and row.get(answer) is not None and turns.messages[-1].role != "assistant":
-        turns.read(row[answer] if isinstance(row[answer], list) else [row[answer]], answer)
-    return finished(turns, row, origin, tools_of(row, reading))
+    # a column with the last answer is only used if the user named it
+    answer = row.get("completion") if "completion" in row.options.columns else None
+    if answer is not None and turns.messages[-1].role != "assistant":
+        turns.read(answer if isinstance(answer, list) else [answer], row.name("completion"))
+    return finished(turns, row)
 
 
-def parse_alpaca(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation:
+def parse_alpaca(row: Row) -> Conversation:
     """Parse instruction and output; optional input, system, and history (a list of [question, answer] pairs).
 
     A column of reasoning is only read if the user named it.
     """
-    turns, output = TurnReader(reading), reading.name("output")
+    turns, output = TurnReader(row.options), row.name("output")
     question = add_history(turns, row)
-    thoughts = reading.columns.get("reasoning")
-    reasoning = None if thoughts is None else optional_text(row.get(thoughts), thoughts) or None
+    thoughts = row.get("reasoning") if "reasoning" in row.options.columns else None
+    reasoning = optional_text(thoughts, row.name("reasoning")) or None
     turns.add(Message("user", question))
-    answer = row.get(output)
+    answer = row.get("output")
     if output == "answers" and isinstance(answer, list) and answer and all(isinstance(one, str) for one in answer):
         if len(set(answer)) > 1:
             turns.remarks["several_answers"] = None
         answer = max(answer, key=answer.count)  # of equal numbers, the first
     turns.add(Message("assistant", text_at(answer, output), reasoning))
-    return finished(turns, row, origin, tools_of(row, reading))
+    return finished(turns, row)
 
 
-def add_history(turns: TurnReader, row: Mapping[str, Any]) -> str:
+def add_history(turns: TurnReader, row: Row) -> str:
     """Append the turns of an alpaca row's `history`, and return its question: instruction and input."""
-    instruction, given, history = map(turns.reading.name, ("instruction", "input", "history"))
-    question = text_at(row.get(instruction), instruction)
-    if extra := optional_text(row.get(given), given):
+    question, history, pairs = row.text("instruction"), row.name("history"), row.get("history")
+    if extra := optional_text(row.get("input"), row.name("input")):
         question = f"{question}\n{extra}"
-    pairs = row.get(history)
     for index, pair in enumerate([] if pairs in (None, "") else list_at(pairs, history)):
         if not isinstance(pair, list) or len(pair) != 2:
             got = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
@@ -151,46 +150,40 @@ def add_history(turns: TurnReader, row: Mapping[str, Any]) -> str:
     return question
 
 
-def parse_prompt_completion(row: Mapping[str, Any], origin: Origin, reading: Reading) -> Conversation | PlainText:
+def parse_prompt_completion(row: Row) -> Conversation | PlainText:
     """Parse prompt and completion: two texts (no template is applied), or two lists of messages.
 
     Only the completion carries loss: no turn of a prompt does, unless it has `train: true`.
     """
-    prompt, completion = reading.name("prompt"), reading.name("completion")
-    asked, answered = row.get(prompt), row.get(completion)
+    prompt, completion = row.name("prompt"), row.name("completion")
+    asked, answered = row.get("prompt"), row.get("completion")
     if isinstance(asked, str) and isinstance(answered, str):
-        if reading.system is not None:
+        if row.options.system is not None:
             raise FieldError(f"{prompt} is a string, not messages, so the source's system cannot apply; remove system")
-        if pictures_of(row, reading)[1]:
+        if pictures_of(row)[1]:
             raise FieldError(f"has pictures, but {prompt} is a text without turns to show them; give lists of messages")
-        return PlainText(text_at(answered, completion), origin, prompt=text_at(asked, prompt))
+        return PlainText(text_at(answered, completion), row.origin, prompt=text_at(asked, prompt))
     if not isinstance(asked, list | dict) or not isinstance(answered, list | dict):
         raise FieldError(
             f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}; give two strings or two lists of messages"
         )
-    turns = TurnReader(reading, reading.name("role"), reading.name("content"))
+    turns = TurnReader(row.options, row.name("role"), row.name("content"))
     turns.read(turns_at(asked, prompt), prompt)
     turns.messages = [replace(turn, train=False) if turn.train is None else turn for turn in turns.messages]
     if not answered:
         raise FieldError(f"{completion} is empty; there is nothing to learn")
     turns.read(turns_at(answered, completion), completion)
-    return finished(turns, row, origin, tools_of(row, reading))
+    return finished(turns, row)
 
 
-def finished(
-    turns: TurnReader,
-    row: Mapping[str, Any],
-    origin: Origin,
-    tools: tuple[Mapping[str, Any], ...],
-    system: str | None = None,
-) -> Conversation:
+def finished(turns: TurnReader, row: Row) -> Conversation:
     """Return the conversation of a row's turns, with its system prompt, its tools and its variables for the template.
 
-    The prompt is `system`, else the row's column, else the source's if the chat has no system turn. A null or empty
+    The system prompt is that of the row's column, else the source's if the chat has no system turn. A null or empty
     column means none. An answer without content, which would only teach its end of turn, gets no loss unless it has
     `train: true`. Raises FieldError if column and chat both have a system prompt, or for results without a call.
     """
-    reading, messages, remarks = turns.reading, turns.messages, turns.remarks
+    tools, messages, remarks = tools_of(row), turns.messages, turns.remarks
     check_answers(messages, turns.places)
     check_texts(tools, "tools")
     for message, place in zip(messages, turns.places, strict=True):
@@ -198,32 +191,34 @@ def finished(
             check_texts(call.arguments, f"{place}: arguments of {call.name}")
     if (ordered := in_call_order(messages)) is not messages:
         remarks["sorted_results"] = None
-    placed = with_pictures(ordered, row, reading)
-    column = reading.name("system")
+    placed = with_pictures(ordered, row)
     has_system = any(message.role == "system" for message in messages)
-    prompt = system if system is not None else _system_text(row.get(column), column) or None
+    prompt = _system_text(row.get("system"), row.name("system")) or None
     if prompt is not None and has_system:
-        raise FieldError(f"{column} is given, but the conversation also has a system turn; keep one")
+        raise FieldError(f"{row.name('system')} is given, but the conversation also has a system turn; keep one")
     if prompt is None and not has_system:
-        prompt = reading.system
+        prompt = row.options.system
     completed = [] if prompt is None else [Message("system", prompt)]
     for message in placed:
         teaches_nothing = message.role == "assistant" and message.train is None and is_empty(message)
         completed.append(replace(message, train=False) if teaches_nothing else message)
-    variables = reading.name("chat_template_kwargs")
-    args = row.get(variables)
-    if args in (None, "") or variables in reading.keys:
-        return Conversation(tuple(completed), origin, tools, remarks=tuple(remarks))
+    return Conversation(tuple(completed), row.origin, tools, _template_args(row), tuple(remarks))
+
+
+def _template_args(row: Row) -> dict[str, Any]:
+    variables, args = row.name("chat_template_kwargs"), row.get("chat_template_kwargs")
+    if args in (None, "") or variables in row.options.keys:
+        return {}
     given = {name: value for name, value in object_at(args, variables).items() if value is not None}
     check_texts(given, variables)
-    return Conversation(tuple(completed), origin, tools, given, tuple(remarks))
+    return given
 
 
 def _system_text(value: object, place: str) -> str | None:
     """Return a system prompt: a text, or Anthropic's list of text parts."""
     if not isinstance(value, list):
         return optional_text(value, place)
-    return read_parts(value, place, "system", Reading(), {}).text if value else None
+    return read_parts(value, place, "system", SourceOptions(), {}).text if value else None
 
 
 @lru_cache(maxsize=64)
@@ -237,8 +232,8 @@ class TurnReader:
     `remarks` holds what the build report counts (see Conversation).
     """
 
-    def __init__(self, reading: Reading, role_key: str = "role", content_key: str = "content") -> None:
-        self.reading, self._role, self._content = reading, role_key, content_key
+    def __init__(self, options: SourceOptions, role_key: str = "role", content_key: str = "content") -> None:
+        self.options, self._role, self._content = options, role_key, content_key
         self._read = _keys_read(role_key, content_key)
         self.messages: list[Message] = []
         self.places: list[str] = []
@@ -261,7 +256,7 @@ class TurnReader:
             raise FieldError(f"{place} is {kind(turn)}, not an object with {self._role} and {self._content}")
         if self._role not in turn:
             raise self._missing(turn, f"{place}.{self._role}")
-        role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.reading)
+        role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.options)
         said = turn.get(self._content)
         if len(turn) == 2 and isinstance(said, str) and role != _CALL:  # most turns
             self.add(Message(cast(Role, role), text_at(said, f"{place}.{self._content}")), place)
@@ -282,12 +277,12 @@ class TurnReader:
 
     def _missing(self, turn: Mapping[str, Any], place: str) -> FieldError:
         """Return the refusal of a turn without its role or text, which may stand under another usual name."""
-        ours = ("from", "value") if self._role == self.reading.name("from") else ("role", "content")
+        ours = ("from", "value") if self._role == self.options.name("from") else ("role", "content")
         columns = {}
         for own, key, names in zip(ours, (self._role, self._content), (_ROLE_KEYS, _TEXT_KEYS), strict=True):
             if key not in turn:
                 columns[own] = next((name for name in names if isinstance(turn.get(name), str)), "")
-        end, fixes = advised(self.reading, Fix({"columns": columns})) if all(columns.values()) else ("", [])
+        end, fixes = advised(self.options, Fix({"columns": columns})) if all(columns.values()) else ("", [])
         return FieldError(f"{place} missing; keys: {', '.join(turn)}{end}", fixes)
 
     def _add(self, turn: Mapping[str, Any], place: str, role: Role, content: Content) -> None:
@@ -296,7 +291,7 @@ class TurnReader:
         if len(turn) > 2 or content.silent:
             name = optional_text(turn.get("name"), f"{place}.name")
             call_id = _same_in_all(turn, _CALL_ID, place)
-            train, ranges = turn_flags(turn, place, self.reading, self._read, self.remarks)
+            train, ranges = turn_flags(turn, place, self.options, self._read, self.remarks)
         if ranges is not None:
             if content.silent or not isinstance(turn.get(self._content), str):
                 raise FieldError(
@@ -336,7 +331,7 @@ class TurnReader:
         if not isinstance(value, list):
             hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
             raise FieldError(f"{place}.{key} is {kind(value)}, not a string{hint}")
-        parts = read_parts(value, f"{place}.{key}", role, self.reading, self.remarks)
+        parts = read_parts(value, f"{place}.{key}", role, self.options, self.remarks)
         if parts.calls and role != "assistant":
             raise FieldError(f"{place}.{key} is a list in a {role} turn; only an assistant turn has tool calls")
         if parts.results and role not in ("user", "tool"):
@@ -361,12 +356,12 @@ def _same_in_all(turn: Mapping[str, Any], keys: Sequence[str], place: str) -> st
     return next(iter(given.values()), None)
 
 
-def role_of(value: object, place: str, reading: Reading) -> str:
+def role_of(value: object, place: str, options: SourceOptions) -> str:
     """Return one of ROLE_TARGETS; the source's own names come first, built-in ones match in any case."""
     if not isinstance(value, str):
         raise FieldError(f"{place} is {kind(value)}, not a string")
-    role = reading.roles.get(value) or _KNOWN.get(value) or _KNOWN.get(value.lower())
+    role = options.roles.get(value) or _KNOWN.get(value) or _KNOWN.get(value.lower())
     if role is None:
-        fixes = advised(reading, Fix({"roles": {value: "assistant"}}, "for example"))[1]
+        fixes = advised(options, Fix({"roles": {value: "assistant"}}, "for example"))[1]
         raise FieldError(f"{place} {value!r:.200} is unknown; allowed: {', '.join(_KNOWN)}", fixes)
     return role

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flatout.data.conversation import PICTURE
+from flatout.data.conversation import PICTURE, Origin
 from flatout.errors import DataError
 from flatout.io.json_file import JSONSyntaxError, parse_json
 
@@ -20,25 +20,69 @@ class FieldError(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How to read the rows of the source at `path`: its settings `columns`, `roles`, `system`, `keys` and `pairs`.
-
-    `classes` are the labels of all sources for classification, in their order; `joins`: texts are joined as they stand
-    (data.template: plain), so that speakers in them are a part of the text.
-    """
+class SourceOptions:
+    """How to read the rows of a source."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
+    """The settings of the source, as `roles`, `system`, `keys` and `pairs` are."""
     roles: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     pairs: Literal["best_worst", "adjacent", "all"] = "best_worst"
     classes: tuple[str, ...] = ()
+    """The labels of all sources for classification, in their order."""
     path: str = ""
     joins: bool = False
+    """Texts are joined as they stand (data.template: plain), so that speakers in them are a part of the text."""
 
     def name(self, column: str) -> str:
         """Return the user's name of a column; one that was renamed to another column is not read under its own name."""
         return self.columns.get(column, f"{column} (renamed)" if column in self.columns.values() else column)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a source, whose columns are asked for by flatout's names, and have the user's."""
+
+    columns: Mapping[str, Any]
+    """What was read, by the user's names."""
+    options: SourceOptions = field(default_factory=SourceOptions)
+    origin: Origin = field(default=Origin("", 1))
+
+    def name(self, column: str) -> str:
+        """Return the user's name of a column."""
+        return self.options.name(column)
+
+    def get(self, column: str) -> Any:
+        """Return the value of a column, None if the row has none."""
+        return self.columns.get(self.options.name(column))
+
+    def text(self, column: str) -> str:
+        """Return the text of a column. Raises FieldError for another value."""
+        return text_at(self.get(column), self.name(column))
+
+    def first(self, columns: Iterable[str]) -> str | None:
+        """Return the user's name of the first of these columns that has something: not null, "" or []."""
+        return next((name for name in map(self.name, columns) if self.columns.get(name) not in (None, "", [])), None)
+
+    def named(self, columns: Sequence[str]) -> str:
+        """Return the user's name of the first of these columns that has something, or at least is there."""
+        there = (name for name in map(self.name, columns) if name in self.columns)
+        return self.first(columns) or next(there, self.name(columns[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What the rows of a source need and fill, by its first row, besides the columns of their format."""
+
+    fills: tuple[str, ...] = ()
+    """Columns of the store."""
+    needed: tuple[str, ...] = ()
+    """Columns of the row that all rows must have, by the user's names."""
+    absent: tuple[str, ...] = ()
+    """Columns that no row may have, since the first does not."""
+    unread: tuple[str, ...] = ()
+    """Columns that are not read, since others say the same."""
 
 
 def kind(value: object) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from flatout.data.conversation import PICTURE, PictureSource, ToolCall
 from flatout.data.rows.formats.calls import arguments_at, calls_of
-from flatout.data.rows.formats.fields import FieldError, Reading, kind, optional_text, text_at
-from flatout.data.rows.formats.keys import Span, media_error, media_kind, turn_flags
+from flatout.data.rows.formats.fields import FieldError, SourceOptions, kind, optional_text, text_at
 from flatout.data.rows.formats.pictures import PICTURE_KEYS, PICTURE_PARTS, picture_of_part
+from flatout.data.rows.formats.turn_flags import Span, media_error, media_kind, turn_flags
 
 # the order in which all templates write the parts of a turn; another order cannot be rendered
 _ORDER = {"tool_result": 0, "reasoning": 0, "text": 1, "picture": 1, "tool_call": 2}
@@ -41,7 +41,7 @@ class Content:
     pictures: tuple[PictureSource, ...] = ()
 
 
-def read_parts(parts: list[Any], place: str, role: str, reading: Reading, remarks: dict[str, None]) -> Content:
+def read_parts(parts: list[Any], place: str, role: str, options: SourceOptions, remarks: dict[str, None]) -> Content:
     """Read typed parts; texts are joined without a separator.
 
     Raises FieldError for other kinds, for media, and for an order that no template writes.
@@ -57,7 +57,7 @@ def read_parts(parts: list[Any], place: str, role: str, reading: Reading, remark
             order = "tool results, then text" if name == "tool_result" else "reasoning, then text, then tool calls"
             raise FieldError(f"{here} ({name}) is out of order; parts must be {order}")
         last = _ORDER[name]
-        train, ranges = turn_flags(part, here, reading, _READ, remarks) if len(part) > 2 else (None, None)
+        train, ranges = turn_flags(part, here, options, _READ, remarks) if len(part) > 2 else (None, None)
         if ranges is not None or (train is not None and name != "text"):
             raise FieldError(f"{here} says what carries loss; only texts may, each as a whole")
         if name == "tool_result":

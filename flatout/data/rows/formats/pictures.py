@@ -8,8 +8,8 @@ from itertools import count
 from typing import Any
 
 from flatout.data.conversation import PICTURE, Message, PictureSource
-from flatout.data.rows.formats.fields import FieldError, Reading, kind
-from flatout.data.rows.formats.keys import holds_something, media_kind
+from flatout.data.rows.formats.fields import FieldError, Row, kind
+from flatout.data.rows.formats.turn_flags import holds_something, media_kind
 
 PICTURE_COLUMNS = ("images", "image")
 """Columns with the pictures of a row, in the order of its texts."""
@@ -66,17 +66,17 @@ def picture_at(value: object, place: str) -> PictureSource:
     raise FieldError(f"{place} is {kind(value)}, not a picture; give a path, a data URI, bytes, or an object of these")
 
 
-def with_pictures(messages: Sequence[Message], row: Mapping[str, Any], reading: Reading) -> Sequence[Message]:
+def with_pictures(messages: Sequence[Message], row: Row) -> Sequence[Message]:
     """Return messages with the pictures of the row's column at their places.
 
     These are the parts that wait for one; else `<image>` in the texts of turns without loss; else, as TRL and ms-swift
     have it, before the first question. Raises FieldError unless there are as many places as pictures.
     """
-    column, given = pictures_of(row, reading)
+    column, given = pictures_of(row)
     num_waiting = sum(picture is WAITING for message in messages for picture in message.pictures)
-    names = {*map(reading.name, PICTURE_COLUMNS), *filter(is_picture_column, row)} - set(reading.keys)
+    names = _picture_columns(row)
     num_marks = sum(message.content.count(MARK) for message in messages) if not num_waiting else 0
-    if not (given or num_waiting) and (not num_marks or names.isdisjoint(row)):
+    if not (given or num_waiting) and (not num_marks or row.columns.keys().isdisjoint(names)):
         return messages  # without the column, a mark is text
     if num_waiting and any(MARK in message.content for message in messages):
         raise FieldError(f"messages have both picture parts and {MARK} in their texts; keep one form")
@@ -114,14 +114,19 @@ def _replaced(message: Message, pictures: Sequence[PictureSource], column: str) 
     return replace(message, content=message.content.replace(MARK, PICTURE), pictures=tuple(pictures))
 
 
-def pictures_of(row: Mapping[str, Any], reading: Reading) -> tuple[str, list[PictureSource]]:
+def pictures_of(row: Row) -> tuple[str, list[PictureSource]]:
     """Return the user's name of the row's column of pictures, and these; a null or empty column has none."""
-    names = [*map(reading.name, PICTURE_COLUMNS), *filter(is_picture_column, row)]
-    columns = [n for n in dict.fromkeys(names) if holds_something(row.get(n)) and n not in reading.keys]
+    columns = [name for name in _picture_columns(row) if holds_something(row.columns.get(name))]
     if len(columns) > 1:
         raise FieldError(f"{' and '.join(columns)} both hold pictures; keep one")
     if not columns:
-        return names[0], []
-    value = row[columns[0]]
+        return row.name(PICTURE_COLUMNS[0]), []
+    value = row.columns[columns[0]]
     values = value if isinstance(value, list | tuple) else [value]
     return columns[0], [picture_at(item, f"{columns[0]}[{index}]") for index, item in enumerate(values)]
+
+
+def _picture_columns(row: Row) -> list[str]:
+    """Return the user's names of the columns that may hold pictures, each once."""
+    names = [*map(row.name, PICTURE_COLUMNS), *filter(is_picture_column, row.columns)]
+    return [name for name in dict.fromkeys(names) if name not in row.options.keys]

@@ -2,71 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from flatout.data.conversation import Origin, PlainText, TokenRow
-from flatout.data.rows.formats.fields import FieldError, Reading, flag_at, kind, list_at, object_at, text_at
-from flatout.data.rows.formats.keys import turn_flags
+from flatout.data.conversation import PlainText, TokenRow
+from flatout.data.rows.formats.fields import FieldError, Row, flag_at, kind, list_at, object_at, text_at
+from flatout.data.rows.formats.turn_flags import turn_flags
 
 T = TypeVar("T")
 _IGNORED_LABEL = -100
-MASK_COLUMNS = ("trained", "loss_mask", "assistant_masks", "completion_mask")
+_MASK_COLUMNS = ("trained", "loss_mask", "assistant_masks", "completion_mask")
+TOKEN_COLUMNS = ("labels", "attention_mask", *_MASK_COLUMNS)
 _TRL_MASKS = {"assistant_masks", "completion_mask"}  # a token carries loss if both masks allow it
 
 
-def parse_text(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PlainText:
+def parse_text(row: Row) -> PlainText:
     """Parse `text`: one document, trained on as a whole."""
-    column = reading.name("text")
-    text = text_at(row.get(column), column)
+    text = row.text("text")
     if not text:
-        raise FieldError(f"{column} is empty; there is nothing to learn")
-    is_table = (
-        "\t" in text and origin.source.endswith(".txt") and all("\t" in line for line in text.split("\n") if line)
-    )
-    return PlainText(text, origin, remarks=("tabbed_text",) if is_table else ())
+        raise FieldError(f"{row.name('text')} is empty; there is nothing to learn")
+    is_txt = "\t" in text and row.origin.source.endswith(".txt")
+    is_table = is_txt and all("\t" in line for line in text.split("\n") if line)
+    return PlainText(text, row.origin, remarks=("tabbed_text",) if is_table else ())
 
 
-def parse_segments(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PlainText:
+def parse_segments(row: Row) -> PlainText:
     """Parse `segments`: pieces of one text, each {"text", "label"}; those with a true label carry loss. No template."""
-    column = reading.name("segments")
+    column = row.name("segments")
     text, silent, remarks = "", [], dict[str, None]()
-    for index, value in enumerate(list_at(row.get(column), column)):
+    for index, value in enumerate(list_at(row.get("segments"), column)):
         segment, place = object_at(value, f"{column}[{index}]"), f"{column}[{index}]"
         start = len(text)
         text += text_at(segment.get("text"), f"{place}.text")
         trained = flag_at(segment.get("label"), f"{place}.label")
-        other, ranges = turn_flags(segment, place, reading, ("text", "label"), remarks)
+        other, ranges = turn_flags(segment, place, row.options, ("text", "label"), remarks)
         if ranges is not None or other not in (None, trained):
             raise FieldError(f"{place} says what carries loss in its label and elsewhere, differently; keep the label")
         if not trained:
             silent.append((start, len(text)))
-    return PlainText(text, origin, silent=tuple(silent), remarks=tuple(remarks))
+    return PlainText(text, row.origin, silent=tuple(silent), remarks=tuple(remarks))
 
 
-def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> TokenRow:
+def parse_tokens(row: Row) -> TokenRow:
     """Parse input_ids, with labels (-100: no loss) or a mask column of 0 and 1; otherwise every token carries loss.
 
     Labels are not shifted: labels[i] is input_ids[i] or -100. Raises FieldError for columns of unequal length, NaN,
     negative or fractional values, and for padding (a 0 in attention_mask).
     """
-    column = reading.name("input_ids")
-    values = list_at(row.get(column), column)
+    column = row.name("input_ids")
+    values = list_at(row.get("input_ids"), column)
     token_ids = tuple(check_token_id(value, f"{column}[{index}]") for index, value in enumerate(values))
     if not token_ids:
         raise FieldError(f"{column} is empty; there is nothing to learn")
     num_tokens = len(token_ids)
-    attention = reading.name("attention_mask")
-    if row.get(attention) is not None:
+    attention = row.name("attention_mask")
+    if row.get("attention_mask") is not None:
         seen = _column(row, attention, column, num_tokens, flag_at)
         if not all(seen):
             raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; remove the padding")
-    labels = reading.name("labels")
-    masks = [name for name in (*map(reading.name, MASK_COLUMNS), labels) if row.get(name) is not None]
-    if len(masks) > 1 and set(masks) != {reading.name(name) for name in _TRL_MASKS}:
+    labels = row.name("labels")
+    masks = [row.name(name) for name in (*_MASK_COLUMNS, "labels") if row.get(name) is not None]
+    if len(masks) > 1 and set(masks) != set(map(row.name, _TRL_MASKS)):
         raise FieldError(f"{' and '.join(masks)} both set which tokens carry loss; keep one")
     if not masks:
-        return TokenRow(token_ids, (True,) * num_tokens, origin)
+        return TokenRow(token_ids, (True,) * num_tokens, row.origin)
     if masks == [labels]:
         wanted = _column(row, labels, column, num_tokens, _label_at)
         for index, (label, token_id) in enumerate(zip(wanted, token_ids, strict=True)):
@@ -75,9 +74,9 @@ def parse_tokens(row: Mapping[str, Any], origin: Origin, reading: Reading) -> To
                     f"{labels}[{index}] is {label}, but {column}[{index}] is {token_id}; "
                     f"a label is -100 or the token at the same index (not shifted)"
                 )
-        return TokenRow(token_ids, tuple(label != _IGNORED_LABEL for label in wanted), origin)
+        return TokenRow(token_ids, tuple(label != _IGNORED_LABEL for label in wanted), row.origin)
     flags = [_column(row, mask, column, num_tokens, flag_at) for mask in masks]
-    return TokenRow(token_ids, tuple(map(all, zip(*flags, strict=True))), origin)
+    return TokenRow(token_ids, tuple(map(all, zip(*flags, strict=True))), row.origin)
 
 
 def check_token_id(value: object, place: str) -> int:
@@ -93,10 +92,8 @@ def _label_at(value: object, place: str) -> int:
     return _IGNORED_LABEL if value == _IGNORED_LABEL else check_token_id(value, place)
 
 
-def _column(
-    row: Mapping[str, Any], name: str, ids_name: str, num_tokens: int, check: Callable[[object, str], T]
-) -> list[T]:
-    values = list_at(row[name], name)
+def _column(row: Row, name: str, ids_name: str, num_tokens: int, check: Callable[[object, str], T]) -> list[T]:
+    values = list_at(row.columns[name], name)
     if len(values) != num_tokens:
         raise FieldError(f"{name} has {len(values)} values, but {ids_name} has {num_tokens}; the lengths must match")
     return [check(value, f"{name}[{index}]") for index, value in enumerate(values)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from flatout.data.rows.formats.fields import FieldError, Reading, kind, only
+from flatout.data.rows.formats.fields import FieldError, Row, kind, only
 
 _GOOD = {
     "true", "1", "yes", "good", "desirable", "positive", "chosen", "accepted", "accept", "approved", "correct",
@@ -18,12 +18,22 @@ _BAD = {
     "disliked", "dislike", "down", "thumbs_down", "thumbsdown", "downvote", "\N{THUMBS DOWN SIGN}",
 }  # fmt: skip
 _NUMBERS = {"0", "1", "yes", "no"}
-# columns whose true means a good answer, and those whose true means a bad one; `is_` may precede each
-_SURE = {"accepted", "approved", "liked", "upvoted", "desirable", "chosen", "preferred", "thumbs_up", "thumbsup"}
-_SURELY_BAD = {"rejected", "disliked", "downvoted", "undesirable", "thumbs_down", "thumbsdown", "bad"}
-# a 0 or 1 of these may count something
-_BY_WORDS = {"good", "correct", "verdict", "judgement", "judgment", "quality", "feedback", "thumbs", "thumb", "vote"}
-_BAD_BY_WORDS = {"incorrect", "wrong"}
+# column, also with `is_` before it -> whether its true means a good answer, and whether a number there is a verdict
+_VERDICTS = {
+    **dict.fromkeys(
+        ("accepted", "approved", "liked", "upvoted", "desirable", "chosen", "preferred", "thumbs_up", "thumbsup"),
+        (True, True),
+    ),
+    **dict.fromkeys(
+        ("rejected", "disliked", "downvoted", "undesirable", "thumbs_down", "thumbsdown", "bad"), (False, True)
+    ),
+    # a 0 or 1 of these may count something
+    **dict.fromkeys(
+        ("good", "correct", "verdict", "judgement", "judgment", "quality", "feedback", "thumbs", "thumb", "vote"),
+        (True, False),
+    ),
+    **dict.fromkeys(("incorrect", "wrong"), (False, False)),
+}
 _ANSWER = re.compile(
     r"(response|answer|completion|output|candidate|reply|generation|human_ref)s?([_-]?)([a-h]|\d)", re.IGNORECASE
 )
@@ -49,12 +59,10 @@ def verdict_of(value: object) -> bool | None:
 def _meaning(name: str) -> tuple[bool, bool] | None:
     """Return what a true in a column means, and whether a number says as much as a word; None for other columns."""
     word = re.sub(r"[\s-]+", "_", name.lower())
-    bare, is_named = word.removeprefix("is_"), word.startswith("is_")
-    if bare in _SURE or bare in _SURELY_BAD:
-        return bare in _SURE, True
-    if bare in _BY_WORDS or bare in _BAD_BY_WORDS:
-        return bare in _BY_WORDS, is_named
-    return (True, True) if word in ("label", "kto_tag") else None
+    if word in ("label", "kto_tag"):
+        return True, True
+    true_is_good, takes_numbers = _VERDICTS.get(word.removeprefix("is_"), (None, False))
+    return None if true_is_good is None else (true_is_good, takes_numbers or word.startswith("is_"))
 
 
 def says_good(value: object, name: str) -> bool | None:
@@ -65,11 +73,11 @@ def says_good(value: object, name: str) -> bool | None:
     return None if verdict is None else verdict is true_is_good
 
 
-def bad_verdict(row: Mapping[str, Any], reading: Reading) -> tuple[str, bool] | None:
+def bad_verdict(row: Row) -> tuple[str, bool] | None:
     """Return the column that calls a row's answer bad, and whether its true means a good one; None without any."""
-    for name, value in row.items():
+    for name, value in row.columns.items():
         meaning = _meaning(name)
-        if meaning is None or value is None or name in reading.keys or name in reading.columns.values():
+        if meaning is None or value is None or name in {*row.options.keys, *row.options.columns.values()}:
             continue
         if isinstance(value, str) and name.lower() in ("chosen", "rejected"):
             continue  # an answer of a pair, however it reads
@@ -95,10 +103,11 @@ def two_answers(row: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def better_column(row: Mapping[str, Any], reading: Reading) -> str | None:
+def better_column(row: Row) -> str | None:
     """Return the column that says which of two answers is better."""
-    names = (name for known in _BETTER for name in row if name.lower() == known and name not in reading.keys)
-    return next((name for name in names if isinstance(row[name], str | int | float)), None)
+    given = [name for name, value in row.columns.items() if isinstance(value, str | int | float)]
+    names = (name for known in _BETTER for name in given if name.lower() == known and name not in row.options.keys)
+    return next(names, None)
 
 
 def better_of(row: Mapping[str, Any], names: tuple[str, str], column: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Rows of answers that are compared, as for DPO and reward models, or that are judged one by one, as for KTO.
+"""Rows that say which answer is better, as for DPO, or whether one is good, as for KTO; and texts with a label.
 
 A row's answers begin where its conversations part: the messages that all have in common are the prompt, and only
 assistant turns behind it carry loss.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
-from typing import Any
+from itertools import chain, combinations, pairwise
 
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import Conversation, Message, Origin, PreferenceRow, Role, is_empty
-from flatout.data.rows.formats.calls import holds_messages, tools_of
+from flatout.data.conversation import Conversation, Message, PlainText, PreferenceRow, Role, is_empty
+from flatout.data.rows.formats.calls import holds_messages
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
     TurnReader,
@@ -24,13 +23,17 @@ from flatout.data.rows.formats.conversations import (
     spoken_turns,
     turns_at,
 )
-from flatout.data.rows.formats.fields import FieldError, Reading, kind, list_at, only, text_at
+from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, Uses, kind, list_at, only, text_at
+from flatout.data.rows.formats.plain import parse_text
 from flatout.data.rows.formats.verdict import better_column, better_of, says_good, two_answers
+from flatout.errors import Fix
 
 PREFERENCES = ("preference", "reward", "ranked", "choice")
 """Formats whose rows become pairs of answers."""
 JUDGED = (*PREFERENCES, "kto")
 """Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
+CLASSIFY, CLASS = "classify", "class"
+"""The format of labelled texts, and the column of the store that it fills."""
 # the answer to avoid beside a chat that ends with the other one, as ms-swift has it: the last turn, or the whole chat
 _BESIDE_CHAT = ("rejected_response", "rejected_messages")
 CHOSEN = ("chosen", "chosen_response", "chosen_messages", "preferred_output", "accepted")
@@ -54,137 +57,165 @@ Given = tuple[str, object]
 """An answer of a row: its place, and its value."""
 
 
-def parse_preference(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
+def parse_preference(row: Row) -> PreferenceRow:
     """Parse a pair: chosen and rejected, each a text, a turn, or turns; with or without their prompt."""
-    good, bad = (_named(row, reading, group) for group in (CHOSEN, REJECTED))
-    given: list[Given] = [(good, row.get(good)), (bad, row.get(bad))]
-    if good not in row and (chat := _first_column(row, reading, CHAT_COLUMNS)) is not None:
-        said = turns_at(row[chat], chat)
-        whole = bad == reading.name("rejected_messages")
+    good, bad = row.named(CHOSEN), row.named(REJECTED)
+    given: list[Given] = [(good, row.columns.get(good)), (bad, row.columns.get(bad))]
+    if good not in row.columns and (chat := row.first(CHAT_COLUMNS)) is not None:
+        said = turns_at(row.columns[chat], chat)
+        whole = bad == row.name("rejected_messages")
         given[0] = (chat, said) if whole else (f"{chat}[{len(said) - 1}]", said[-1:])
-        last = _turns(said[-1:], given[0][0], reading, "assistant").messages[0].role
+        last = _turns(said[-1:], given[0][0], row.options, "assistant").messages[0].role
         if last != "assistant":
             raise FieldError(f"{given[0][0]} is a turn of {last}, so {bad} has no answer beside it; add the chosen one")
-        row = row if whole else {**row, chat: said[:-1]}
-    answers = _conversations(row, origin, reading, given)
-    columns, margin = {}, _margin(row, reading)
-    if margin is not None:
-        columns[MARGIN] = (margin,)
-    return PreferenceRow(answers, ((0, 1),), origin, columns)
+        row = row if whole else replace(row, columns={**row.columns, chat: said[:-1]})
+    answers, margin = _conversations(row, given), _margin(row)
+    return PreferenceRow(answers, ((0, 1),), row.origin, {} if margin is None else {MARGIN: (margin,)})
 
 
-def parse_choice(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
+def parse_choice(row: Row) -> PreferenceRow:
     """Parse two answers, such as response_a and response_b, and a column that says which of them is better."""
-    names, column = two_answers(row), better_column(row, reading)
+    names, column = two_answers(row.columns), better_column(row)
     if names is None or column is None:
         raise FieldError("has not two answers and a column that says which is better; remove the row")
-    good, bad = better_of(row, names, column)
-    return PreferenceRow(_conversations(row, origin, reading, [(k, row[k]) for k in (good, bad)]), ((0, 1),), origin)
+    given = [(name, row.columns[name]) for name in better_of(row.columns, names, column)]
+    return PreferenceRow(_conversations(row, given), ((0, 1),), row.origin)
 
 
-def parse_ranked(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
-    """Parse a list of answers with scores or ranks into pairs, as `reading.pairs` says; equal ones make no pair.
+def parse_ranked(row: Row) -> PreferenceRow:
+    """Parse a list of answers with scores or ranks into pairs, as `data.sources.pairs` says; equal ones make no pair.
 
     `best_worst` is the first of the best and the first of the worst, `adjacent` neighbours by value, `all` every pair.
     """
-    column = _named(row, reading, ANSWERS)
-    items = list_at(row.get(column), column)
-    values, are_scores = _values(row, reading, items, column)
+    column = row.named(ANSWERS)
+    items = list_at(row.columns.get(column), column)
+    values, are_scores = _values(row, items, column)
     order = sorted(range(len(items)), key=lambda place: -values[place])
     ends = [(order[0], min(order, key=lambda place: values[place]))] if order else []
     pairs_of = {"best_worst": ends, "adjacent": list(pairwise(order)), "all": list(combinations(order, 2))}
-    pairs = [(one, other) for one, other in pairs_of[reading.pairs] if values[one] != values[other]]
+    pairs = [(one, other) for one, other in pairs_of[row.options.pairs] if values[one] != values[other]]
     if not pairs:
         raise FieldError(f"{column} has no two answers of different value, so none is better; remove the row")
     used = [place for place in order if any(place in pair for pair in pairs)]
-    answers = _conversations(row, origin, reading, [(f"{column}[{place}]", _text_of(items[place])) for place in used])
-    margins = tuple(values[one] - values[other] for one, other in pairs) if are_scores else ()
+    answers = _conversations(row, [(f"{column}[{place}]", _text_of(items[place])) for place in used])
+    margins = {MARGIN: tuple(values[one] - values[other] for one, other in pairs)} if are_scores else {}
     units = tuple((used.index(one), used.index(other)) for one, other in pairs)
-    return PreferenceRow(answers, units, origin, {MARGIN: margins} if are_scores else {})
+    return PreferenceRow(answers, units, row.origin, margins)
 
 
-def parse_kto(row: Mapping[str, Any], origin: Origin, reading: Reading) -> PreferenceRow:
+def parse_kto(row: Row) -> PreferenceRow:
     """Parse a prompt, one answer and whether it is good; of a chat, the answer is what follows its last question."""
-    name = _named(row, reading, LABELS)
-    label = _label(row.get(name), name)
-    completion, answers = _first_column(row, reading, COMPLETIONS), list[Given]()
-    if completion is not None:
-        answers = [(completion, row[completion])]
-    return PreferenceRow(_conversations(row, origin, reading, answers), ((0,),), origin, {"label": (label,)})
+    name = row.named(LABELS)
+    label = _label(row.columns.get(name), name)
+    completion = row.first(COMPLETIONS)
+    given = [] if completion is None else [(completion, row.columns[completion])]
+    return PreferenceRow(_conversations(row, given), ((0,),), row.origin, {"label": (label,)})
 
 
-def is_pair(row: Mapping[str, Any], reading: Reading) -> bool:
+def parse_classified(row: Row) -> PreferenceRow:
+    """Parse `text`, as it is, or a prompt or chat, which gets the chat template; and `label`."""
+    label = label_of(row)
+    sample: Conversation | PlainText
+    if row.get("text") is not None:
+        sample = parse_text(row)
+    elif (asked := prompt_of(row)) is not None:
+        sample = finished(asked, row)
+    else:
+        raise FieldError("has neither text nor messages; name the column of the text `text`")
+    classes = row.options.classes
+    return PreferenceRow((sample,), ((0,),), row.origin, {CLASS: (classes.index(label),)} if classes else {})
+
+
+def label_of(row: Row) -> str:
+    """Return the label of a text. Raises FieldError for a value that is no label."""
+    name, value = row.name("label"), only(row.get("label"))
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        value = int(value)  # tables have integers with gaps as floats
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, int | str) or not str(value).strip():
+        got = "empty" if value == "" else f"a list of {len(value)}" if isinstance(value, list) else kind(value)
+        how = "keep one of them for each text" if isinstance(value, list) and value else "label the text"
+        # the labels are known once all rows were read: some then have one
+        is_known = bool(row.options.classes)
+        skip = [Fix({"data.on_bad_row": "skip"}, "leaves out rows without one label")] if is_known else []
+        raise FieldError(f"{name} is {got}; a label is a text or an integer (no number to predict): {how}", skip)
+    return str(value).strip()
+
+
+def is_pair(row: Row) -> bool:
     """Whether a row names its chosen answer, or has the last answer of its chat for it."""
-    given = (row.get(reading.name(name)) for name in (*CHOSEN, *_BESIDE_CHAT))
+    given = map(row.get, (*CHOSEN, *_BESIDE_CHAT))
     return any(value is not None and not isinstance(value, bool) for value in given)
 
 
-def is_choice(row: Mapping[str, Any], reading: Reading) -> bool:
+def is_choice(row: Row) -> bool:
     """Whether a row has two answers, and says which of them is better."""
-    return two_answers(row) is not None and better_column(row, reading) is not None
+    return two_answers(row.columns) is not None and better_column(row) is not None
 
 
-def is_labelled(row: Mapping[str, Any], reading: Reading) -> bool:
+def is_labelled(row: Row) -> bool:
     """Whether a row is certainly one of KTO; elsewhere a label may be a class."""
-    if any(reading.name(name) in reading.keys for name in LABELS):
+    if any(row.name(name) in row.options.keys for name in LABELS):
         return False
-    pair = (row.get(reading.name(name)) for name in ("prompt", "completion"))
-    has_label = isinstance(only(row.get(reading.name("label"))), bool) and all(value is not None for value in pair)
-    return has_label or row.get(reading.name("kto_tag")) is not None
+    is_answered = row.get("prompt") is not None and row.get("completion") is not None
+    return (is_answered and isinstance(only(row.get("label")), bool)) or row.get("kto_tag") is not None
 
 
-def is_ranked(row: Mapping[str, Any], reading: Reading) -> bool:
+def is_ranked(row: Row) -> bool:
     """Whether a row lists answers that have scores or ranks."""
-    name = _first_column(row, reading, ANSWERS)
-    items = row[name] if name is not None and isinstance(row[name], list) else []
+    name = row.first(ANSWERS)
+    items = row.columns[name] if name is not None and isinstance(row.columns[name], list) else []
     first, each = items[0] if items else None, (*_EACH_SCORE, *_EACH_RANK)
     return bool(items) and (
         (isinstance(first, dict) and any(first.get(key) is not None for key in each))
-        or _first_column(row, reading, RANKED_COLUMNS) is not None
+        or row.first(RANKED_COLUMNS) is not None
     )
 
 
-def columns_of(format_name: str, row: Mapping[str, Any], reading: Reading) -> tuple[list[str], list[str], list[str]]:
-    """Return the columns of the store that rows like this fill, those of the row that all need, and unread prompts."""
-    made, needed = ["label" if format_name == "kto" else PREFIX_TOKENS], list[str]()
-    if format_name == "choice":
-        needed = [*(two_answers(row) or ()), better_column(row, reading) or ""]
-    elif format_name != "kto":
-        scores = next((pair for pair in SCORES if all(row.get(reading.name(name)) is not None for name in pair)), ())
-        if row.get(reading.name(MARGIN)) is not None:
-            needed = [reading.name(MARGIN)]
-        elif format_name != "ranked":
-            needed = [reading.name(name) for name in scores]
-        items = row.get(_first_column(row, reading, ANSWERS) or "")
-        if needed or (format_name == "ranked" and isinstance(items, list) and _are_scores(row, reading, items)):
-            made.append(MARGIN)
-    prompts = [name for name in map(reading.name, PROMPTS) if row.get(name) not in (None, "", [])]
-    with_input = 2 if prompts[:2] == [reading.name("instruction"), reading.name("input")] else 1
-    return made, needed, prompts[with_input:]
+def uses_of_choice(row: Row) -> Uses:
+    """Return what rows of a choice need, and fill."""
+    needed = (*(two_answers(row.columns) or ()), better_column(row) or "")
+    return Uses((PREFIX_TOKENS,), needed, unread=_other_prompts(row))
 
 
-def _first_column(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str | None:
-    """Return the user's name of the first of these columns that has something."""
-    return next((name for name in map(reading.name, names) if row.get(name) not in (None, "", [])), None)
+def uses_of_pair(row: Row) -> Uses:
+    """Return what pairs need, and fill: all have a margin or scores, or none has."""
+    scores = next((pair for pair in SCORES if all(row.get(name) is not None for name in pair)), ())
+    if needed := tuple(map(row.name, [MARGIN] if row.get(MARGIN) is not None else scores)):
+        return Uses((PREFIX_TOKENS, MARGIN), needed, unread=_other_prompts(row))
+    return Uses((PREFIX_TOKENS,), absent=(MARGIN, *chain(*SCORES)), unread=_other_prompts(row))
 
 
-def _named(row: Mapping[str, Any], reading: Reading, names: Sequence[str]) -> str:
-    """Return the user's name of the first of these columns that has something, or at least is there."""
-    there = (name for name in map(reading.name, names) if name in row)
-    return _first_column(row, reading, names) or next(there, reading.name(names[0]))
+def uses_of_ranked(row: Row) -> Uses:
+    """Return what lists of answers need, and fill."""
+    needed = (row.name(MARGIN),) * (row.get(MARGIN) is not None)
+    items = row.columns.get(row.first(ANSWERS) or "")
+    has_margin = bool(needed) or (isinstance(items, list) and _are_scores(row, items))
+    return Uses((PREFIX_TOKENS, *[MARGIN] * has_margin), needed, unread=_other_prompts(row))
 
 
-def _conversations(
-    row: Mapping[str, Any], origin: Origin, reading: Reading, given: Sequence[Given]
-) -> tuple[Conversation, ...]:
+def uses_of_kto(row: Row) -> Uses:
+    """Return what labelled answers fill."""
+    return Uses(("label",), unread=_other_prompts(row))
+
+
+def _other_prompts(row: Row) -> tuple[str, ...]:
+    """Return the columns that could be a prompt, behind the one that is."""
+    prompts = [name for name in map(row.name, PROMPTS) if row.columns.get(name) not in (None, "", [])]
+    with_input = 2 if prompts[:2] == [row.name("instruction"), row.name("input")] else 1
+    return tuple(prompts[with_input:])
+
+
+def _conversations(row: Row, given: Sequence[Given]) -> tuple[Conversation, ...]:
     """Return a conversation for each answer of a row; a row without any has its answer at the end of its prompt.
 
     Raises FieldError for answers that are empty, equal, to different prompts, or none.
     """
-    asked = prompt_of(row, reading)
+    asked = prompt_of(row)
     if asked is not None and asked.is_spoken:
         given = [(place, _spoken(said) if isinstance(said, str) else said) for place, said in given]
-    read = [_turns(value, place, reading, "assistant") for place, value in given]
+    read = [_turns(value, place, row.options, "assistant") for place, value in given]
     are_whole = [bool(turns.messages) and turns.messages[0].role != "assistant" for turns in read]
     if 0 < sum(are_whole) < len(read):
         raise FieldError(f"{given[0][0]} and {given[1][0]} differ in form: only one begins with the prompt")
@@ -206,8 +237,7 @@ def _conversations(
     for turns in read:
         _check_answer(turns, num_common)
         turns.messages[:num_common] = [replace(message, train=False) for message in turns.messages[:num_common]]
-    tools = tools_of(row, reading)
-    return tuple(finished(turns, row, origin, tools) for turns in read)
+    return tuple(finished(turns, row) for turns in read)
 
 
 def _spoken(answer: str) -> str:
@@ -215,16 +245,16 @@ def _spoken(answer: str) -> str:
     return answer if spoken_turns(answer, "assistant") else _SPOKEN + answer.lstrip()
 
 
-def _turns(value: object, place: str, reading: Reading, role: Role) -> TurnReader:
+def _turns(value: object, place: str, options: SourceOptions, role: Role) -> TurnReader:
     """Read a text, which is a turn of `role`, one turn, or a list of turns. Raises FieldError."""
     if value in (None, "", []):
         raise FieldError(f"{place} is {'missing' if value is None else 'empty'}; every answer needs its text")
     if isinstance(value, str):
-        turns, spoken = TurnReader(reading), spoken_turns(text_at(value, place), role)
-        if reading.joins and spoken:
+        turns, spoken = TurnReader(options), spoken_turns(text_at(value, place), role)
+        if options.joins and spoken:
             cut = value.rfind(_SPOKEN[:-1]) + len(_SPOKEN[:-1]) if role == "assistant" and spoken[1:] else 0
             spoken = [Message("user", value[:cut]), Message(role, value[cut:])][not cut :]
-        turns.is_spoken = bool(spoken) and not reading.joins and value.rstrip().endswith(_SPOKEN[:-1])
+        turns.is_spoken = bool(spoken) and not options.joins and value.rstrip().endswith(_SPOKEN[:-1])
         for message in spoken or [Message(role, value)]:
             turns.add(message, place)
         return turns
@@ -233,29 +263,30 @@ def _turns(value: object, place: str, reading: Reading, role: Role) -> TurnReade
     is_turn = isinstance(value, dict) and not all(isinstance(item, list) for item in value.values())
     given = [value] if is_turn else turns_at(value, place)
     first = given[0] if given and isinstance(given[0], dict) else {}
-    is_from = reading.name("from") in first and reading.name("role") not in first
-    turns = TurnReader(reading, *map(reading.name, ("from", "value") if is_from else ("role", "content")))
+    is_from = options.name("from") in first and options.name("role") not in first
+    turns = TurnReader(options, *map(options.name, ("from", "value") if is_from else ("role", "content")))
     turns.read(given, place)
     if not turns.messages:
         raise FieldError(f"{place} is empty; every answer needs its text")
     return turns
 
 
-def prompt_of(row: Mapping[str, Any], reading: Reading) -> TurnReader | None:
+def prompt_of(row: Row) -> TurnReader | None:
     """Read the prompt of a row, None if it has none."""
-    name = _first_column(row, reading, PROMPTS)
+    name = row.first(PROMPTS)
     if name is None:
         return None
-    if name == reading.name("instruction"):
-        turns = TurnReader(reading)
+    if name == row.name("instruction"):
+        turns = TurnReader(row.options)
         turns.add(Message("user", add_history(turns, row)), name)
         return turns
-    is_chat = name in map(reading.name, CHAT_COLUMNS) or holds_messages(row[name])
-    return _turns(turns_at(row[name], name) if is_chat else row[name], name, reading, "user")
+    value = row.columns[name]
+    is_chat = name in map(row.name, CHAT_COLUMNS) or holds_messages(value)
+    return _turns(turns_at(value, name) if is_chat else value, name, row.options, "user")
 
 
 def _joined(asked: TurnReader, answer: TurnReader) -> TurnReader:
-    turns = TurnReader(answer.reading)
+    turns = TurnReader(answer.options)
     turns.messages, turns.places = [*asked.messages, *answer.messages], [*asked.places, *answer.places]
     turns.remarks = asked.remarks | answer.remarks
     return turns
@@ -314,33 +345,33 @@ def _check_answer(turns: TurnReader, num_common: int) -> None:
         raise FieldError(f"{place} is empty; every answer needs its text")
 
 
-def _margin(row: Mapping[str, Any], reading: Reading) -> float | None:
+def _margin(row: Row) -> float | None:
     """Return by how much the chosen answer is better, None if the row does not say."""
-    name = reading.name(MARGIN)
-    if row.get(name) is not None:
-        margin, text = _number(row[name], name), f"{name} is {row[name]}"
+    if row.get(MARGIN) is not None:
+        name = row.name(MARGIN)
+        margin, text = _number(row.get(MARGIN), name), f"{name} is {row.get(MARGIN)}"
     else:
-        scores = next((pair for pair in SCORES if all(row.get(reading.name(one)) is not None for one in pair)), None)
+        scores = next((pair for pair in SCORES if all(row.get(one) is not None for one in pair)), None)
         if scores is None:
             return None
-        good, bad = (_number(row[reading.name(one)], reading.name(one)) for one in scores)
-        margin, text = good - bad, f"{reading.name(scores[0])} is {good:g} and {reading.name(scores[1])} {bad:g}"
+        good, bad = (_number(row.get(one), row.name(one)) for one in scores)
+        margin, text = good - bad, f"{row.name(scores[0])} is {good:g} and {row.name(scores[1])} {bad:g}"
     if margin < 0:
         raise FieldError(f"{text}, so the rejected answer is the better one; exchange the two, or remove the row")
     return margin
 
 
-def _values(row: Mapping[str, Any], reading: Reading, items: Sequence[object], column: str) -> tuple[list[float], bool]:
+def _values(row: Row, items: Sequence[object], column: str) -> tuple[list[float], bool]:
     """Return what each answer is worth, more for better, and whether these are scores. Raises FieldError."""
-    beside = _first_column(row, reading, RANKED_COLUMNS)
+    beside = row.first(RANKED_COLUMNS)
     if beside is not None:
-        given = list_at(row[beside], beside)
+        given = list_at(row.columns[beside], beside)
         if len(given) != len(items):
             raise FieldError(f"{beside} has {len(given)} values, but {column} has {len(items)}; give one for each")
         numbers = [_number(value, f"{beside}[{place}]") for place, value in enumerate(given)]
     else:
         numbers = list(_own_values(items, column))
-    are_scores = _are_scores(row, reading, items)
+    are_scores = _are_scores(row, items)
     return [value if are_scores else -value for value in numbers], are_scores
 
 
@@ -359,10 +390,9 @@ def _own_key(items: Sequence[object]) -> str | None:
     return max(keys, key=lambda key: given[key]) if given else None
 
 
-def _are_scores(row: Mapping[str, Any], reading: Reading, items: Sequence[object]) -> bool:
-    beside = _first_column(row, reading, RANKED_COLUMNS)
-    if beside is not None:
-        return beside in map(reading.name, _ALL_SCORES)
+def _are_scores(row: Row, items: Sequence[object]) -> bool:
+    if (beside := row.first(RANKED_COLUMNS)) is not None:
+        return beside in map(row.name, _ALL_SCORES)
     return _own_key(items) in _EACH_SCORE
 
 

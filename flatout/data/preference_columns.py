@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from flatout.config.objective import UNDESIRABLE
 from flatout.config.schema import DataConfig
 from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
-from flatout.data.rows.formats.classify import CLASS, CLASSIFY
-from flatout.data.rows.formats.preference import JUDGED
+from flatout.data.rows.formats.answers import CLASS, CLASSIFY, JUDGED
 from flatout.data.sampling import Readers
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, Fix

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from flatout.data.rows.formats.advice import advised
-from flatout.data.rows.formats.fields import FieldError, Reading, flag_at, kind, list_at, object_at
+from flatout.data.rows.formats.fields import FieldError, SourceOptions, flag_at, kind, list_at, object_at
 from flatout.errors import Fix
 
 Span = tuple[int, int]
@@ -57,7 +57,7 @@ def holds_something(value: object) -> bool:
 
 
 def turn_flags(
-    turn: Mapping[str, Any], place: str, reading: Reading, read: Container[str], remarks: dict[str, None]
+    turn: Mapping[str, Any], place: str, options: SourceOptions, read: Container[str], remarks: dict[str, None]
 ) -> tuple[bool | None, list[tuple[Span, bool]] | None]:
     """Read the keys of a turn, a part or a segment that are not in `read`.
 
@@ -69,7 +69,7 @@ def turn_flags(
     for key, value in turn.items():
         if value is None or key in read:
             continue
-        meaning, here = reading.keys.get(key) or _MEANINGS.get(key), f"{place}.{key}"
+        meaning, here = options.keys.get(key) or _MEANINGS.get(key), f"{place}.{key}"
         if meaning == "train_detail":
             ranges = _ranges(value, here)
         elif meaning == "train" or meaning == "masked":
@@ -83,7 +83,7 @@ def turn_flags(
     if unclear:
         whys = {"ignored": "says nothing of loss", "train": "true: loss", "masked": "true: no loss"}
         ways = (Fix({"keys": dict.fromkeys(unclear, says)}, why) for says, why in whys.items())
-        end, fixes = advised(reading, *ways)
+        end, fixes = advised(options, *ways)
         value = kind(turn[unclear[0]])
         raise FieldError(f"{place}.{unclear[0]} is {value}, which may say whether the turn carries loss{end}", fixes)
     if len(set(flags.values())) > 1:

@@ -1,0 +1,138 @@
+"""Rows that a person's own function makes canonical: `format: FILE.py:FUNCTION`.
+
+A function gets one row, a dict, and gives its result: a row of a format that flatout reads (a dict), a list of such
+rows, or None (or a text that says why) for a row to leave out. A generator function gets an iterator over all rows
+instead, and yields pairs: one of these rows, and a result for it. What either raises, and an exception that a generator
+yields as a result, is what is wrong with the row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from flatout.config.data import SourceConfig
+from flatout.config.own_code import OwnCode
+from flatout.config.read import line_of
+from flatout.data.conversation import Origin
+from flatout.data.rows.read import BadRow, RawRow
+from flatout.data.rows.sources import RowSource
+from flatout.errors import OF_OWN_CODE, DataError, UsageError
+
+_NO_REASON = "without a reason"
+_EXPECTED = "a row (a dict), a list of rows, or None to leave the row out"
+
+
+class SourceRow(dict[str, Any]):
+    """A row as a converter gets it, with where it was read."""
+
+    __slots__ = ("origin",)
+
+    def __init__(self, row: RawRow) -> None:
+        super().__init__(row.columns)
+        self.origin: Origin = row.origin
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedSource(RowSource):
+    """A source whose rows are those that a converter makes; the converter runs when rows are read, not before."""
+
+    code: OwnCode | None = None
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Why rows were left out, in the last pass, and how many."""
+
+    def about_rows(self) -> None:
+        """Return None: a row may become any number of rows."""
+
+    def most_rows(self) -> None:
+        """Return None: a row may become any number of rows."""
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a user should know of what was not read, one sentence each."""
+        yield from RowSource.notes(self)
+        if self.left_out and self.code:
+            reasons = ", ".join(f"{number:,} {why}" for why, number in sorted(self.left_out.items()))
+            yield f"{self.code.path.name}:{self.code.name} left out {self.left_out.total():,} rows: {reasons}"
+
+
+def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None] = lambda _: None) -> RowSource:
+    """Return a source with the rows that its converter makes; one without a converter stays as it is.
+
+    The file's hash is among those of the source's files, so that a changed converter builds the data set again.
+    """
+    if config.converter is None:
+        return source
+    code = OwnCode.read(config.converter, "format", "converter")
+    log(f"{source.name}: {config.converter} converts its rows, and runs as code")
+    left_out = Counter[str]()
+
+    def read(bad_row: BadRow) -> Iterator[RawRow]:
+        left_out.clear()
+        num_rows = 0
+        for row, result in _results(code, source.rows(bad_row)):
+            if result is None or result == [] or isinstance(result, str):
+                left_out[result or _NO_REASON] += 1
+                continue
+            try:
+                made = _made(code, row.origin, result)
+            except DataError as error:
+                bad_row(error)
+                continue
+            num_rows += len(made)
+            yield from made
+        if left_out and not num_rows:
+            most = left_out.most_common(1)[0][0]
+            raise DataError(f"{source.name}: {config.converter} left out all {left_out.total():,} rows ({most})")
+
+    known = {each.name: getattr(source, each.name) for each in fields(source)}
+    known |= {"read": read, "num_rows": None, "files": {**source.files, str(code.path): code.digest}}
+    return ConvertedSource(**known, code=code, left_out=left_out)
+
+
+def _results(code: OwnCode, rows: Iterable[RawRow]) -> Iterator[tuple[SourceRow, Any]]:
+    """Yield each row with what the converter gives for it: an exception of its own code stands for a bad row."""
+    function = code.load()
+    if not callable(function):
+        what = "has no such function" if function is None else "is no function"
+        raise UsageError(f"format: {code.path}:{code.name} {what}; define def {code.name}(row) in it")
+    given = map(SourceRow, rows)
+    if not inspect.isgeneratorfunction(function):
+        for row in given:
+            try:
+                result = function(row)
+            except OF_OWN_CODE as error:
+                result = error
+            yield row, result
+        return
+    results = function(given)
+    while True:
+        try:
+            pair = next(results)
+        except StopIteration:
+            return
+        except DataError:
+            raise
+        except OF_OWN_CODE as error:
+            raise DataError(f"{_place(code, error)} failed with {type(error).__name__}: {error}") from error
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], SourceRow)):
+            raise DataError(f"{code.path}:{code.name} yields {pair!r:.80}; expected one of its rows, and {_EXPECTED}")
+        yield pair
+
+
+def _made(code: OwnCode, origin: Origin, result: Any) -> list[RawRow]:
+    """Return the rows of a result. Raises DataError for an exception, and for what is no row."""
+    if isinstance(result, BaseException):
+        kind = "" if isinstance(result, ValueError) else f"{type(result).__name__}: "
+        raise DataError(f"{origin}: {kind}{result} ({_place(code, result)})")
+    made = result if isinstance(result, list) else [result]
+    for row in made:
+        if not isinstance(row, dict):
+            raise DataError(f"{origin}: {code.path.name}:{code.name} gives {row!r:.80}; expected {_EXPECTED}")
+    return [RawRow(origin, dict(row)) for row in made]
+
+
+def _place(code: OwnCode, error: BaseException) -> str:
+    return f"{code.path.name}{line_of(error, code.path.absolute())}"
