@@ -16,15 +16,15 @@ from flatout.errors import CheckpointError
 from flatout.io.json_file import read_json
 from flatout.io.redact import printable
 from flatout.models.load.inference import ModelPaths
+from flatout.track.record import STEP
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
-from flatout.view.charts import downsampled, moving_average
+from flatout.view.charts import moving_average, thinned
 from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show
 from flatout.view.plain import table
-from flatout.view.scales import x_scale, y_scale
 
 _log = logging.getLogger(__name__)
-_WIDTH, _HEIGHT, _LEFT = 720, 240, 52
+_WIDTH, _HEIGHT, _LEFT = 720, 240, 60
 _OWN_NAMES = ("name", "run_dir", "data.root", "data.name")
 _LOAD = """
 ```python
@@ -138,24 +138,30 @@ def _scores(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def loss_svg(log: RunLog) -> str:
-    """Return the loss by step as an image: training, smoothed, and evaluations as dots. Nothing without a step."""
+    """Return the loss by step as an image: training, smoothed, and evaluations as dots. Nothing without a step.
+
+    It is a file of its own, as a card runs no script; the axes name their ends.
+    """
     if not log.steps:
         return ""
     xs, ys = (np.array([getattr(record, name) for record in log.steps], dtype=np.float64) for name in ("step", "loss"))
     at, losses = (np.array([getattr(record, name) for record in log.evals], float) for name in ("step", "eval_loss"))
-    across, all_losses = x_scale(float(xs[0]), float(xs[-1]), _WIDTH), np.concatenate([ys, losses])
-    up = y_scale(float(all_losses.min()), float(all_losses.max()), _HEIGHT)
-    marks = []
+    (first, last), every = (float(xs[0]), float(xs[-1])), np.concatenate([ys, losses])
+    low, high = float(every.min()), float(every.max())
+
+    def places(x: Any, y: Any) -> list[tuple[float, float]]:
+        across, up = (x - first) / (last - first or 1.0), (y - low) / (high - low or 1.0)
+        return list(zip((across * _WIDTH + _LEFT).tolist(), ((1.0 - up) * _HEIGHT + 8).tolist(), strict=True))
+
+    kept, marks = thinned(xs, ys), []
     for line, opacity in ((ys, 0.35), (moving_average(ys), 1)):
-        shown = downsampled(xs, line)
-        points = zip(across.place(shown[0]).tolist(), up.place(shown[1]).tolist(), strict=True)
-        places = " ".join(f"{x + _LEFT:.1f},{y + 8:.1f}" for x, y in points)
-        marks.append(f'<polyline points="{places}" stroke-opacity="{opacity}"/>')
-    dots = zip(across.place(at).tolist(), up.place(losses).tolist(), strict=True)
-    marks += [f'<circle cx="{x + _LEFT:.1f}" cy="{y + 8:.1f}" r="3.5"/>' for x, y in dots]
-    texts = [(float(_LEFT - 8), (1 - position) * _HEIGHT + 12, "end", tick) for position, tick in up.ticks(5)]
-    texts += [(position * _WIDTH + _LEFT, _HEIGHT + 24, "middle", tick) for position, tick in across.ticks(6)]
-    marks += [f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{tick}</text>' for x, y, anchor, tick in texts]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places(xs[kept], line[kept]))
+        marks.append(f'<polyline points="{points}" stroke-opacity="{opacity}"/>')
+    marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places(at, losses)]
+    write, right, bottom = STEP["loss"].write, _WIDTH + _LEFT, _HEIGHT + 24
+    texts = [(_LEFT - 8, _HEIGHT + 8, "end", write(low)), (_LEFT - 8, 16, "end", write(high))]
+    texts += [(_LEFT, bottom, "start", f"step {first:,.0f}"), (right, bottom, "end", f"{last:,.0f}")]
+    marks += [f'<text x="{x}" y="{y}" text-anchor="{anchor}">{label}</text>' for x, y, anchor, label in texts]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 24} {_HEIGHT + 40}">'
         "<title>loss by step; dots: evaluation</title>"

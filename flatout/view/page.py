@@ -44,7 +44,12 @@ def text(value: object, *, mark: str = "{}") -> str:
     shown = str(value)
     if len(shown) > MAX_TEXT:
         shown = f"{shown[:MAX_TEXT]} ... ({len(shown):,} characters)"
-    return _HIDDEN.sub(lambda match: mark.format(f"U+{ord(match[0]):04X}"), escape(shown))
+    return marked(escape(shown), mark)
+
+
+def marked(shown: str, mark: str = "{}") -> str:
+    """Return a text with the code point of each invisible character in its place, within `mark`."""
+    return _HIDDEN.sub(lambda match: mark.format(f"U+{ord(match[0]):04X}"), shown)
 
 
 def visible(value: str) -> str:

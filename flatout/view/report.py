@@ -12,7 +12,7 @@ from flatout.track.figures import short_count
 from flatout.track.record import Answer, describe_event
 from flatout.track.run_log import RunLog
 from flatout.track.summary import ROUTINE_EVENTS, summarize
-from flatout.view.charts import bar_plot, figure
+from flatout.view.charts import histogram
 from flatout.view.curves import curves
 from flatout.view.facts import (
     best_of,
@@ -26,7 +26,7 @@ from flatout.view.facts import (
     show,
     start_rows,
 )
-from flatout.view.packing import draw_packing
+from flatout.view.packing import packing_lanes
 from flatout.view.page import render
 
 # of many answers to a prompt this many are side by side, and of many events the newest are listed
@@ -38,11 +38,11 @@ _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 def run_fragment(log: RunLog) -> str:
     """Return the body of one run's page, for a run of any state."""
     summary, plan, settings = summarize(log), log.start.plan if log.start else None, settings_of(log)
-    lengths = packing = ""
+    lengths, packing = None, ""
     if plan:
-        bars = bar_plot("samples", plan.length_edges, plan.length_counts, "tokens in a sample")
-        lengths = figure("Sample lengths", [bars], unit=f"samples; {plan.num_samples:,} in all", is_wide=True)
-        packing = draw_packing(plan.packing, plan.padded)
+        unit = f"samples; {plan.num_samples:,} in all"
+        lengths = histogram("Sample lengths", unit, plan.length_edges, plan.length_counts, "tokens in a sample")
+        packing = packing_lanes(plan.packing, plan.padded)
     changed, answers, started = changed_settings(settings), list(_answers(log)), start_rows(log)
     worst = log.evals[-1].worst if log.evals else ()
     contents = (

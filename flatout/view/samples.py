@@ -21,8 +21,8 @@ from flatout.planner.cost import COST_BY_TOKENS
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import make_plan, select_samples
 from flatout.track.figures import short_count
-from flatout.view.charts import bar_plot, figure
-from flatout.view.packing import draw_packing
+from flatout.view.charts import histogram
+from flatout.view.packing import packing_lanes
 from flatout.view.page import page, render, text, visible
 
 NUM_LENGTH_BINS, NUM_PACKED_STEPS = 48, 4
@@ -80,8 +80,7 @@ def statistics(store: TokenStore) -> str:
     fates = [(how.label, f"{counts[name]:,}") for name, how in COUNTS.items() if how.label and counts.get(name)]
     edges = np.unique(np.linspace(0, int(store.lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
     numbers = np.histogram(store.lengths, edges)[0]
-    bars = bar_plot("samples", edges.tolist(), numbers.tolist(), "tokens in a sample")
-    lengths = figure("Sample lengths", [bars], unit="samples", is_wide=True)
+    lengths = histogram("Sample lengths", "samples", edges.tolist(), numbers.tolist(), "tokens in a sample")
     # the first steps that a run with default settings would take on one CPU
     units = store.unit_offsets
     largest = store.lengths if units is None else np.add.reduceat(store.lengths, units[:-1])
@@ -92,7 +91,7 @@ def statistics(store: TokenStore) -> str:
     samples = [
         [[store.lengths[list(one.sample_ids)].tolist() for one in rank] for rank in step.by_rank] for step in steps
     ]
-    packing = draw_packing(samples, [plan.naive_batches(step) for step in steps])
+    packing = packing_lanes(samples, [plan.naive_batches(step) for step in steps])
     return render("statistics.html", lengths=lengths, packing=packing, budget=budget, outcomes=fates)
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// All listeners are on the document, so that parts of the page can be replaced while it is open.
+// All listeners are on the document, so that parts of the page can be replaced while it is open. charts.js draws charts.
 (() => {
   const root = document.documentElement;
   const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
@@ -33,15 +33,15 @@
 
   // Shows the values at `across`, from 0 to 1; of the row at `down` in a heat strip.
   function show(canvas, across, down) {
-    const data = (canvas.flatoutTip ??= JSON.parse(canvas.dataset.tip));
+    const data = canvas.flatoutTip;
     let found = data.series;
     if (data.rows) found = [found[Math.min(found.length - 1, Math.max(0, Math.floor(down * found.length)))]];
     let best = null;
     const points = found.map((one) => {
-      const index = nearest(one.p, across * 1000);
-      const far = Math.abs(one.p[index] - across * 1000);
-      if (best === null || far < best.far) best = { far, place: one.p[index], x: one.x[index] };
-      return { name: one.n, color: one.c, place: one.p[index], y: one.y[index] };
+      const index = nearest(one.places, across * charts.WIDTH), place = one.places[index];
+      const far = Math.abs(place - across * charts.WIDTH);
+      if (best === null || far < best.far) best = { far, place, x: one.x[index] };
+      return { name: one.name, color: one.color, place, y: one.y[index] };
     });
     clear();
     if (!best) return;
@@ -81,7 +81,7 @@
     const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!canvas || !way) return;
     event.preventDefault();
-    const data = (canvas.flatoutTip ??= JSON.parse(canvas.dataset.tip)), places = data.series[0].p;
+    const { places } = canvas.flatoutTip.series[0];
     const index = nearest(places, canvas.flatoutPlace ?? 500) + way;
     show(canvas, places[Math.min(places.length - 1, Math.max(0, index))] / 1000, 0);
   });
@@ -108,9 +108,8 @@
     const figure = button.closest("figure"), table = button.closest("section")?.querySelector("table");
     let rows = [];
     if (figure) {
-      const canvas = [...figure.querySelectorAll(".canvas")].find((one) => one.checkVisibility());
-      const data = JSON.parse(canvas.dataset.tip);
-      rows = [["series", data.x, "value"], ...data.series.flatMap((one) => one.x.map((x, index) => [one.n, x, one.y[index] ?? ""]))];
+      const data = figure.querySelector(".canvas").flatoutTip;
+      rows = [["series", data.x, "value"], ...data.series.flatMap((one) => one.x.map((x, index) => [one.name, x, one.y[index] ?? ""]))];
     } else {
       rows = [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent));
     }
@@ -139,11 +138,9 @@
     for (const svg of figure.querySelectorAll(".plot svg")) {
       if (!svg.checkVisibility()) continue;
       const { x, y, width, height } = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
-      for (const mark of svg.querySelectorAll("path, rect")) {
-        const style = getComputedStyle(mark), shape = new Path2D(), at = (name) => Number(mark.getAttribute(name));
-        const own = new Path2D(mark.getAttribute("d") ?? undefined);
-        if (mark.tagName === "rect") own.rect(at("x"), at("y"), at("width"), at("height"));
-        shape.addPath(own, new DOMMatrix([width / view.width, 0, 0, height / view.height, x, y]));
+      for (const mark of svg.querySelectorAll("path")) {
+        const style = getComputedStyle(mark), shape = new Path2D();
+        shape.addPath(new Path2D(mark.getAttribute("d")), new DOMMatrix([width / view.width, 0, 0, height / view.height, x, y]));
         pen.globalAlpha = Number(style.opacity) * Number(style.fillOpacity);
         pen.fillStyle = style.fill;
         if (style.fill !== "none") pen.fill(shape);
@@ -189,6 +186,7 @@
     } else if (button.dataset.switch) {
       root.dataset[button.dataset.switch] = button.dataset.value;
       remember(button.dataset.switch, button.dataset.value);
+      charts.draw(document);
     } else if (button.dataset.kind !== undefined) {
       for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
       for (const row of button.closest("section").querySelectorAll("tr[data-kind]")) {
@@ -197,4 +195,11 @@
     }
     clear();
   });
+
+  // what is there, and what a page puts there later
+  charts.draw(document);
+  new MutationObserver((changes) => {
+    const added = changes.flatMap((change) => [...change.addedNodes]).filter((one) => one.querySelector && !one.closest("[data-chart], [data-lanes]"));
+    for (const parent of new Set(added.map((one) => one.parentElement ?? one))) charts.draw(parent);
+  }).observe(document.body, { childList: true, subtree: true });
 })();

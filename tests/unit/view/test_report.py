@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_run import write_synthetic_run
@@ -32,6 +33,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.texts: list[str] = []
         self.loads: list[str] = []
+        self.charts: list[dict[str, Any]] = []
         self.feed(text)
         assert not self.open
 
@@ -39,6 +41,7 @@ class Page(HTMLParser):
         self.loads += [str(value) for name, value in attrs if name in ("src", "href", "action", "poster", "data")]
         self.loads = [value for value in self.loads if value[:1] != "#"]  # a place in the page
         assert not any(name.startswith("on") for name, _ in attrs)
+        self.charts += [json.loads(str(value)) for name, value in attrs if name == "data-chart"]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -89,9 +92,10 @@ def test_one_run_has_every_part_and_loads_nothing(folder: Path, capsys: pytest.C
     assert sum(shares) == pytest.approx(100, abs=0.5)
     assert shares[2] == max(shares)
     # every chart by step, by tokens and by time; the loss also on a log scale
-    for axis in ("step", "tokens", "time"):
-        for scale in ("linear", "log"):
-            assert f'data-axis="{axis}" data-scale="{scale}"' in text
+    loss, *others = page.charts
+    assert set(loss["axes"]) == {"step", "tokens", "time"}
+    assert loss["log"]
+    assert {"lines", "areas", "strips", "bars"} == {chart["kind"] for chart in others}
     assert "At sea level, water boils at 100 degrees Celsius" in page.text
     assert "lora.rank" in page.texts
 
