@@ -67,26 +67,21 @@ class ChunkRecord:
 
 
 def _record(chunk: Chunk, done: TokenizedChunk) -> ChunkRecord:
-    problems = [*chunk.problems, *done.problems]
+    problems, tally = [*chunk.problems, *done.problems], done.tally
     counts = Counter(rows=len(chunk.rows) + len(chunk.problems), bad=len(problems))
     counts.update(deduped_tokens=done.repeated.tokens, deduped_labels=done.repeated.labels)
-    listed, lengths = list[tuple[str, str, int]](), Counter[int]()
-    for row, outcome in zip(chunk.rows, done.outcomes, strict=True):
-        fate, is_typed = outcome.fate, outcome.noticed["typed_control_tokens"] > 0
-        counts.update(outcome.noticed)
-        counts.update(tokens=outcome.size.tokens, label_tokens=outcome.size.labels, typed_control=is_typed)
-        if fate in LOSING:
-            counts.update({f"{fate}_tokens": outcome.lost.tokens, f"{fate}_labels": outcome.lost.labels})
-        if fate != "bad":
-            counts[fate] += 1
-        if fate not in ("bad", "equal_rows"):
-            lengths[outcome.num_tokens] += 1
-        names = [fate] * (fate in LISTED) + ["typed_control"] * is_typed
-        listed += [(name, row.origin.source, row.origin.row_number) for name in names]
-    kept = [key for key, one in zip(done.keys, done.outcomes, strict=False) if key and one.fate != "equal_rows"]
-    files = [*dict.fromkeys(chunk.rows[row].origin.source for row in done.sample_row.tolist())]
-    pictures = files_of(chain.from_iterable(done.pictures))
-    return ChunkRecord(dict(counts), len(done.unit_sizes), problems, listed, dict(lengths), kept, files, pictures)
+    counts.update(tally.counts)
+    origins = [(name, chunk.rows[place].origin) for name, place in tally.listed]
+    return ChunkRecord(
+        dict(counts),
+        len(done.unit_sizes),
+        problems,
+        [(name, origin.source, origin.row_number) for name, origin in origins],
+        dict(tally.lengths),
+        [key for key in done.keys if key],
+        [*dict.fromkeys(chunk.rows[row].origin.source for row in done.sample_row.tolist())],
+        files_of(chain.from_iterable(done.pictures)),
+    )
 
 
 class BuildReport:

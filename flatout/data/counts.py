@@ -1,11 +1,16 @@
-"""What a build counts: how `data show` calls each count, and what a build says of one that is not 0."""
+"""What a build counts of rows, how `data show` calls each count, and what a build says of one that is not 0."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 LOSING = ("truncated", "split", "too_long", "lost_labels")
 """Fates of rows in which the length policy loses tokens, counted as FATE_tokens and FATE_labels."""
+Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels", "bad", "equal_rows"]
+"""What became of a row; `bad` and `equal_rows` are told by what read it, not by its tokens."""
 LISTED = (*LOSING, "no_labels", "typed_control", "equal_rows")
 """What happened to rows that report.json lists by file and row."""
 
@@ -83,3 +88,62 @@ ALWAYS_COUNTED = (
     *(f"{fate}_{kind}" for fate in LOSING for kind in ("tokens", "labels")),
 )  # fmt: skip
 """Counts that are there also as 0."""
+
+
+class Size(NamedTuple):
+    """Tokens, and how many of them carry loss."""
+
+    tokens: int
+    labels: int
+
+    def plus(self, other: Size) -> Size:
+        """Return the size of both together."""
+        return Size(self.tokens + other.tokens, self.labels + other.labels)
+
+
+NOTHING = Size(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened to a row."""
+
+    fate: Fate
+    """What became of it."""
+    num_tokens: int = 0
+    """Its length before the length policy; of several samples, that of the longest."""
+    size: Size = NOTHING
+    """All of its samples before the length policy."""
+    lost: Size = NOTHING
+    """What the length policy lost of `size`, if the fate is one of LOSING."""
+    noticed: Counter[str] = field(default_factory=Counter)
+    """What the report counts besides, by its names there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What happened to the rows of a chunk, together."""
+
+    counts: Counter[str]
+    """How often each thing happened, by its name in the report."""
+    lengths: Counter[int]
+    """Rows of each length in tokens, before the length policy."""
+    listed: list[tuple[str, int]]
+    """What happened to rows that the report names, and their places in the chunk."""
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> Tally:
+        """Add up the outcomes of a chunk's rows."""
+        counts, lengths, listed = Counter[str](), Counter[int](), list[tuple[str, int]]()
+        for place, outcome in enumerate(outcomes):
+            fate, is_typed = outcome.fate, outcome.noticed["typed_control_tokens"] > 0
+            counts.update(outcome.noticed)
+            counts.update(tokens=outcome.size.tokens, label_tokens=outcome.size.labels, typed_control=is_typed)
+            if fate in LOSING:
+                counts.update({f"{fate}_tokens": outcome.lost.tokens, f"{fate}_labels": outcome.lost.labels})
+            if fate != "bad":
+                counts[fate] += 1
+            if fate not in ("bad", "equal_rows"):
+                lengths[outcome.num_tokens] += 1
+            listed += [(name, place) for name in [fate] * (fate in LISTED) + ["typed_control"] * is_typed]
+        return cls(counts, lengths, listed)

@@ -10,7 +10,7 @@ from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flatout.config.data import Dedupe
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, PreferenceRow, is_empty
-from flatout.data.counts import LOSING
+from flatout.data.counts import LOSING, NOTHING, Fate, Outcome, Size
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_MASKERS = 64
-Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labels", "bad", "equal_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +57,6 @@ class TokenizeOptions:
     added_tokens: tuple[tuple[str, bool], ...] = ()
     dedupe: Dedupe = "off"
     media_root: Path | None = None
-
-
-class Size(NamedTuple):
-    """Tokens, and how many of them carry loss."""
-
-    tokens: int
-    labels: int
-
-    def plus(self, other: Size) -> Size:
-        """Return the size of both together."""
-        return Size(self.tokens + other.tokens, self.labels + other.labels)
-
-    def minus(self, pieces: Sequence[TokenizedText]) -> Size:
-        """Return what is left without these pieces."""
-        num_labels = sum(int(np.count_nonzero(piece.loss_mask)) for piece in pieces)
-        return Size(self.tokens - sum(len(piece.token_ids) for piece in pieces), self.labels - num_labels)
-
-
-NOTHING = Size(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What happened to a row."""
-
-    fate: Fate
-    """What became of it."""
-    num_tokens: int = 0
-    """Its length before the length policy; of several samples, that of the longest."""
-    size: Size = NOTHING
-    """All of its samples before the length policy."""
-    lost: Size = NOTHING
-    """What the length policy lost of `size`, if the fate is one of LOSING."""
-    noticed: Counter[str] = field(default_factory=Counter)
-    """What the report counts besides, by its names there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +371,7 @@ class SampleTokenizer:
         if windows and not pieces:
             fate = "lost_labels"
         size = Size(length, num_labels)
-        lost = size.minus(pieces) if fate in LOSING else NOTHING
+        lost = _without(size, pieces) if fate in LOSING else NOTHING
         seen = Counter(counts) + Counter(windows_without_labels=len(windows) - len(pieces))
         return TokenizedSample(pieces, Outcome(fate, length, size, lost, seen), (1,) * len(pieces))
 
@@ -415,6 +379,11 @@ class SampleTokenizer:
 def _is_learnt(text: MaskedText) -> bool:
     """Whether a control token that is part of the data carries loss."""
     return any(start <= first < end for first, _ in text.typed for start, end in text.spans)
+
+
+def _without(size: Size, pieces: Sequence[TokenizedText]) -> Size:
+    num_labels = sum(int(np.count_nonzero(piece.loss_mask)) for piece in pieces)
+    return Size(size.tokens - sum(len(piece.token_ids) for piece in pieces), size.labels - num_labels)
 
 
 def _joined(samples: Sequence[TokenizedSample], counts: Mapping[str, int]) -> TokenizedSample:
@@ -460,7 +429,7 @@ def _joined_units(row: PreferenceRow, answers: Sequence[TokenizedSample]) -> Tok
     left_out = {answers[place].outcome.fate for unit in row.units for place in unit if unit not in units}
     fate: Fate = "too_long" if "too_long" in left_out else "no_labels" if "no_labels" in left_out else "kept"
     size = reduce(Size.plus, (outcome.size for outcome in asked))
-    lost = size.minus(pieces) if fate == "too_long" else NOTHING
+    lost = _without(size, pieces) if fate == "too_long" else NOTHING
     outcome = Outcome(fate, max(answer.outcome.num_tokens for answer in answers), size, lost, seen)
     return TokenizedSample(pieces, outcome, tuple(map(len, units)), columns)
 

@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 
 from flatout.data.columns import JUDGEMENTS
 from flatout.data.conversation import Conversation, ParsedRow, PreferenceRow
+from flatout.data.counts import NOTHING, Outcome, Size, Tally
 from flatout.data.loss_mask.mask import MaskedText
 from flatout.data.pictures.processor import Picture
 from flatout.data.row_keys import row_key
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.read import RawRow
-from flatout.data.tokenize import NOTHING, Outcome, SampleTokenizer, Size, TokenizedSample, TokenizeOptions
+from flatout.data.tokenize import SampleTokenizer, TokenizedSample, TokenizeOptions
 from flatout.environment import set_environment
 from flatout.errors import DataError, Fix, FlatoutError, ResourceError, first_line
 from flatout.io.template_limits import TemplateLimitError
@@ -68,8 +69,8 @@ class Chunk:
 class TokenizedChunk:
     """The samples of a chunk, flat, and what happened to its rows."""
 
-    outcomes: list[Outcome]
-    """One for each row."""
+    tally: Tally
+    """What happened to its rows."""
     problems: list[Problem]
     """The errors of bad rows."""
     token_ids: NDArray[np.int32]
@@ -88,6 +89,8 @@ class TokenizedChunk:
     """The pictures of each sample; () if none has any."""
     keys: Sequence[int] = ()
     """With `data.dedupe`, what is equal for rows of one content: one for each row, 0 for a row without samples."""
+    outcomes: Sequence[Outcome] = ()
+    """With `data.dedupe`, what happened to each row."""
     repeated: Size = NOTHING
     """The samples of rows that repeat an earlier one, which are left out."""
 
@@ -165,7 +168,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
             keys[index] = row_key(sample, result.pieces)
     pieces = [piece for result in done.values() for piece in result.pieces]
     return TokenizedChunk(
-        outcomes,
+        Tally.of(outcomes),
         [problems[index] for index in sorted(problems)],
         np.concatenate([np.zeros(0, np.int32), *(piece.token_ids for piece in pieces)]),
         np.concatenate([np.zeros(0, np.bool_), *(piece.loss_mask for piece in pieces)]),
@@ -174,7 +177,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         np.array([size for result in done.values() for size in result.unit_sizes], np.int64),
         {name: _values(name, done.values()) for name in chunk.parser.columns},
         [piece.pictures for piece in pieces] if any(piece.pictures for piece in pieces) else (),
-        keys,
+        *((keys, outcomes) if tokenizer.options.dedupe != "off" else ()),
     )
 
 
