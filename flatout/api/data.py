@@ -29,9 +29,22 @@ from flatout.errors import DataError, UsageError
 from flatout.io.json_file import read_json
 
 __all__ = [
-    "CHAT_COLUMNS", "REGISTRY", "ROW_TYPES", "TokenStore", "MessageReader", "annotate_data_set", "data_set_entry",
-    "data_sets", "load_processor", "load_tokenizer", "open_data_set", "open_or_build", "own_paths", "read_rows",
-    "recognize_columns", "row_type",
+    "CHAT_COLUMNS",
+    "REGISTRY",
+    "ROW_TYPES",
+    "MessageReader",
+    "TokenStore",
+    "annotate_data_set",
+    "data_set_entry",
+    "data_sets",
+    "load_processor",
+    "load_tokenizer",
+    "open_data_set",
+    "open_or_build",
+    "own_paths",
+    "read_rows",
+    "recognize_columns",
+    "row_type",
 ]  # fmt: skip
 
 
