@@ -29,9 +29,22 @@ from flatout.errors import DataError, UsageError
 from flatout.io.json_file import read_json
 
 __all__ = [
-    "CHAT_COLUMNS", "REGISTRY", "ROW_TYPES", "TokenStore", "TurnReader", "annotate_data_set", "data_set_entry",
-    "data_sets", "load_processor", "load_tokenizer", "open_data_set", "open_or_build", "own_paths", "read_rows",
-    "recognize_columns", "row_type",
+    "CHAT_COLUMNS",
+    "REGISTRY",
+    "ROW_TYPES",
+    "MessageReader",
+    "TokenStore",
+    "annotate_data_set",
+    "data_set_entry",
+    "data_sets",
+    "load_processor",
+    "load_tokenizer",
+    "open_data_set",
+    "open_or_build",
+    "own_paths",
+    "read_rows",
+    "recognize_columns",
+    "row_type",
 ]  # fmt: skip
 
 
@@ -46,7 +59,7 @@ def read_rows(path: str, **options: Any) -> Iterator[Mapping[str, Any]]:
         yield row.columns
 
 
-class TurnReader:
+class MessageReader:
     """Reads rows of any format as turns of `role` and `content`; the format is that of the first row."""
 
     def __init__(self, first_row: Mapping[str, Any], name: str) -> None:
@@ -54,7 +67,7 @@ class TurnReader:
         self._name = name
         self._parser = make_parser(SourceConfig(path=name), RawRow(Origin(name, 1), dict(first_row)))
 
-    def turns(self, row: Mapping[str, Any], number: int) -> list[dict[str, str]]:
+    def messages(self, row: Mapping[str, Any], number: int) -> list[dict[str, str]]:
         """Return the turns of row `number`, which counts from 1.
 
         Raises DataError for a bad row, UsageError for one with more than roles and contents: pairs of answers, tool

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatout import UsageError
-from flatout.api.data import CHAT_COLUMNS, TurnReader
+from flatout.api.data import CHAT_COLUMNS, MessageReader
 from flatout.api.templates import TEMPLATES, end_of_turn, template_text
 from flatout_migrate.translation import any_value, each, off, translate
 
@@ -83,10 +83,10 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
     """
     translate(options, each("tokenizer batch_size num_proc", any_value("speed"))).checked("standardize_sharegpt")
     column = next((name for name in CHAT_COLUMNS if name in dataset.column_names), CHAT_COLUMNS[0])
-    reader = TurnReader(dataset[0], "dataset")
+    reader = MessageReader(dataset[0], "dataset")
 
     def standardize(row: dict[str, Any], index: int) -> dict[str, Any]:
-        return {column: reader.turns(row, index + 1)}
+        return {column: reader.messages(row, index + 1)}
 
     return dataset.map(standardize, with_indices=True, remove_columns=list({"system"} & {*dataset.column_names}))
 
