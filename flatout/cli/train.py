@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 config.model_copy(update={"data": data}),
                 args.profile,
                 start_up,
-                reuse_checks=args.config.suffix != ".py",
+                reuse_measured=args.config.suffix != ".py",
                 shows_all=args.verbose,
             ),
             config.data,
@@ -172,7 +172,7 @@ def _start_in_tmux(config: Config, mode: LaunchMode, name: str, argv: list[str],
 
 
 def _train_here(
-    config: Config, profile_steps: int | None, start_up: StartUpClock, *, reuse_checks: bool, shows_all: bool
+    config: Config, profile_steps: int | None, start_up: StartUpClock, *, reuse_measured: bool, shows_all: bool
 ) -> None:
     """Train in this process, alone or as one rank."""
     folder = environment().get(LOGS)
@@ -214,7 +214,7 @@ def _train_here(
                 console=console,
                 on_peer_lost=lambda error: end(error.exit_code, error),
                 start_up=start_up,
-                reuse_checks=reuse_checks,
+                reuse_measured=reuse_measured,
             )
     except BaseException as error:
         unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE

@@ -99,14 +99,14 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
-    loaded, setup, proofs = load_or_replan(setup)
+    loaded, setup = load_or_replan(setup)
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     fused = replace_layers(loaded, config, planned, reporter)
     why_no_graphs, size_buckets = plan_graphs(config, planned, loaded.model, device, rank.index)
     loaders = make_loaders(setup, loaded.model, size_buckets)
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
-    compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loaders[0], proofs)
+    compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loaders[0])
     named = trainable_parameters(loaded.model)
     saver = make_saver(setup, named)
     run = TrainingRun(
@@ -136,12 +136,12 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
     return run, why_no_graphs or (None if compiled.is_complete else NOT_COMPILED)
 
 
-def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup, Proofs]:
+def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup]:
     """Load the model; return it with the set-up, planned again if shared prefixes or packing are inexact."""
     while True:
-        proofs, batch, planned = Proofs(setup), setup.config.batch, setup.planned
+        batch, planned = setup.config.batch, setup.planned
         try:
-            return load_trainable(setup, proofs), setup, proofs
+            return load_trainable(setup, Proofs(setup)), setup
         except PackingError as error:
             is_sharing = isinstance(error, SharedPrefixError)
             setting = batch.share_prefix if is_sharing else batch.layout
@@ -259,7 +259,7 @@ def shard_state(
 
 
 def compile_model(
-    setup: Setup, loaded: LoadedModel, losses: tuple[ModelWithLoss, ModelWithLoss], loader: BatchLoader, proofs: Proofs
+    setup: Setup, loaded: LoadedModel, losses: tuple[ModelWithLoss, ModelWithLoss], loader: BatchLoader
 ) -> tuple[CompileOutcome, Recompute]:
     """Compile the layers after sharding; without one graph for each, `selective` and `budget` fall back to `full`.
 
@@ -270,7 +270,6 @@ def compile_model(
     reporter.phase("compiling")
     recompute = planned.memory.recompute
     mode = config.compile if planned.parallel_layout.compiles else "off"
-    known = proofs.find("compiled layers")
     # finding it plans hundreds of steps, which runs that compile nothing need not wait for
     largest = None if mode == "off" or loader.num_boundaries is None else planned.plan.largest_pass
     with compiling_with(recompute):
@@ -281,16 +280,12 @@ def compile_model(
             largest_pass_tokens=0 if largest is None else largest[2].num_padded_tokens,
             fp8=config.computes_in_fp8,
             has_pictures=loader.pictures is not None,
-            proved=known is not None,
             gather=setup.checkpoints.group.all_gather,
         )
         compiled = compile_layers(loaded, mode, options, *losses)
     if config.compile != "off" and not planned.parallel_layout.compiles:
         compiled = replace(compiled, reason=f"not with strategy {planned.parallel_layout.strategy}")
-    if compiled.num_compared is None and compiled.is_complete:
-        proofs.keep("compiled layers", {"smallest_cosine": compiled.smallest_cosine})
-    line = compiled.line + (f"; the others {known.since}" if known and compiled.num_compared else "")
-    reporter.stage("compile", line)
+    reporter.stage("compile", compiled.line)
     if loader.num_boundaries is not None and compiled.num_compiled:
         rank_index = planned.parallel_layout.data_parallel_rank_of(setup.rank.index)
         sizes = count_sizes(planned.plan, rank_index, size_buckets=loader.size_buckets)

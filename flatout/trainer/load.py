@@ -58,7 +58,6 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
             scoring=planned.scoring,
         ),
     )
-    proofs.identify(loaded)
     for line in loaded.report:
         reporter.stage("model", line)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)

@@ -31,11 +31,21 @@ from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.planned_run import PlannedRun
-from flatout.trainer.proofs import SETTINGS
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
+# the settings that the memory of passes depends on, as pydantic's `include`
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "method", "device", "deterministic", "freeze", "compile", "recompute", "strategy", "deepspeed", "model",
+            "lora", "base", "full", "experts", "sharding", "comm",
+        ),
+        True,
+    ),
+    "batch": {"layout", "share_prefix"},
+}  # fmt: skip
 # file of the run folder with the device that its plan is for
 RECORD = "memory.json"
 KIND = "memory"
@@ -82,8 +92,10 @@ def measure_passes(run: TrainingRun, steps: Sequence[StepPlan], bytes_before_mod
 class MemoryCheck:
     """Finds what passes have measured, measures new ones, and keeps the result; all methods are collective.
 
-    A run that has checkpoints keeps its plan: only what its folder recorded corrects it. Any other start takes what an
-    equal start has kept (`reuse_checks` as in `Proofs`), and measures what that one has not.
+    A run that has checkpoints keeps its plan: only what its folder recorded corrects it. With `reuse_measured`, any
+    other start takes what an equal start has kept, and measures what that one has not: the same code, packages, model,
+    settings, ranks, device and environment. Only a process that runs nothing but flatout's own code may, as code of
+    others may have changed something that no key holds.
     """
 
     def __init__(
@@ -92,11 +104,11 @@ class MemoryCheck:
         group: ControlGroup,
         reporter: Reporter,
         *,
-        reuse_checks: bool = False,
+        reuse_measured: bool = False,
         measure: Measure = measure_passes,
     ) -> None:
         self._config, self._group, self._reporter, self._measure = config, group, reporter, measure
-        self._reuse_checks = reuse_checks and not checks_again()
+        self._reuse_measured = reuse_measured and not checks_again()
         self._tell = partial(reporter.stage, "memory")
         self._key: dict[str, Any] | None = None
 
@@ -119,7 +131,7 @@ class MemoryCheck:
             line = f"{record.name} was measured on {recorded.name} and is not used on {gpu.name}"
             self._reporter.stage("memory", line)
             return {}
-        if not self._reuse_checks:
+        if not self._reuse_measured:
             return {}
         self._key = _key(self._config, self._group)
         match = find_facts(KIND, self._key, self._tell)

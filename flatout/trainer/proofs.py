@@ -1,80 +1,28 @@
-"""What start-up proves about a run's model, and what an equal earlier start has proved already."""
+"""What start-up proves about a run's model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from flatout.data.token_store import TokenStore
-from flatout.environment import CHECK_AGAIN, checks_again
 from flatout.errors import Fix, UsageError
-from flatout.io.kept_facts import KeptFacts, find_facts, keep_facts
 from flatout.models.gradient_paths import unreached_parameters
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.adapter import adapter_config
 from flatout.models.picture_check import batch_of, check_pictures, read_with_own_attention
-from flatout.models.proof_key import proof_key
 from flatout.models.selftest import prove_layout
 from flatout.trainer.picture_inputs import PictureMaker, processor_of, require_trainable
 from flatout.trainer.state import Setup
 
-# the settings that the checks depend on, as pydantic's `include`
-SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            "method", "device", "deterministic", "freeze", "compile", "recompute", "strategy", "deepspeed", "model",
-            "lora", "base", "full", "experts", "sharding", "comm",
-        ),
-        True,
-    ),
-    "batch": {"layout", "share_prefix"},
-}  # fmt: skip
-
 
 class Proofs:
-    """Keeps what was proved, and finds it again; all methods are collective, and all ranks find the same.
-
-    With `reuse_checks`, a check is left out or shortened if an earlier start proved it with an equal key: the same
-    code and packages, weights, model, settings, split over ranks, device and environment. Only a process that runs
-    nothing but flatout's own code may recall, as code of others may have changed something that no key holds.
-    """
+    """Checks a run's model before it trains; all methods are collective."""
 
     def __init__(self, setup: Setup) -> None:
         self._config, self._planned, self._reporter = setup.config, setup.planned, setup.reporter
         self._stores = [setup.planned.store, *(eval_set.store for eval_set in setup.planned.eval_sets)]
-        self._group, self._device = setup.checkpoints.group, setup.device
-        self._key: Mapping[str, Any] | None = None
-        self._tell = partial(self._reporter.stage, "checks")
-        if setup.reuse_checks and checks_again():
-            self._reporter.stage("checks", f"none is reused: {CHECK_AGAIN} is set")
-        # without a fingerprint the weights are not known
-        reuse_checks = setup.reuse_checks and not checks_again() and "model" in self._planned.fingerprints
-        self._reuse_checks = all(self._group.all_gather(reuse_checks))
-
-    def identify(self, loaded: LoadedModel) -> None:
-        """Take the loaded model, still without adapters, into the key; call it before the rest."""
-        config, planned, layout = self._config, self._planned, self._planned.parallel_layout
-        if self._reuse_checks:
-            self._key = {
-                **proof_key(loaded, self._device),
-                "settings": json.dumps(config.model_dump(mode="json", include=SETTINGS)),
-                "new_tokens": list(config.data.added_tokens),
-                "seed": config.seed if config.model.init == "random" else None,
-                "weights": dict(planned.fingerprints["model"]),
-                "longest": self._longest,
-                "batch": dict(planned.plan.batch_bounds),
-                "memory": [planned.memory.recompute, planned.memory.transposed_weights],
-                "split": [
-                    layout.strategy,
-                    self._group.rank.world,
-                    layout.num_replicas,
-                    layout.expert_ranks,
-                    layout.context_ranks,
-                ],
-            }
+        self._group = setup.checkpoints.group
 
     @property
     def _longest(self) -> int:
@@ -82,11 +30,7 @@ class Proofs:
 
     def prove_layout(self, loaded: LoadedModel) -> tuple[LoadedModel, str]:
         """Prove the model's layout on all ranks as `models/selftest.py` does; return the model and a line about it."""
-        causal, loaded = loaded, self._attending(loaded)
-        name = "self-test" if loaded is causal else "self-test in both directions"
-        if known := self.find(name):
-            self._prove_pictures(loaded)
-            return loaded, f"{known.facts['line']}; {known.since}"
+        loaded = self._attending(loaded)
         results: list[tuple[LoadedModel, str]] = []
         options: dict[str, Any] = {
             "longest": self._longest,
@@ -96,9 +40,6 @@ class Proofs:
         # if it fails on one rank, all must plan again
         self._group.run_on_all_ranks(lambda: results.append(prove_layout(loaded, **options)))
         proved, line = results[0]
-        # a model that had to change is proved every time
-        if proved is loaded:
-            self.keep(name, {"line": line})
         self._prove_pictures(proved)
         return proved, line
 
@@ -138,19 +79,13 @@ class Proofs:
 
         Raises UsageError as `adapter_config` does.
         """
-        known = self.find("adapter")
-        if known is None:
-            spelled = adapter_config(loaded.model, self._config.lora, base_name=self._config.model.name)
-            known = KeptFacts({"num_by_weight": len(spelled["target_parameters"] or ())}, "")
-            self.keep("adapter", known.facts)
-        if by_weight := known.facts["num_by_weight"]:
+        spelled = adapter_config(loaded.model, self._config.lora, base_name=self._config.model.name)
+        if by_weight := len(spelled["target_parameters"] or ()):
             return f"{by_weight} layers are exported as target_parameters, which PEFT needs for this model"
         return None
 
     def unreached_parameters(self, loaded: LoadedModel) -> list[str]:
         """Return the names of trained parameters that no gradient reaches, see `models/gradient_paths.py`."""
-        if known := self.find("gradient-paths"):
-            return list(known.facts["unreached"])
         unreached: list[str] = []
 
         def search() -> None:
@@ -162,20 +97,4 @@ class Proofs:
                 maker.close()
 
         self._group.run_on_all_ranks(search)
-        self.keep("gradient-paths", {"unreached": unreached})
         return unreached
-
-    def find(self, kind: str) -> KeptFacts | None:
-        """Return what was proved; None on all ranks unless all have found it."""
-        if not self._reuse_checks:
-            return None
-        assert self._key is not None
-        facts = find_facts(kind, self._key, self._tell)
-        return facts if all(self._group.all_gather(facts is not None)) else None
-
-    def keep(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Keep these facts of a passed check for a later start with the same key."""
-        if not self._reuse_checks:
-            return
-        assert self._key is not None
-        keep_facts(kind, self._key, facts, self._tell)

@@ -100,12 +100,12 @@ def train(
     console: ConsoleCallback | None = None,
     on_peer_lost: OnPeerLost | None = None,
     start_up: StartUpClock | None = None,
-    reuse_checks: bool = False,
+    reuse_measured: bool = False,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch of the process; by default, with this call. `reuse_checks` is as in `Proofs`.
+    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -133,7 +133,7 @@ def train(
         )
         try:
             with watch.guard(), torch_settings_kept():
-                result = set_up_and_train(config, reporter, rank, watch, reuse_checks)
+                result = set_up_and_train(config, reporter, rank, watch, reuse_measured)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or exit_refused(raised) or raised
@@ -188,7 +188,7 @@ def open_run(
     return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
 
-def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_checks: bool) -> Result:
+def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool) -> Result:
     """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
     A run that is complete already is returned as it is.
@@ -201,7 +201,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.phase("waiting for all ranks")
     group = watch.join(rank, choose_device(config.wanted_device, rank))
     reporter.phase("opening the device")
-    memory_check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks)
+    memory_check = MemoryCheck(config, group, reporter, reuse_measured=reuse_measured)
     gpu = weakest_gpu(config, group)
     planned = plan_run(config, data, reporter, rank, gpu and memory_check.corrected(gpu))
     reporter.phase("reading the model's fingerprint")
@@ -221,7 +221,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.event("resumed", {"step": checkpoint.step})
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
-    setup = Setup(config, planned, checkpoints, reporter, rank, watch, reuse_checks)
+    setup = Setup(config, planned, checkpoints, reporter, rank, watch)
     run = build_run(setup, checkpoint, memory_check)
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")

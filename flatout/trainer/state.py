@@ -100,8 +100,6 @@ class Setup:
     reporter: Reporter
     rank: Rank
     watch: PeerWatch | None = None
-    reuse_checks: bool = False
-    """Whether checks that an equal start has passed are left out, see `Proofs`."""
 
     @property
     def device(self) -> torch.device:

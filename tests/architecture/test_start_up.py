@@ -1,6 +1,5 @@
 """Importing does nothing and the command line answers at once."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from flatout.cli.main import main
-from flatout.config.read import dump_config
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "datasets", "peft")
 # what transformers and others would import, and a LoRA run on tokens that are built does not need
@@ -51,27 +49,3 @@ def test_a_data_set_that_is_built_is_reused_without_torch(
     assert main(words) == 0
     code = f"from flatout.cli.main import main\nassert main({words!r}) == 0\nprint()"
     assert modules_after(code) <= {"pydantic", "numpy"}
-
-
-def test_a_warm_lora_run_reaches_its_first_step_without_peft(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An equal start has proved that PEFT reads the adapter; what no LoRA run needs is never imported."""
-    monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
-    (tmp_path / "run.yaml").write_text(dump_config(config))
-    code = (
-        "import shutil, sys\n"
-        "import flatout.trainer.loop as loop\n"
-        "from flatout.cli.main import main\n"
-        "take, seen = loop.run_steps, []\n"
-        "import flatout.trainer.run as run\n"
-        "run.run_steps = lambda it: (seen.append('peft' in sys.modules), take(it))\n"
-        f"assert main(['train', {str(tmp_path / 'run.yaml')!r}]) == 0\n"
-        "sys.modules.pop('peft') if seen == [False] else None"
-    )
-    assert modules_after(code, ("peft", *UNNEEDED)) == {"peft"}
-    for path in (tmp_path / "run").iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert modules_after(code, ("peft",)) == set()

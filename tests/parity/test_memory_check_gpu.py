@@ -87,13 +87,13 @@ def limited(tiny: Any, folder: Path, model_dir: Path, **changes: Any) -> Config:
     return limit
 
 
-def step_peak_bytes(config: Config, *, reuse_checks: bool = False) -> tuple[int, Told]:
+def step_peak_bytes(config: Config, *, reuse_measured: bool = False) -> tuple[int, Told]:
     """The peak of the run's steps beyond what this process held before, and what the run told."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, told = torch.cuda.memory_allocated(), Told()
-    train(config, callbacks=[told], reuse_checks=reuse_checks)
+    train(config, callbacks=[told], reuse_measured=reuse_measured)
     lines = map(json.loads, (config.folder / "metrics.jsonl").read_text().splitlines())
     peaks = [line["peak_memory_bytes"] for line in lines if line["kind"] == "step"]
     return max(peaks) - before, told
@@ -151,7 +151,7 @@ def test_an_equal_start_measures_nothing_and_takes_the_same_steps(
     plans = []
     for name in ("first", "second"):
         config = limited(tiny, tmp_path / name, model, compile="off", recompute="none")
-        peak_bytes, told = step_peak_bytes(config, reuse_checks=True)
+        peak_bytes, told = step_peak_bytes(config, reuse_measured=True)
         assert bool(told.starts("measured")) == (name == "first")
         plans.append(assert_planned_within(config, peak_bytes))
     assert plans[0].pass_settings == plans[1].pass_settings

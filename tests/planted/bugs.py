@@ -185,8 +185,6 @@ BUGS = (
         "tests/unit/trainer/test_dpo.py::test_a_step_is_that_of_plain_transformers"),
     Bug("balance by each rank's own shares", "Routers._set_shares", "self._step.sum_values(X)", "X",
         f"{ROUTERS}::test_ranks_balance_by_the_loads_of_all"),
-    Bug("layout left out of what was proved", "proof_key", '"rows" if X.is_padded else "packed"', '"packed"',
-        "tests/unit/trainer/test_proofs.py::test_a_verdict_on_packed_documents_is_none_on_rows"),
     Bug("what no gradient reaches decays", "freeze_named", "X.requires_grad_(False)", "None",
         "tests/unit/trainer/test_weight_decay.py::test_what_no_gradient_reaches"),
     Bug("two roundings", "LoraProduct.forward", "operands.multiply_with_lora(low, b, use_kernel=False)",

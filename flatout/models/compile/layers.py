@@ -96,15 +96,13 @@ def report_compilations(log: Callable[[float], None]) -> Iterator[None]:
 class CompileOutcome:
     """How many decoder layers run compiled, why the others do not, and how close compiled gradients are to eager.
 
-    `num_compared` layers were compared with eager ones; None: all that compile. `num_split` of the compiled ones are
-    several graphs, for `split_reason`.
+    `num_split` of the compiled ones are several graphs, for `split_reason`.
     """
 
     num_compiled: int
     num_layers: int
     reason: str | None = None
     smallest_cosine: float = 1.0
-    num_compared: int | None = None
     num_split: int = 0
     split_reason: str | None = None
 
@@ -117,8 +115,7 @@ class CompileOutcome:
     def line(self) -> str:
         if not self.num_compiled:
             return f"off: {self.reason}"
-        of = "" if self.num_compared is None else f" of {self.num_compared} layers"
-        proof = f"gradients equal eager ones (smallest cosine {self.smallest_cosine:.6f}{of})"
+        proof = f"gradients equal eager ones (smallest cosine {self.smallest_cosine:.6f})"
         if self.is_complete:
             return f"{self.num_layers} layers as one graph; {proof}"
         parts = [f"{self.num_compiled} of {self.num_layers} layers; {proof}"]
@@ -135,9 +132,8 @@ class CompileOptions:
 
     `num_boundaries` is that of every batch of the run (`padded_num_boundaries`); None on the CPU. So is
     `num_shared_boundaries`, in a run that shares prefixes. With `shard`, batches are shards of micro-batches. `fp8`
-    means that products are in float8, and `has_pictures` that the run's data has pictures. `proved` says that an equal
-    process has compared all layers: then only the first and last of each kind are compared, and all if one of these
-    differs. `gather` returns a value of every rank.
+    means that products are in float8, and `has_pictures` that the run's data has pictures. `gather` returns a value of
+    every rank.
     """
 
     num_boundaries: int | None
@@ -146,7 +142,6 @@ class CompileOptions:
     largest_pass_tokens: int = 0
     fp8: bool = False
     has_pictures: bool = False
-    proved: bool = False
     gather: _Gather = _single_rank
 
     def batch(self, loaded: LoadedModel, lengths: Sequence[int]) -> PackedBatch:
@@ -230,14 +225,7 @@ def _compile(
     calls = [call for batch in large for call in record_calls(loaded, ends, batch, wrapper)]
     calls += [call for batch in batches for call in record_calls(loaded, layers, batch, wrapper)]
     regions.compile()
-    first = ends if options.proved else set(layers)
-    cosines = _compare(
-        loaded, trained, [call for call in calls if call[0] in first], smallest_cosine, regions, options.gather
-    )
-    num_compared = len(first) if len(first) < len(layers) and not (regions.eager or regions.split) else None
-    if num_compared is None:
-        rest = [call for call in calls if call[0] not in first]
-        cosines |= _compare(loaded, trained, rest, smallest_cosine, regions, options.gather)
+    cosines = _compare(loaded, trained, calls, smallest_cosine, regions, options.gather)
     model.train()
     try:
         # with dropout, this compiles another graph
@@ -255,7 +243,7 @@ def _compile(
     eager, split = regions.eager, regions.split
     least = min((cosine for layer, cosine in cosines.items() if layer not in eager), default=1.0)
     reason, split_reason = ("; ".join(dict.fromkeys(reasons.values())) or None for reasons in (eager, split))
-    return CompileOutcome(len(layers) - len(eager), len(layers), reason, least, num_compared, len(split), split_reason)
+    return CompileOutcome(len(layers) - len(eager), len(layers), reason, least, len(split), split_reason)
 
 
 def _has_dropout(model: PreTrainedModel) -> bool:

@@ -128,13 +128,9 @@ def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
     assert num_compiled == 3
 
 
-def test_of_layers_that_were_all_compared_before_only_the_ends_of_each_kind_are(compilable, runs):
+def test_the_ends_of_each_kind_of_layer(compilable):
     layers = decoder_layers(compilable.model)
-    outcome = compile_on_the_cpu(compilable, proved=True)
-    assert outcome.is_complete
-    assert outcome.line.endswith("(smallest cosine 1.000000 of 2 layers)")
     assert ends_of_kinds(layers, compilable.model) == {layers[0], layers[2]}
-    assert loss_and_runs(compilable, runs)[1] == 3
     compilable.model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     assert ends_of_kinds(layers, compilable.model) == set(layers)
 
@@ -332,16 +328,8 @@ class NoGradient(torch.autograd.Function):
         return grad * torch.nan
 
 
-@pytest.mark.parametrize(
-    ("spoil", "proved"),
-    [
-        pytest.param(torch.neg, False, id="negated"),
-        pytest.param(NoGradient.apply, True, id="nan-proved"),
-        pytest.param(torch.neg, True, id="negated-proved", marks=pytest.mark.exhaustive),
-        pytest.param(NoGradient.apply, False, id="nan", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatch, spoil, proved):
+@pytest.mark.parametrize("spoil", [torch.neg, NoGradient.apply], ids=["negated", "nan"])
+def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatch, spoil):
     layers = decoder_layers(compilable.model)
     compile_module = nn.Module.compile
 
@@ -352,9 +340,8 @@ def test_a_layer_that_differs_compiled_runs_eagerly(compilable, runs, monkeypatc
         compile_module(module, **{**options, **({"backend": wrong} if module is layers[2] else {})})
 
     monkeypatch.setattr(nn.Module, "compile", compile_wrongly)
-    outcome, num_compiled = compile_and_compare(compilable, runs, proved=proved)
-    # also if an earlier start found all layers equal: now all are compared again
-    assert (outcome.num_compiled, outcome.num_layers, outcome.num_compared) == (2, 3, None)
+    outcome, num_compiled = compile_and_compare(compilable, runs)
+    assert (outcome.num_compiled, outcome.num_layers) == (2, 3)
     # all gradients are negated, so rounding decides which has the smallest cosine
     assert re.search("1 run eagerly: the .* of layer 2 differs compiled from eager", outcome.line)
     assert num_compiled == 2

@@ -78,14 +78,14 @@ class Start:
         *,
         factor: float = 1.0,
         more_bytes: int = 0,
-        reuse_checks: bool = False,
+        reuse_measured: bool = False,
         gpu: Device = GPU,
         measure: Callable[[TrainingRun, Sequence[StepPlan], int], list[int]] | None = None,
     ) -> None:
         self.told, self.num_measured, self.factor, self.more_bytes = Told(), 0, factor, more_bytes
         reporter, rank = Reporter(self.told), Rank()
         group = ControlGroup(rank)
-        check = MemoryCheck(config, group, reporter, reuse_checks=reuse_checks, measure=measure or self.measure)
+        check = MemoryCheck(config, group, reporter, reuse_measured=reuse_measured, measure=measure or self.measure)
         planned = open_and_plan(config, reporter, rank, check.corrected(gpu))
         self.first_plan = planned
         checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
@@ -185,8 +185,8 @@ def test_a_gpu_that_takes_less_holds_more_tokens(config: Config) -> None:
 
 @pytest.mark.parametrize("factor", [1.02, 1.25])
 def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor: float) -> None:
-    first = Start(config, factor=factor, reuse_checks=True)
-    second = Start(config, factor=factor, reuse_checks=True)
+    first = Start(config, factor=factor, reuse_measured=True)
+    second = Start(config, factor=factor, reuse_measured=True)
     assert (first.num_measured, second.num_measured) == (1, 0)
     assert second.first_plan.pass_settings == first.planned.pass_settings == second.planned.pass_settings
     assert second.planned.device == first.planned.device
@@ -195,18 +195,18 @@ def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor:
     # other code in the process, or another setting: measured again
     assert Start(config, factor=factor).num_measured == 1
     other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 8})})
-    assert Start(other, factor=factor, reuse_checks=True).num_measured == 1
+    assert Start(other, factor=factor, reuse_measured=True).num_measured == 1
 
 
 def test_each_recompute_level_is_measured_once(config: Config) -> None:
     """Passes that take more lead to another level, whose passes are measured as well."""
     auto, gpu = config.model_copy(update={"recompute": "auto"}), Device("a GPU", int(LARGER_GIB * GIB))
-    start = Start(auto, factor=1.6, reuse_checks=True, gpu=gpu)
+    start = Start(auto, factor=1.6, reuse_measured=True, gpu=gpu)
     assert start.planned.device is not None
     levels = [kind.split()[0] for kind in start.planned.device.corrections]
     assert levels == ["none", "full", "offload"]
     assert start.num_measured == 3
-    again = Start(auto, factor=1.6, reuse_checks=True, gpu=gpu)
+    again = Start(auto, factor=1.6, reuse_measured=True, gpu=gpu)
     assert again.num_measured == 0
     assert again.first_plan.pass_settings == start.planned.pass_settings
 
@@ -224,8 +224,8 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(
     values = config.model_dump()
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) else value
-    Start(config, factor=1.25, reuse_checks=True)
-    start = Start(Config.model_validate(values), factor=1.25, reuse_checks=True)
+    Start(config, factor=1.25, reuse_measured=True)
+    start = Start(Config.model_validate(values), factor=1.25, reuse_measured=True)
     assert start.num_measured == 0
     assert start.planned.device == GPU
     assert f"not measured: {why}" in start.told.of("memory")
@@ -237,13 +237,13 @@ def test_memory_is_measured_of_the_level_at_which_layers_recompute(config: Confi
     """No layer compiles on a CPU, so the compiler cannot recompute a part of one."""
     model = config.model.model_copy(update={"precision": "bf16"})
     config = config.model_copy(update={"recompute": planned, "compile": "auto", "model": model})
-    start = Start(config, factor=1.25, reuse_checks=True)
+    start = Start(config, factor=1.25, reuse_measured=True)
     level = "full" if planned in ("selective", "budget") else planned
     assert start.planned.device is not None
     assert [kind.split()[0] for kind in start.planned.device.corrections] == [level]
     assert start.num_measured == 1
     # an equal start knows what this one measured, and its plan is the same
-    again = Start(config, factor=1.25, reuse_checks=True)
+    again = Start(config, factor=1.25, reuse_measured=True)
     assert again.num_measured == 0
     assert again.planned.pass_settings == start.planned.pass_settings
 
@@ -279,14 +279,14 @@ def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
 
 
 def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> None:
-    first = Start(config, factor=1.25, reuse_checks=True)
+    first = Start(config, factor=1.25, reuse_measured=True)
     assert read_record(config.folder / "memory.json") == first.planned.device
     # another start finds other facts
     other = config.model_copy(update={"run_dir": config.folder.parent / "other"})
     (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
 
     def known(config: Config) -> Device:
-        return MemoryCheck(config, ControlGroup(Rank()), Reporter(), reuse_checks=True).corrected(GPU)
+        return MemoryCheck(config, ControlGroup(Rank()), Reporter(), reuse_measured=True).corrected(GPU)
 
     assert known(config) == first.planned.device
     (config.folder / "memory.json").unlink()
@@ -299,10 +299,10 @@ def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> Non
 
 
 def test_corrections_of_one_card_say_nothing_of_another(config: Config) -> None:
-    Start(config, factor=1.25, reuse_checks=True)
+    Start(config, factor=1.25, reuse_measured=True)
     (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
     told = Told()
-    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), reuse_checks=True)
+    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), reuse_measured=True)
     other = Device("another GPU", 2 * GIB)
     assert check.corrected(other) == other
     assert told.of("memory") == ["memory.json was measured on a GPU and is not used on another GPU"]
