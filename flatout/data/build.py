@@ -311,7 +311,7 @@ def _build(
     ):
         if report.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
-        chunks = islice(_chunks(readers, copies, report, log_note), report.num_chunks, None)
+        chunks = islice(_chunks(readers, copies, report), report.num_chunks, None)
         on_chunk = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             done = without_repeated(read, report.seen)
