@@ -33,16 +33,17 @@ LOG_NAME = "forward.log"
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What a tracker has confirmed: bytes of each file, the last step of each kind, and the end (its Unix time).
-
-    `trouble` is why the tracker takes nothing now.
-    """
+    """What a tracker has confirmed."""
 
     run_id: str
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    """Of each file."""
     last_steps: dict[str, int] = field(default_factory=dict)
+    """The last step of each kind of record."""
     ended_at: float | None = None
+    """Unix time of the end, if it was sent."""
     trouble: str | None = None
+    """Why the tracker takes nothing now."""
 
 
 _CURSOR = TypeAdapter(Cursor)

@@ -102,26 +102,28 @@ class RecordedPictures:
 
 @dataclass
 class RunLog:
-    """Everything that a run folder says so far. Steps and evaluations ascend; a repeated step replaced the older one.
-
-    `start` is None before the run's first step, `end` while it runs or after it was killed; a run that was started
-    again has the older end until its first step. `holder` holds the folder now, `last_holder` held it last. `events`
-    are the lines of events.jsonl: `time`, `kind` and facts. `num_bad_lines` counts lines that could not be read, and
-    `problems` says what is wrong with each of start.json, end.json and notes.json that could not.
-    """
+    """Everything that a run folder says so far."""
 
     folder: Path
     start: RunStart | None = None
+    """None before the run's first step."""
     end: RunEnd | None = None
+    """None while it runs or after a kill; a run that was started again has the older end until its first step."""
     steps: list[StepRecord] = field(default_factory=list)
+    """Ascending; a repeated step replaced the older one. So are evaluations and answers."""
     evals: list[EvalRecord] = field(default_factory=list)
     answers: list[AnswersRecord] = field(default_factory=list)
     events: list[Mapping[str, Any]] = field(default_factory=list)
+    """Lines of events.jsonl: `time`, `kind` and facts."""
     num_bad_lines: int = 0
+    """Lines that could not be read."""
     holder: Holder | None = None
+    """Who holds the folder now."""
     last_holder: Holder | None = None
+    """Who held it last."""
     notes: RunNotes = field(default_factory=RunNotes)
     problems: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with each of start.json, end.json and notes.json that could not be read."""
 
     @property
     def state(self) -> str:

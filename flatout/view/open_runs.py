@@ -157,10 +157,7 @@ def _open_run(folder: Path) -> RunLog:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run of a list. Losses are those of evaluations, or of single steps where there are none (`best` is None).
-
-    `time_s` is what training took, `size_bytes` that of all files, `started_at` a Unix time.
-    """
+    """One run of a list."""
 
     name: str
     folder: str
@@ -170,12 +167,18 @@ class RunRow:
     steps: int
     planned_steps: int
     loss_before: float | None
+    """Of the first evaluation, or of the first step if there is none."""
     loss_after: float | None
+    """Of the last evaluation, or of the last step if there is none."""
     best: float | None
+    """Of the best evaluation; None without one."""
     best_step: int | None
     time_s: float
+    """What training took."""
     size_bytes: int
+    """That of all files."""
     started_at: float | None
+    """Unix time."""
     tags: tuple[str, ...] = ()
     note: str = ""
     problems: tuple[str, ...] = ()
