@@ -125,8 +125,8 @@ def plan(
     """Plan the run of a form for `device` (empty: the one of this machine); return its figures and its rows of text."""
     config = _workspace().config(settings, overrides)
     emit(log="loading torch and transformers")
-    from flatout import Callback
     from flatout.api.prepare import plan_config
+    from flatout.api.runs import Callback
 
     class Page(Callback):
         """Writes each stage as a line of the answer, and keeps events."""
@@ -247,7 +247,7 @@ def push(folder: str, repo: str, merged: bool, private: bool, emit: Emit) -> dic
     """Push a run to the hub with the token of this user; return its address."""
     run_dir = _workspace().inside(folder)
     emit(log=f"pushing to {repo}")
-    from flatout import Run
+    from flatout.api.run import Run
 
     return {"path": Run(run_dir).push_to_hub(repo, merged=merged, private=private), "command": ""}
 
