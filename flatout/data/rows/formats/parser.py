@@ -168,8 +168,8 @@ def _of_pictured(columns: Mapping[str, Any]) -> dict[str, str]:
     """Return the columns that make a chat of a row with a question, an answer and pictures; empty for another row."""
     with suppress(FieldError):
         row = Row(columns)
-        if _known(row) is None and pictures_of(row)[1] and (found := alpaca_columns(columns)):
-            return found[0]
+        if _known(row) is None and pictures_of(row)[1] and (alpaca := alpaca_columns(columns)):
+            return alpaca[0]
     return {}
 
 
