@@ -276,7 +276,8 @@ def install(extras: str) -> str:
 def install_beside(folder: str) -> str:
     """Return the command that installs a distribution which is a folder of flatout's clone, such as `migrate`."""
     path = Path(__file__).parents[1] / folder
-    return f"pip install -e '{path}'" if (path / "pyproject.toml").is_file() else f"pip install flatout-{folder}"
+    is_clone = (path / "pyproject.toml").is_file()
+    return f"pip install -e '{path}'" if is_clone else f"pip install ./{folder}, in a clone of flatout"
 
 
 _REFUSED_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}

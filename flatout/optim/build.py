@@ -60,8 +60,9 @@ def make_optimizer(
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
     if is_bf16 and not traits.trains_bf16:
         setting = f"optim.path={config.path}" if config.path else f"optim.name={config.name}"
+        settings = {"optim.path": None} if config.path else {}
         raise UsageError(
-            f"full.weights: bf16 would lose updates of {setting}", [Fix({"optim.path": None, "optim.name": "adamw"})]
+            f"full.weights: bf16 would lose updates of {setting}", [Fix({**settings, "optim.name": "adamw"})]
         )
     is_flat = flat and traits.is_flat and not is_bf16
     groups: list[dict[str, Any]] = []

@@ -31,7 +31,7 @@ from flatout.models.load.auto_class import auto_class
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
-from flatout.models.model_with_loss import ModelWithLoss
+from flatout.models.model_with_loss import next_logits
 from flatout.models.packed import flatten_samples
 from flatout.models.token_head import TokenHead
 from flatout.rollout import backends
@@ -124,9 +124,9 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(
 ) -> None:
     """Unmerged adapters, fused layers and quantized weights: all answers in one packed pass, at temperature 1."""
     loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)
-    loss, told = ModelWithLoss(loaded.model), list[str]()
+    told = list[str]()
     sampler_model = SamplerModel(
-        pretrained=loaded.model, logits=lambda batch: loss(batch, True)[0], device=CPU,
+        pretrained=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=CPU,
         tolerance=TOLERANCES[loaded.dtype], max_pass_tokens=32, is_padded=False, packed_context=nullcontext,
         log=told.append,
     )  # fmt: skip

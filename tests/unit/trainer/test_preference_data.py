@@ -48,7 +48,7 @@ def plan(tiny: Any, tmp_path: Path) -> Plan:
 
 
 def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'d' has 24 pairs, of which objective cross_entropy") as refused:
+    with pytest.raises(DataError, match=r"'d' has 24 pairs; objective cross_entropy") as refused:
         plan(PAIRS)
     assert plan(PAIRS, **refused.value.fixes[0].settings).plan.num_units == 24
     assert plan(PAIRS, objective="simpo").plan.num_units == 24
