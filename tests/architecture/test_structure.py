@@ -57,16 +57,16 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 66_000
+MAX_LINES = 62_000
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
     "api": 2_000,
     "checkpoint": 1_500,
-    "cli": 3_500,
+    "cli": 3_000,
     "compat": 500,
     "config": 3_500,
-    "data": 12_000,
+    "data": 11_000,
     "demo": 1_000,
     "doctor": 500,
     "environment": 500,
@@ -87,7 +87,7 @@ MAX_PACKAGE_LINES = {
     "track": 3_000,
     "trainer": 7_000,
     "verifier": 1_500,
-    "view": 2_000,
+    "view": 1_500,
 }
 
 
