@@ -13,9 +13,7 @@ from flatout.track.console import INDENT, PLAIN_LINES, ConsoleCallback
 from flatout.track.figures import short_time
 from flatout.track.record import EVAL, STEP, EvalRecord, RunEnd, StepRecord
 
-# columns of the table: what stands above, and the figure of a step or of an evaluation below
-_STEP_COLUMNS = {"loss": "loss", "tokens/s": "tokens_per_s", "left": "eta_s"}
-_HEAD = ("step", *_STEP_COLUMNS, "evaluation")
+_HEAD = ("step", "loss", "evaluation", "tokens/s", "left")
 
 
 def in_notebook() -> bool:
@@ -121,9 +119,10 @@ class NotebookConsole(ConsoleCallback):
         cells = "".join(f"<th>{name}</th>" for name in _HEAD)
         lines = []
         for step, (record, evaluation) in sorted(self._rows.items()):
-            row = [f"{step:,}"]
-            row += [STEP[name].write(getattr(record, name)) if record else "" for name in _STEP_COLUMNS.values()]
+            of_step = ("loss", "tokens_per_s", "eta_s")
+            loss, *others = (STEP[name].write(getattr(record, name)) if record else "" for name in of_step)
             best = " (best)" if evaluation and evaluation.is_best else ""
-            row.append(f"{EVAL['eval_loss'].write(evaluation.eval_loss)}{best}" if evaluation else "")
+            evaluated = f"{EVAL['eval_loss'].write(evaluation.eval_loss)}{best}" if evaluation else ""
+            row = [f"{step:,}", loss, evaluated, *others]
             lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
         return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
