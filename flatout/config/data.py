@@ -47,7 +47,7 @@ def _format(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """Return the name of a format, or a converter, FILE.py:FUNCTION, as it is."""
     if isinstance(value, str) and re.fullmatch(r".+\.py:[A-Za-z_]\w*", value):
         return value
-    if value in CONVERTERS:
+    if isinstance(value, str) and value in CONVERTERS:
         why = "the converter in flatout's repository; copy it if you have no checkout"
         raise SettingError(f"format {value!r} is a file of yours: a converter", Fix({"format": CONVERTERS[value]}, why))
     return check(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
@@ -102,7 +102,8 @@ class OptimConfig(Section):
         if self.path is None:
             return OPTIMIZERS[self.name]
         traits: OptimizerTraits = import_module("flatout.optim.own").load_class(self).traits
-        return traits
+        # what only flatout's own optimizers do, also where a class has the traits of one of them
+        return replace(traits, make="", is_flat=False, stores_8_bits=False, deepspeed=())
 
 
 def lr_of(method: object, objective: str) -> float | None:

@@ -14,7 +14,8 @@ from typing import Any, Self
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.read import line_of
-from flatout.errors import OF_OWN_CODE, UsageError
+from flatout.environment import studio_folders
+from flatout.errors import OF_OWN_CODE, SecurityError, UsageError
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -53,7 +54,12 @@ class OwnCode:
         return cls(setting, what, Path(file), name, content, xxh3_128_hexdigest(content))
 
     def load(self) -> Any:
-        """Run the file, once in a process, and return what NAME is in it; None if it has no such name."""
+        """Run the file, once in a process, and return what NAME is in it; None if it has no such name.
+
+        Raises SecurityError in a process of `flatout studio`, where no page may start code.
+        """
+        if studio_folders():
+            raise SecurityError(f"{self.setting}: {self.path} would run as code, which a page may not start")
         return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
 
 

@@ -116,6 +116,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return make_config(load_values(path, given), overrides, origin=str(path), folder=path.parent)
 
 
+# settings that runs of earlier versions wrote with these values, which change nothing: section -> names and values
+_REMOVED_WHEN_OFF: Mapping[str, list[tuple[str, Any]]] = {"data": [("allowed_media_domains", [])]}
+
+
 def load_values(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
     """Return the settings of a file, unchecked if it is YAML; a .py file runs. Raises as `load_config` does.
 
@@ -128,6 +132,9 @@ def load_values(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
     values, folder = read_yaml(path), path.parent
     if path.name not in SETTINGS_FILES or not is_run_folder(folder):
         return values
+    for section, removed in _REMOVED_WHEN_OFF.items():
+        if isinstance(own := values.get(section), dict):
+            values[section] = {name: value for name, value in own.items() if (name, value) not in removed}
     old = Path(str(values.get("run_dir") or f"runs/{values.get('name', 'run')}"))
     is_of_another = "run_dir" in given or ("name" in given and not values.get("run_dir"))
     try:

@@ -204,7 +204,11 @@ def _describe(
     content = {
         "version": _FINGERPRINT_VERSION,
         "content": [list(source.files.values()) for source in sources],
-        "formats": [one.model_dump(exclude={*where, *["format"][: bool(one.converter)]}) for one in config.sources],
+        # of a converter, the file's content counts, and which function of it
+        "formats": [
+            one.model_dump(exclude=where) | ({"format": one.converter.rpartition(":")[2]} if one.converter else {})
+            for one in config.sources
+        ],
         "tokenizer": tokenizer.digest,
         "template": text,
         "settings": settings,

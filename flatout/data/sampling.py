@@ -49,8 +49,8 @@ def count_rows(config: DataConfig, readers: Readers) -> tuple[list[NDArray[np.in
     counts = []
     for source, _ in readers:
         count = source.num_rows
-        if count is None:  # bad rows are reported later, when the rows are parsed
-            count = sum(1 for _ in source.rows(lambda _: None))
+        if count is None:  # bad rows are reported later, when the rows are parsed; their lines count
+            count = sum(1 for _ in source.rows(lambda _: None, parse=False))
         counts.append(count)
     copies = copies_of_rows(counts, weights, config.num_samples, shuffle=config.shuffle, seed=config.seed)
     return copies, sum(int((uses > 0).sum()) for uses in copies)

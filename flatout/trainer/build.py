@@ -251,7 +251,7 @@ def shard_state(
     reporter.stage("strategy", line)
     trained = trainable_parameters(loaded.model).values()
     num_trained = sum(math.prod(strategy.whole_shape(parameter)) for parameter in trained)
-    line = f"{config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule"
+    line = f"{config.optim.path or config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule"
     when = ", updates in the backward pass" if config.full.update == "backward" else ""
     reporter.stage("optimizer", line + when)
     # a wrapper is called like the loss

@@ -40,7 +40,9 @@ def load_stopped(folder: Path, device: torch.device) -> tuple[PreTrainedModel, A
         raise UsageError(NOT_WRITING.format(folder))
     model = load_for_inference(config.model.name, revision=config.model.revision, device=device)
     if config.method == "lora":
-        add_lora(model, config.lora, seed=config.seed, parts=config.model.trained_parts)
+        # the checkpoint has the values, so code that only starts them is not run
+        lora = config.lora.model_copy(update={"init_path": None})
+        add_lora(model, lora, seed=config.seed, parts=config.model.trained_parts)
     tensors = dict(model.state_dict(keep_vars=True))
     if odd := next(
         (name for name in weights if name not in tensors or tensors[name].shape != weights.shapes[name]), None

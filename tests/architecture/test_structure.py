@@ -66,7 +66,7 @@ MAX_PACKAGE_LINES = {
     "cli": 3_000,
     "compat": 500,
     "config": 3_500,
-    "data": 11_000,
+    "data": 11_500,
     "demo": 1_000,
     "doctor": 500,
     "environment": 500,

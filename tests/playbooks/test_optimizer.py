@@ -47,6 +47,18 @@ class Lion(torch.optim.Optimizer):
 '''
 
 
+COPIED = """
+import torch
+from flatout.config.optim import OPTIMIZERS
+
+class Copied(torch.optim.AdamW):
+    traits = OPTIMIZERS["adamw"]
+
+    def __init__(self, groups, config):
+        super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+"""
+
+
 @pytest.fixture
 def lion(tmp_path: Path) -> str:
     (tmp_path / "lion.py").write_text(LION)
@@ -73,6 +85,12 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_to_the_bit(tiny: Any, tmp_p
     train(config)
     again = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+    # traits copied from an optimizer of flatout's own: the class gets each tensor all the same
+    (tmp_path / "copied.py").write_text(COPIED)
+    train(config_of(tiny, tmp_path / "copied", path=f"{tmp_path / 'copied.py'}:Copied"))
+    copied = load_file(tmp_path / "copied" / "final" / "adapter_model.safetensors")
+    torch.testing.assert_close(copied, others)
 
     # another content of the file is another optimizer
     (tmp_path / "lion.py").write_text(LION.replace(".sign_()", ".sign_().mul_(2)"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,7 +20,7 @@ from flatout.config.read import line_of
 from flatout.data.conversation import Origin
 from flatout.data.rows.read import BadRow, RawRow
 from flatout.data.rows.sources import RowSource
-from flatout.errors import OF_OWN_CODE, DataError, UsageError
+from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, UsageError, exit_refused
 
 _NO_REASON = "without a reason"
 _EXPECTED = "a row (a dict), a list of rows, or None to leave the row out"
@@ -29,11 +29,12 @@ _EXPECTED = "a row (a dict), a list of rows, or None to leave the row out"
 class SourceRow(dict[str, Any]):
     """A row as a converter gets it, with where it was read."""
 
-    __slots__ = ("origin",)
+    __slots__ = ("classes", "origin")
 
     def __init__(self, row: RawRow) -> None:
         super().__init__(row.columns)
         self.origin: Origin = row.origin
+        self.classes = row.classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None
                 left_out[result or _NO_REASON] += 1
                 continue
             try:
-                made = _made(code, row.origin, result)
+                made = _made(code, row, result)
             except DataError as error:
                 bad_row(error)
                 continue
@@ -104,6 +105,7 @@ def _results(code: OwnCode, rows: Iterable[RawRow]) -> Iterator[tuple[SourceRow,
             try:
                 result = function(row)
             except OF_OWN_CODE as error:
+                _require_own(error)
                 result = error
             yield row, result
         return
@@ -113,17 +115,24 @@ def _results(code: OwnCode, rows: Iterable[RawRow]) -> Iterator[tuple[SourceRow,
             pair = next(results)
         except StopIteration:
             return
-        except DataError:
-            raise
         except OF_OWN_CODE as error:
+            _require_own(error)
             raise DataError(f"{_place(code, error)} failed with {type(error).__name__}: {error}") from error
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], SourceRow)):
             raise DataError(f"{code.path}:{code.name} yields {pair!r:.80}; expected one of its rows, and {_EXPECTED}")
         yield pair
 
 
-def _made(code: OwnCode, origin: Origin, result: Any) -> list[RawRow]:
+def _require_own(error: BaseException) -> None:
+    """Raise an error again that is no mistake of a converter: flatout's own, of reading, or a signal's exit."""
+    is_exit = isinstance(error, SystemExit | GeneratorExit)
+    if isinstance(error, FlatoutError) or (is_exit and exit_refused(error) is None):
+        raise error
+
+
+def _made(code: OwnCode, source: SourceRow, result: Any) -> list[RawRow]:
     """Return the rows of a result. Raises DataError for an exception, and for what is no row."""
+    origin = source.origin
     if isinstance(result, BaseException):
         kind = "" if isinstance(result, ValueError) else f"{type(result).__name__}: "
         raise DataError(f"{origin}: {kind}{result} ({_place(code, result)})")
@@ -131,7 +140,12 @@ def _made(code: OwnCode, origin: Origin, result: Any) -> list[RawRow]:
     for row in made:
         if not isinstance(row, dict):
             raise DataError(f"{origin}: {code.path.name}:{code.name} gives {row!r:.80}; expected {_EXPECTED}")
-    return [RawRow(origin, dict(row)) for row in made]
+    return [RawRow(origin, dict(row), _classes_of(row, source)) for row in made]
+
+
+def _classes_of(row: Mapping[str, Any], source: SourceRow) -> Mapping[str, Sequence[str]] | None:
+    """Return the names of classes of the columns that a converter left as they are."""
+    return {name: names for name, names in (source.classes or {}).items() if row.get(name) == source.get(name)} or None
 
 
 def _place(code: OwnCode, error: BaseException) -> str:

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from flatout.models.experts.block import experts_modules
 from flatout.models.frozen.frozen_experts import FrozenExperts
-from flatout.models.lora.starts import AdapterPlace, AdapterStart, first_values, uniform
+from flatout.models.lora.starts import AdapterPlace, AdapterStart, cpu_copy, first_values, uniform
 
 # grouped products need 16 bytes
 _RANK_MULTIPLE = 8
@@ -46,7 +46,7 @@ class ExpertLora(nn.Module):
         if not isinstance(weight, FrozenExperts) and self.experts.is_transposed:
             out_features, in_features = in_features, out_features
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        place = AdapterPlace(self.num_experts * rank, in_features, lambda: self.dense_weight.detach().float().cpu())
+        place = AdapterPlace(self.num_experts * rank, in_features, lambda: cpu_copy(self.dense_weight))
         self.lora_a = nn.Parameter(first_values(start, place, generator, weight.device, dtype))
         zeros = torch.zeros(out_features, rank, self.num_experts, dtype=dtype, device=weight.device)
         self.lora_b = nn.Parameter(zeros)

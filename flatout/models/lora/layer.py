@@ -25,7 +25,7 @@ from flatout.models.frozen.frozen_experts import FrozenExperts
 from flatout.models.frozen.frozen_linear import FrozenLinear, is_plain_linear, num_weights, product_of
 from flatout.models.lora.product import LoraProduct
 from flatout.models.lora.saved import SavedModule, TrainedRows, add_saved_modules, saved_modules, saved_names
-from flatout.models.lora.starts import AdapterPlace, AdapterStart, adapter_start, first_values, uniform
+from flatout.models.lora.starts import AdapterPlace, AdapterStart, adapter_start, cpu_copy, first_values, uniform
 
 # a matrix of fused experts: the name of the experts module, of the parameter, and the parameter
 ExpertMatrix: TypeAlias = tuple[str, str, torch.Tensor | FrozenExperts]
@@ -56,7 +56,7 @@ class LoraLinear(nn.Module):
         self.compute_dtype = base.weight.dtype if isinstance(base, nn.Linear) else base.dtype
         device = next(base.parameters()).device
         dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        place = AdapterPlace(config.rank, base.in_features, lambda: base.weight.detach().float().cpu())
+        place = AdapterPlace(config.rank, base.in_features, lambda: cpu_copy(base.weight))
         self.lora_a = nn.Parameter(first_values(start, place, generator, device, dtype))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, dtype=dtype, device=device))
         self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if config.dora else None

@@ -64,4 +64,10 @@ def first_values(
     """Return A on a device; on the meta device without values."""
     if device.type == "meta":
         return torch.empty(place.num_rows, place.num_in, dtype=dtype, device=device)
-    return start(place, generator).to(device, dtype)
+    # a start of one's own may return a part of a weight: A never shares its memory
+    return start(place, generator).to(device, dtype, copy=True)
+
+
+def cpu_copy(weight: Tensor) -> Tensor:
+    """Return a weight's values in fp32 on the CPU, which a start may change."""
+    return weight.detach().to("cpu", torch.float32, copy=True)

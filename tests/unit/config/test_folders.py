@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from flatout.config.folders import foreign_entries, is_run_folder, run_identity
+from flatout.config.read import load_config
+from flatout.errors import ProblemsError
 from flatout.trainer.run import train
 
 
@@ -52,3 +54,15 @@ def test_what_a_person_put_into_a_run_is_listed(trained: Path, tmp_path: Path) -
         (path.mkdir() or path / "weights" if name == "merged" else path).write_text("{}")
     (run / "link").symlink_to(tmp_path)
     assert [str(path.relative_to(run)) for path in foreign_entries(run)] == sorted([*mine, "link"])
+
+
+def test_settings_of_an_earlier_version_that_were_off_are_dropped_in_a_run_alone(tmp_path: Path) -> None:
+    run, plain = tmp_path / "run", tmp_path / "plain.yaml"
+    run_identity(run)
+    off = "name: run\nmodel: {name: m}\ndata: {sources: [{path: a.jsonl}], allowed_media_domains: []}\n"
+    (run / "config.yaml").write_text(off)
+    assert load_config(run / "config.yaml").name == "run"
+    for path, text in ((run / "config.yaml", off.replace("[]", "['*']")), (plain, off)):
+        path.write_text(text)
+        with pytest.raises(ProblemsError, match=r"data\.allowed_media_domains"):
+            load_config(path)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from flatout.cli.main import main
+from flatout.config.own_code import OwnCode
 from flatout.config.schema import Config, DataConfig, ModelConfig, SourceConfig
 from flatout.data.build import open_or_build, refuse_early
-from flatout.data.conversation import Conversation, Message, ToolCall
+from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.parser import make_parser
+from flatout.data.rows.read import BadRow, RawRow
 from flatout.data.rows.sources import open_source
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, FlatoutError, SecurityError, UsageError
+from flatout.errors import DataError, FlatoutError, ResourceError, SecurityError, UsageError
 from flatout.studio.workspace import require_no_code
 
 Row = dict[str, Any]
@@ -159,8 +163,65 @@ def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokeniz
     first = build(small_tokenizer_dir, "own.py:rows").meta.fingerprint
     Path("moved.py").write_bytes(Path("own.py").read_bytes())
     assert build(small_tokenizer_dir, "moved.py:rows").meta.fingerprint == first
-    Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle'] + '?'}\n")
-    assert build(small_tokenizer_dir, "own.py:rows").meta.fingerprint != first
+    Path("own.py").write_text(
+        "def rows(row):\n    return {'text': row['riddle'] + '?'}\n\n\n"
+        "def others(row):\n    return {'text': row['riddle'] + '!'}\n"
+    )
+    assert (changed := build(small_tokenizer_dir, "own.py:rows").meta.fingerprint) != first
+    assert build(small_tokenizer_dir, "own.py:others").meta.fingerprint != changed
+
+
+@pytest.mark.parametrize("body", ["return {'text': 'a'}", "yield from ((each, {'text': 'a'}) for each in row)"])
+def test_an_error_of_reading_is_not_the_converters(body: str) -> None:
+    def read_one(bad_row: BadRow) -> Iterator[RawRow]:
+        yield RawRow(Origin("rows.jsonl", 1), {"riddle": "a"})
+        if is_gone:
+            raise ResourceError("the server is gone")
+
+    write(RIDDLES)
+    Path("own.py").write_text(f"def rows(row):\n    {body}\n")
+    config = SourceConfig.model_validate({"path": "rows.jsonl", "format": "own.py:rows"})
+    source = converted(replace(open_source(config), read=read_one), config)
+    is_gone = False
+    assert len(list(source.rows())) == 1
+    is_gone = True
+    with pytest.raises(ResourceError, match="the server is gone"):
+        list(source.rows())
+
+
+def test_names_of_classes_stay_where_a_converter_leaves_the_column() -> None:
+    names = {"label": ["no", "yes"], "kind": ["a", "b"]}
+    write(RIDDLES)
+    Path("own.py").write_text("def rows(row):\n    return {'text': 'x', 'label': row['label'], 'kind': 'c'}\n")
+    config = SourceConfig.model_validate({"path": "rows.jsonl", "format": "own.py:rows"})
+    row = RawRow(Origin("rows.jsonl", 1), {"label": "yes", "kind": "b"}, names)
+    source = converted(replace(open_source(config), read=lambda bad_row: iter([row])), config)
+    assert [one.classes for one in source.rows()] == [{"label": ["no", "yes"]}]
+
+
+@pytest.mark.parametrize("value", [["messages"], {"a": 1}, 3])
+def test_a_format_that_is_no_text_is_refused(value: Any) -> None:
+    with pytest.raises(ValidationError, match="format"):
+        SourceConfig.model_validate({"path": "rows.jsonl", "format": value})
+
+
+def test_no_process_of_studio_runs_it(
+    small_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(RIDDLES)
+    Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
+    with monkeypatch.context() as studio:
+        studio.setenv("FLATOUT_STUDIO_FOLDERS", json.dumps([str(tmp_path)]))
+        with pytest.raises(SecurityError, match=r"own\.py would run as code"):
+            OwnCode.read("own.py:rows", "format", "converter").load()
+    assert build(small_tokenizer_dir, "own.py:rows").num_samples == 4
+
+
+def test_lines_that_are_no_json_cost_no_other_row(small_tokenizer_dir: Path) -> None:
+    Path("rows.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n{"text": "c"}\n')
+    source = {"path": "rows.jsonl", "weight": 2.0}
+    store = build(small_tokenizer_dir, "auto", sources=[source], on_bad_row="skip", template=None)
+    assert (store.num_samples, store.meta.counts["bad"]) == (6, 1)
 
 
 def test_it_runs_in_a_build_alone(small_tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,21 @@ def test_it_answers_as_after_its_last_save(tiny: Any, tmp_path: Path, sections: 
     assert stopped.generation_config.eos_token_id == final.generation_config.eos_token_id
 
 
+def test_code_that_starts_adapters_is_not_run_to_answer(tiny: Any, tmp_path: Path) -> None:
+    start = tmp_path / "start.py"
+    start.write_text(
+        "import torch\n\ndef ones(place, generator):\n    return torch.ones(place.num_rows, place.num_in)\n"
+    )
+    lora = {"rank": 4, "targets": ["q_proj"], "init_path": f"{start}:ones"}
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 1}, lora=lora)
+    train(config)
+    shutil.rmtree(config.folder / "final")
+    start.write_text("raise SystemExit('it ran')\n")
+    stopped, _, step = load_stopped(config.folder, CPU)
+    assert step == 1
+    assert stopped is not None
+
+
 def test_what_cannot_be_told_without_an_end_is_refused(tiny: Any, tmp_path: Path) -> None:
     config = tiny.config(
         tmp_path / "run", method="full", batch={"max_steps": 1}, model={"init": "random", "name": str(tiny.model_dir)}
