@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(tmp_path_factory):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -107,7 +106,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="session", params=["longrope", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
-def length_scaled(request: pytest.FixtureRequest, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def length_scaled(request, tiny, tmp_path_factory):
     """A model folder whose rope depends on the length of its input, with chats on both sides of its limit."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -144,7 +143,7 @@ def read_metrics(run_dir: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_ranks() -> Iterator[None]:
+def warm_ranks():
     """Ranks that a test's own process starts are forked from one that has imported torch: seconds for each."""
     import warm_process
 
@@ -154,7 +153,7 @@ def warm_ranks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def plain_torch() -> Iterator[None]:
+def plain_torch():
     """No test leaves torch deterministic, which a run may ask for: the next one might not compile."""
     yield
     if (torch := sys.modules.get("torch")) is not None:
@@ -162,7 +161,7 @@ def plain_torch() -> Iterator[None]:
 
 
 @pytest.fixture
-def real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def real_ranks(monkeypatch):
     """For tests of how ranks begin."""
     from flatout.io import child_process
     from flatout.launch import ranks
@@ -194,7 +193,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def metrics_of() -> Any:
+def metrics_of():
     return read_metrics
 
 
@@ -220,7 +219,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def open_chromium() -> Callable[..., Any]:
+def open_chromium():
     """Open a headless Chromium with further arguments, and keep what its console says; skips without Chromium."""
     webdriver = pytest.importorskip("selenium.webdriver")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")

@@ -74,7 +74,7 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
                 yield from (f"flatout.{alias.name}" for alias in node.names)
 
 
-def test_every_import_obeys_the_layer_table() -> None:
+def test_every_import_obeys_the_layer_table():
     wrong = []
     for path, tree in trees():
         package = package_of(path)
@@ -90,7 +90,7 @@ def test_every_import_obeys_the_layer_table() -> None:
     assert not wrong
 
 
-def test_migration_stands_on_the_public_api_alone() -> None:
+def test_migration_stands_on_the_public_api_alone():
     """migrate/ is a distribution of its own: of ours, it imports `flatout` and `flatout.api`."""
     wrong = [
         f"{path.relative_to(MIGRATE)} imports {module}"
@@ -103,12 +103,12 @@ def test_migration_stands_on_the_public_api_alone() -> None:
     assert not wrong
 
 
-def test_every_package_has_a_row_in_the_layer_table() -> None:
+def test_every_package_has_a_row_in_the_layer_table():
     packages = {package_of(path) for path in SOURCES}
     assert packages - {"__init__", "__main__"} == set(MAY_IMPORT)
 
 
-def test_verbs_are_imported_by_nobody() -> None:
+def test_verbs_are_imported_by_nobody():
     wrong = [
         str(path.relative_to(ROOT))
         for path, tree in trees()
@@ -120,7 +120,7 @@ def test_verbs_are_imported_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(WITHOUT_TORCH))
-def test_light_packages_never_import_torch(package: str) -> None:
+def test_light_packages_never_import_torch(package):
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path, tree in trees()
@@ -131,12 +131,12 @@ def test_light_packages_never_import_torch(package: str) -> None:
     assert not wrong
 
 
-def test_no_file_outgrows_the_house() -> None:
+def test_no_file_outgrows_the_house():
     long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
     assert not long, "split the file; the budget is a design tool"
 
 
-def test_no_function_outgrows_a_page() -> None:
+def test_no_function_outgrows_a_page():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
         for path, tree in trees()
@@ -148,7 +148,7 @@ def test_no_function_outgrows_a_page() -> None:
     assert not long
 
 
-def test_no_code_from_text_and_no_pickle() -> None:
+def test_no_code_from_text_and_no_pickle():
     banned_calls = {"exec", "eval", "compile", "__import__"}
     banned_modules = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     wrong = []
@@ -165,7 +165,7 @@ def test_no_code_from_text_and_no_pickle() -> None:
     assert not wrong
 
 
-def test_the_environment_is_read_in_one_file() -> None:
+def test_the_environment_is_read_in_one_file():
     readers = {
         str(path.relative_to(ROOT))
         for path, tree in trees()
@@ -188,7 +188,7 @@ WRITERS = {
 }
 
 
-def test_what_must_survive_a_crash_is_written_by_one_door() -> None:
+def test_what_must_survive_a_crash_is_written_by_one_door():
     """Durable writes sync, rename and follow no link; a plain write in another room does not."""
     writers = set()
     for path, tree in trees():
@@ -207,7 +207,7 @@ def test_what_must_survive_a_crash_is_written_by_one_door() -> None:
     assert writers == set(WRITERS)
 
 
-def test_nothing_of_another_library_is_assigned_to() -> None:
+def test_nothing_of_another_library_is_assigned_to():
     """No monkey-patching: `module.attribute = ...` where `module` was imported from elsewhere."""
     wrong = []
     for path, tree in trees():
@@ -231,7 +231,7 @@ def test_nothing_of_another_library_is_assigned_to() -> None:
     assert not wrong
 
 
-def test_no_vague_module_names() -> None:
+def test_no_vague_module_names():
     vague = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}
     assert not [path for path in SOURCES if path.stem in vague or path.parent.name in vague]
 
@@ -261,7 +261,7 @@ WAITS = {
 }
 
 
-def test_waits_without_a_bound_are_known() -> None:
+def test_waits_without_a_bound_are_known():
     """Calls of `wait`, `join`, `result` or `get` without arguments may wait for ever, as may programs."""
     found = set()
     for path, tree in trees():

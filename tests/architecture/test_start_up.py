@@ -2,10 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from flatout.cli.main import main
 
@@ -20,15 +16,15 @@ def modules_after(code: str, names: tuple[str, ...] = HEAVY) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_import_flatout_loads_nothing_heavy() -> None:
+def test_import_flatout_loads_nothing_heavy():
     assert modules_after("import flatout") == set()
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_loads_nothing_heavy():
     assert modules_after("from flatout.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass") == set()
 
 
-def test_a_wrong_config_is_told_before_torch_is_imported() -> None:
+def test_a_wrong_config_is_told_before_torch_is_imported():
     code = (
         "import pathlib, tempfile\n"
         "from flatout.cli.main import main\n"
@@ -39,9 +35,7 @@ def test_a_wrong_config_is_told_before_torch_is_imported() -> None:
     assert modules_after(code) <= {"pydantic", "numpy"}
 
 
-def test_a_data_set_that_is_built_is_reused_without_torch(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_that_is_built_is_reused_without_torch(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = ["data", "build", str(tiny.chats), "--name", "d", "--tokenizer", str(tiny.model_dir)]

@@ -128,7 +128,7 @@ def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def test_no_circle_between_files() -> None:
+def test_no_circle_between_files():
     edges = imports()
     # the package's own file imports nothing when it is imported: its names are loaded on first use
     edges["flatout"] = set()
@@ -175,7 +175,7 @@ def uses() -> Counter[str]:
     return found
 
 
-def test_no_definition_that_only_tests_use() -> None:
+def test_no_definition_that_only_tests_use():
     used = uses()
     unused = {f"{path}: {name}" for path, tree in trees().items() for name in definitions(tree) if not used[name]}
     # the entry point of the package, and what other code finds by name
@@ -189,7 +189,7 @@ def test_no_definition_that_only_tests_use() -> None:
     assert unused - entry_points == set(KNOWN_UNUSED), "delete what nothing uses, tests aside, or use it"
 
 
-def test_a_strategy_with_an_engine_of_its_own_has_no_if_outside_its_files() -> None:
+def test_a_strategy_with_an_engine_of_its_own_has_no_if_outside_its_files():
     own = {"flatout/config/deepspeed.py", "flatout/parallel/strategies/deepspeed.py"}
     leaks = [
         f"{path}:{node.lineno} {ast.unparse(node)}"
@@ -213,7 +213,7 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
 
 
-def test_names_are_the_fields_words() -> None:
+def test_names_are_the_fields_words():
     wrong = [
         f"{path}:{line} {name}; say {WORDS[name]}"
         for path, tree in trees().items()
@@ -224,7 +224,7 @@ def test_names_are_the_fields_words() -> None:
     assert not wrong
 
 
-def test_functions_are_neither_crumbs_nor_scrolls() -> None:
+def test_functions_are_neither_crumbs_nor_scrolls():
     # a callback has a method for each thing that a run reports, however little it does with it
     lengths = [
         (node.end_lineno or node.lineno) - node.lineno + 1
@@ -243,7 +243,7 @@ def test_functions_are_neither_crumbs_nor_scrolls() -> None:
     assert LEAST_MEDIAN_LINES <= statistics.median(lengths) <= MOST_MEDIAN_LINES
 
 
-def test_few_functions_take_more_than_seven_parameters() -> None:
+def test_few_functions_take_more_than_seven_parameters():
     wide = {
         f"{path}:{node.lineno} {node.name}"
         for path, tree in trees().items()
@@ -256,7 +256,7 @@ def test_few_functions_take_more_than_seven_parameters() -> None:
     assert len(wide) <= MAX_WIDE_FUNCTIONS, "pass one value that holds what belongs together"
 
 
-def test_no_package_outgrows_its_budget() -> None:
+def test_no_package_outgrows_its_budget():
     lines: Counter[str] = Counter()
     for path in trees():
         parts = Path(path).parts

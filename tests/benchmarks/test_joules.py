@@ -24,7 +24,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("period_s", [0.02, 0.1])
-def test_a_window_ends_at_ticks_so_the_period_hardly_matters(period_s: float) -> None:
+def test_a_window_ends_at_ticks_so_the_period_hardly_matters(period_s):
     machine = Machine(watts=650.0, period_s=period_s, call_s=0.5e-3)
     window = between_ticks(machine.work, 2.0, machine.read, machine.clock)
     assert 2.0 <= window.wall_s < 2.0 + period_s + 0.01
@@ -37,7 +37,7 @@ def test_a_window_ends_at_ticks_so_the_period_hardly_matters(period_s: float) ->
     assert figures["joules_a_step"] == pytest.approx(36 * 650 * 0.5e-3, rel=2e-3)
 
 
-def test_a_step_s_rows_add_up_beside_whole_steps() -> None:
+def test_a_step_s_rows_add_up_beside_whole_steps():
     rows = [
         {"name": "a product", "category": "GEMM", **Window(2.0, 1400.0, 1000).figures(100.0, 36)},
         {"name": "the same in fp8", "category": "GEMM", **Window(2.0, 1400.0, 2000).figures(100.0, 0)},

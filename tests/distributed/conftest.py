@@ -1,13 +1,11 @@
 """Ends runs that a failed test leaves behind: they would take the cores of all tests after it."""
 
-from collections.abc import Iterator
-
 import launching
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_run_left_behind() -> Iterator[None]:
+def no_run_left_behind():
     yield
     while launching.STARTED:
         process = launching.STARTED.pop()

@@ -23,7 +23,7 @@ def keep_only(source: Path, target: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
-def test_a_run_moves_to_shards_and_back(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_a_run_moves_to_shards_and_back(tiny, tmp_path, method):
     def config(name: str, **more: Any) -> Any:
         return tiny.config(
             tmp_path / name,

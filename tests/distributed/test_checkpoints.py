@@ -20,7 +20,7 @@ def start(folder: Path, num_ranks: int) -> list[WarmProcess]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """Three sessions, of 1, 2 and 4 ranks, that check each other's states; rank 1 of 2 is killed at the end."""
     folder = tmp_path_factory.mktemp("worlds")
     for name in ("one", "ddp2", "fsdp2", "fsdp4", "hsdp2x2", "walk-2", "walk-4", "full-hsdp2x2", "damaged", "killed"):
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_state_loads_under_every_strategy(saved: Path) -> None:
+def test_every_state_loads_under_every_strategy(saved):
     """Proved inside the sessions; here only that the files are those of the strategies that wrote them."""
     files = {
         name: sorted(file.removesuffix(".safetensors") for file in manifest.files if file != "state.json")
@@ -51,7 +51,7 @@ def test_every_state_loads_under_every_strategy(saved: Path) -> None:
     assert files["hsdp2x2"] == parts
 
 
-def test_a_rank_killed_in_a_save_costs_only_that_save(saved: Path) -> None:
+def test_a_rank_killed_in_a_save_costs_only_that_save(saved):
     events: list[tuple[str, Any]] = []
     found = Checkpoints(saved / "killed", keep=2, on_event=lambda kind, facts: events.append((kind, facts))).newest()
     assert (saved / "killed" / "noticed").exists()

@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def long_chats(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long_chats(tiny, tmp_path_factory):
     """Chats of several conversations, up to 2,000 tokens, among short ones."""
     conversations = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()]
     path = tmp_path_factory.mktemp("long") / "long.jsonl"
@@ -61,7 +61,7 @@ def long_chats(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def models(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def models(tiny, tmp_path_factory):
     """Folders of tiny models by name."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), AutoTokenizer.from_pretrained(tiny.model_dir)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -103,7 +103,7 @@ def add_models(cases: Cases, long_chats: Path, models: dict[str, str], names: tu
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_ranks_equal_one(tiny: Any, long_chats: Path, models: dict[str, str], tmp_path: Path, num_ranks: int) -> None:
+def test_ranks_equal_one(tiny, long_chats, models, tmp_path, num_ranks):
     cases = Cases(tiny, tmp_path)
     # with 4 ranks, two groups of two under ddp
     add(cases, "fp64 lora ddp", 3, shared(tiny, long_chats, "lora", strategy="ddp"))
@@ -127,9 +127,7 @@ def test_ranks_equal_one(tiny: Any, long_chats: Path, models: dict[str, str], tm
 
 
 @pytest.mark.exhaustive
-def test_a_run_resumes_under_another_number_of_ranks(
-    tiny: Any, long_chats: Path, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_a_run_resumes_under_another_number_of_ranks(tiny, long_chats, tmp_path, metrics_of):
     given, alone = shared(tiny, long_chats, "lora", strategy="ddp")
 
     def config(name: str, values: Any) -> Any:
@@ -164,11 +162,7 @@ def test_a_run_resumes_under_another_number_of_ranks(
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "said"),
     [
-        (
-            3,
-            {},
-            "context.parallel: 2: it must divide the number of ranks, which is 3 (gpus, or --ranks",
-        ),
+        (3, {}, "context.parallel: 2: it must divide the number of ranks, which is 3 (gpus, or --ranks"),
         (2, {"experts": {"parallel": 2}}, "context.parallel: 2 does not work with experts.parallel: 2"),
         (2, {"strategy": "deepspeed", "precision": "fp32"}, "does not work with strategy: deepspeed"),
         (2, {"gpus": [0, 1, 2]}, "does not work with 3 gpus, which it does not divide"),
@@ -177,9 +171,7 @@ def test_a_run_resumes_under_another_number_of_ranks(
         (2, {"method": "full", "full": {"update": "backward"}}, "does not work with full.update: backward"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
-    tiny: Any, long_chats: Path, num_ranks: int, sections: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_a_model_is_loaded(tiny, long_chats, num_ranks, sections, said):
     method = sections.pop("method", "lora")
     if method == "full":
         sections["optim"] = {"max_grad_norm": None}
@@ -188,9 +180,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
         open_and_plan(make_config(given), Reporter(), Rank(0, num_ranks))
 
 
-def test_models_whose_tokens_need_more_than_keys_are_refused(
-    tiny: Any, long_chats: Path, length_scaled: Path, tmp_path: Path
-) -> None:
+def test_models_whose_tokens_need_more_than_keys_are_refused(tiny, long_chats, length_scaled, tmp_path):
     given, _ = shared(tiny, long_chats, "lora")
     with pytest.raises(FlatoutError, match=r"rope \w+ depends on a document's length") as refused:
         open_and_plan(make_config({**given, "model": str(length_scaled)}), Reporter(), Rank(0, 2))
@@ -203,7 +193,7 @@ def test_models_whose_tokens_need_more_than_keys_are_refused(
         open_and_plan(make_config({**given, "model": model, "lora": {"rank": 4}}), Reporter(), Rank(0, 2))
 
 
-def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chats: Path, tmp_path: Path) -> None:
+def test_an_objective_that_needs_whole_documents_is_refused(tiny, long_chats, tmp_path):
     given, _ = shared(tiny, long_chats, "lora")
     for scope in ("sample", "token"):
         (tmp_path / "own.py").write_text(f"import flatout\nclass Own(flatout.Objective):\n    scope = {scope!r}\n")
@@ -217,7 +207,7 @@ def test_an_objective_that_needs_whole_documents_is_refused(tiny: Any, long_chat
             open_and_plan(config, Reporter(), Rank(0, 2))
 
 
-def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny: Any, long_chats: Path) -> None:
+def test_a_plan_for_shared_micro_batches_has_room_for_longer_documents(tiny, long_chats):
     found, longest, device = {}, {}, DEVICES["h200"]
     tokens = MicroBatchSize(65536, num_label_tokens=30000, num_documents=2)
     for context_ranks in (1, 4):

@@ -18,9 +18,7 @@ __all__ = ["long_chats", "models"]
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("precision", LIMITS)
-def test_gpus_that_share_micro_batches_equal_one(
-    tiny: Any, long_chats: Path, models: dict[str, str], tmp_path: Path, precision: str, num_ranks: int
-) -> None:
+def test_gpus_that_share_micro_batches_equal_one(tiny, long_chats, models, tmp_path, precision, num_ranks):
     require_gpus(num_ranks)
     cases = Cases(tiny, tmp_path)
     gpu = {"device": "cuda", "compile": "off"}

@@ -35,7 +35,7 @@ def zero(stage: int, **section: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def two_ranks(tiny, tmp_path_factory):
     cases = Cases(tiny, tmp_path_factory.mktemp("deepspeed"))
     cpu = {"device": "cpu"}
     for stage in (1, 2, 3):
@@ -62,26 +62,26 @@ def two_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return run_cases(cases.cases, cases.folder, 2, 600)
 
 
-def test_stages_equal_one_process(two_ranks: dict[str, dict[str, Any]]) -> None:
+def test_stages_equal_one_process(two_ranks):
     assert_close(two_ranks, "fp32", {"loss": 1e-6, "norm": 2e-6, "weights": 2e-6, "eval": 1e-6, "answers": 0.0})
     counts = [two_ranks[f"fp32 full 3{tokens}"]["num_accumulated"] for tokens in (" 5000 tokens", "", " 250 tokens")]
     assert counts == [1, 2, 4]
     assert two_ranks["fp32 full 3"]["num_fillers"] > 0
 
 
-def test_bf16_is_near_one_process(two_ranks: dict[str, dict[str, Any]]) -> None:
+def test_bf16_is_near_one_process(two_ranks):
     assert_close(two_ranks, "bf16", {"loss": 1e-3, "norm": 1e-2, "eval": 1e-3})
     # B of an adapter starts from zero, and is little more than the signs of its gradients
     assert_close(two_ranks, "bf16 full", {"weights": 2e-2})
 
 
-def test_a_quantized_base_stays_whole_and_exact(two_ranks: dict[str, dict[str, Any]]) -> None:
+def test_a_quantized_base_stays_whole_and_exact(two_ranks):
     # after two steps from zero, B is little more than the signs of its gradients
     assert_close(two_ranks, "nf4", {"loss": 1e-6, "norm": 2e-6, "weights": 1e-4})
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_states_move_between_stages_and_strategies(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_states_move_between_stages_and_strategies(tiny, tmp_path, method):
     strategies = [zero(1), zero(3), {"strategy": "ddp"}, zero(2), {"strategy": "zero3"}, zero(3)]
     given = values(tiny, method, "fp32")
     spec = {"values": given, "strategies": strategies, "num_steps": 2}
@@ -97,7 +97,7 @@ def test_states_move_between_stages_and_strategies(tiny: Any, tmp_path: Path, me
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
+def test_gpus_equal_one(tiny, tmp_path, num_ranks):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
     cases = Cases(tiny, tmp_path)
@@ -114,7 +114,7 @@ def test_gpus_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
     run_near_one(cases, num_ranks)
 
 
-def test_pairs_of_answers_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_pairs_of_answers_equal_one_process(tiny, tmp_path, metrics_of):
     """An objective of many sums, its reference, and the worst pairs of an evaluation."""
     rows = [
         {"prompt": f"What is {i}?", "chosen": f"It is {i}. " * (1 + i % 3), "rejected": "No. " * (1 + i % 4)}

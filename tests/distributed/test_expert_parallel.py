@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def models(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def models(tiny, tmp_path_factory):
     """Folders of tiny models by type; those named `skewed` send every token to the first experts."""
     folder = tmp_path_factory.mktemp("experts")
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
@@ -105,7 +105,7 @@ def add_further(cases: Cases, models: dict[str, str], num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "further"), [pytest.param(2, False, id="2"), *ALL_CASES])
-def test_ranks_equal_one(tiny: Any, models: dict[str, str], tmp_path: Path, num_ranks: int, further: bool) -> None:
+def test_ranks_equal_one(tiny, models, tmp_path, num_ranks, further):
     cases = Cases(tiny, tmp_path)
     balance = {"experts": {"balance_loss": 0.5, "z_loss": 0.01}}
     add(cases, "fp64 lora ddp", 3, shared(tiny, "lora", models["qwen3_moe"], 2, strategy="ddp"))
@@ -130,9 +130,7 @@ def test_ranks_equal_one(tiny: Any, models: dict[str, str], tmp_path: Path, num_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_run_resumes_to_the_bit_and_moves_to_one_process(
-    tiny: Any, models: dict[str, str], tmp_path: Path, method: str
-) -> None:
+def test_a_run_resumes_to_the_bit_and_moves_to_one_process(tiny, models, tmp_path, method):
     def config(name: str, **more: Any) -> Any:
         given, alone = shared(tiny, method, models["qwen3_moe"], 2, strategy="ddp")
         own = {"run_dir": str(tmp_path / name), "checkpoint": {"every_steps": 2, "keep": 5}}
@@ -163,11 +161,7 @@ def test_a_run_resumes_to_the_bit_and_moves_to_one_process(
 @pytest.mark.parametrize(
     ("num_ranks", "sections", "said"),
     [
-        (
-            3,
-            {},
-            "experts.parallel: 2: it must divide the number of ranks, which is 3 (gpus, or --ranks",
-        ),
+        (3, {}, "experts.parallel: 2: it must divide the number of ranks, which is 3 (gpus, or --ranks"),
         (6, {"experts": {"parallel": 3}}, "it must divide the number of experts; model type qwen3_moe has 8"),
         (2, {"model": None}, "model type qwen3 has no experts"),
         (2, {"strategy": "deepspeed", "precision": "fp32"}, "does not work with strategy: deepspeed"),
@@ -177,9 +171,7 @@ def test_a_run_resumes_to_the_bit_and_moves_to_one_process(
         (2, {"batch": {"layout": "rows"}}, "does not work with batch.layout: rows"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
-    tiny: Any, models: dict[str, str], num_ranks: int, sections: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_a_model_is_loaded(tiny, models, num_ranks, sections, said):
     given, _ = shared(tiny, "lora", models["qwen3_moe"], 2)
     changed = {"experts": {"parallel": 2}, **sections}
     if precision := changed.pop("precision", None):
@@ -190,7 +182,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(
         open_and_plan(make_config({**given, **changed}), Reporter(), Rank(0, num_ranks))
 
 
-def test_a_plan_counts_one_ranks_part_of_the_experts(tiny: Any, models: dict[str, str]) -> None:
+def test_a_plan_counts_one_ranks_part_of_the_experts(tiny, models):
     shape = read_shape(models["qwen3_moe"], None)
     model = AutoModelForCausalLM.from_pretrained(models["qwen3_moe"])
     num_experts = sum(own.numel() for name, own in model.named_parameters() if ".experts." in name)

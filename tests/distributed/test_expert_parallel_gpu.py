@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,9 +19,7 @@ NEAR = {**LIMITS, "bf16": {**LIMITS["bf16"], "loss": 3e-2}}
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("precision", LIMITS)
-def test_gpus_that_share_experts_equal_one(
-    tiny: Any, models: dict[str, str], tmp_path: Path, precision: str, num_ranks: int
-) -> None:
+def test_gpus_that_share_experts_equal_one(tiny, models, tmp_path, precision, num_ranks):
     require_gpus(num_ranks)
     cases = Cases(tiny, tmp_path)
     gpu = {"device": "cuda", "compile": "off"}
@@ -36,9 +33,7 @@ def test_gpus_that_share_experts_equal_one(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gpus_that_share_compiled_and_quantized_experts_equal_one(
-    tiny: Any, models: dict[str, str], tmp_path: Path, num_ranks: int
-) -> None:
+def test_gpus_that_share_compiled_and_quantized_experts_equal_one(tiny, models, tmp_path, num_ranks):
     require_gpus(num_ranks)
     cases = Cases(tiny, tmp_path)
     for strategy in ("ddp", "zero3"):

@@ -8,7 +8,6 @@ import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def kill_launcher(process: subprocess.Popen[str], run_dir: Path, attempt: int) -
     assert [rank.exit_code for rank in RankReport.read_all(folder)] == [75, 75]
 
 
-def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come(tmp_path: Path) -> None:
+def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come(tmp_path):
     """The launcher's socket connects others to a stopped rank 0, and torch's store waits without a limit."""
     script = str(Path(__file__).with_name("joining_ranks.py"))
     begun = []
@@ -80,7 +79,7 @@ def test_every_start_of_ranks_is_bounded_and_names_who_has_not_come(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_killed_rank_a_stopped_one_and_a_killed_launcher(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_killed_rank_a_stopped_one_and_a_killed_launcher(tiny, tmp_path, metrics_of):
     """SIGKILL rank 0, which holds the watch; SIGSTOP rank 1; SIGKILL the launcher: the run ends as one process ends.
 
     Ranks whose launcher is gone are told by the kernel, save once and stop; the run goes on from there in one process.
@@ -124,7 +123,7 @@ def test_a_killed_rank_a_stopped_one_and_a_killed_launcher(tiny: Any, tmp_path: 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_skip_the_spikes_of_one_process(tiny: Any, tmp_path: Path, strategy: str) -> None:
+def test_ranks_skip_the_spikes_of_one_process(tiny, tmp_path, strategy):
     from flatout.trainer.run import train
 
     made = settings(tiny, batch={"samples_per_step": 2, "micro_batch_tokens": 600, "max_steps": 50}, optim={"lr": 3e-2})
@@ -153,7 +152,7 @@ def test_ranks_skip_the_spikes_of_one_process(tiny: Any, tmp_path: Path, strateg
     ],
     ids=["fsdp", "ddp", "context"],
 )
-def test_a_stop_of_one_rank_ends_the_evaluation_of_all(tiny: Any, tmp_path: Path, sections: Any) -> None:
+def test_a_stop_of_one_rank_ends_the_evaluation_of_all(tiny, tmp_path, sections):
     batch = {"samples_per_step": 7, "micro_batch_tokens": 300, "max_steps": 2}
     made = settings(tiny, batch=batch, data={"max_tokens": 300, "too_long": "drop"}, **sections)
     (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", **made, eval={"fraction": 0.5})))
@@ -175,7 +174,7 @@ def metrics_lines(run_dir: Path) -> list[str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_rank_that_is_lost_twice_is_left_out(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_rank_that_is_lost_twice_is_left_out(tiny, tmp_path, metrics_of):
     made = settings(tiny, batch={"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 120})
     faults = {"hang_s": HANG_S, "min_ranks": 1}
     run_dir = tmp_path / "run"

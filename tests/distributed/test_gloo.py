@@ -41,7 +41,7 @@ def finish(processes: list[WarmProcess]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
-def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def one_rank(request, tiny, tmp_path_factory):
 
     root = tmp_path_factory.mktemp("ranks")
     config = tiny.config(
@@ -57,7 +57,7 @@ def one_rank(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_ranks_equal_one_process(one_rank: Any, tmp_path: Path, metrics_of: Any, num_ranks: int) -> None:
+def test_ranks_equal_one_process(one_rank, tmp_path, metrics_of, num_ranks):
     config = one_rank.model_copy(update={"run_dir": tmp_path / "many"})
     assert finish(start(config, tmp_path, num_ranks)) == [0] * num_ranks
     expected, got = metrics_of(one_rank.folder), metrics_of(tmp_path / "many")
@@ -79,7 +79,7 @@ def test_ranks_equal_one_process(one_rank: Any, tmp_path: Path, metrics_of: Any,
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-9, atol=1e-12)
 
 
-def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank, tmp_path, metrics_of):
     """SIGTERM to rank 1 of 2; both exit 75; one rank goes on alone and ends where one process ends."""
     if one_rank.method == "full":
         pytest.skip("the same path for both methods")
@@ -102,7 +102,7 @@ def test_a_signal_to_one_rank_saves_once_and_stops_all(one_rank: Any, tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
+def test_repeated_preemption_ends_bit_equal(tiny, tmp_path):
     """SIGTERM every few steps, in the middle of accumulation; each time exit 75 and at the end the undisturbed bits."""
 
     settings: dict[str, Any] = {
@@ -129,11 +129,9 @@ def test_repeated_preemption_ends_bit_equal(tiny: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tmp_path: Path) -> None:
+def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny, tmp_path):
     config = tiny.config(
-        tmp_path / "run",
-        model={"name": str(tiny.model_dir), "precision": "fp64"},
-        checkpoint={"every_steps": 2},
+        tmp_path / "run", model={"name": str(tiny.model_dir), "precision": "fp64"}, checkpoint={"every_steps": 2}
     )
     processes = start(config, tmp_path, 3, program=[str(Path(__file__).with_name("drifting_ranks.py"))])
     outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
@@ -147,7 +145,7 @@ def test_a_rank_whose_memory_flips_a_bit_is_named_at_the_next_save(tiny: Any, tm
 
 
 @pytest.mark.parametrize("what", ["settings", pytest.param("data", marks=pytest.mark.exhaustive)])
-def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path: Path, what: str) -> None:
+def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny, tmp_path, what):
     config = tiny.config(tmp_path / "run")
     if what == "settings":
         code, said = 2, "rank 1 on .* has different settings: optim.lr is 0.5, but "
@@ -172,7 +170,7 @@ def test_ranks_that_mean_other_runs_say_so_and_train_nothing(tiny: Any, tmp_path
 @pytest.mark.exhaustive
 # frozen parameters that a strategy would shard, and buffers
 @pytest.mark.parametrize(("family", "strategy"), [("laguna", "zero3"), ("deepseek_v3", "ddp")])
-def test_biases_of_routers_are_those_of_one_process(tiny: Any, tmp_path: Path, family: str, strategy: str) -> None:
+def test_biases_of_routers_are_those_of_one_process(tiny, tmp_path, family, strategy):
     changes = {"first_k_dense_replace": 1} if family == "deepseek_v3" else {}
     shape = {**tiny_config_of(family).to_dict(), "vocab_size": 512, "max_position_embeddings": 2048, **changes}
     CONFIG_MAPPING[family](**shape).save_pretrained(tmp_path / "model")

@@ -10,7 +10,6 @@ import subprocess
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import DEADLINE_S, launch, num_steps_told, settings, wait_for_steps
@@ -21,7 +20,7 @@ from flatout.config.read import dump_config
 from flatout.launch.attempt import RankReport
 
 
-def test_two_jobs_at_once_one_right_one_wrong(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_two_jobs_at_once_one_right_one_wrong(tiny, tmp_path, metrics_of):
     """The right one equals one process; the wrong one exits with its own code, at once, and shows why."""
     from flatout.trainer.run import train
 
@@ -91,9 +90,7 @@ ATTACKS = [
 ]
 
 
-def test_one_machine_listens_on_loopback_and_strangers_end_nothing_but_a_signal_saves_once(
-    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_machine_listens_on_loopback_and_strangers_end_nothing_but_a_signal_saves_once(tiny, tmp_path, capfd):
     """SIGTERM to `flatout train`: every rank exits 75, one checkpoint; `gpus: [1]` goes on in one process."""
     batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}
     run_dir = tmp_path / "run"
@@ -150,7 +147,7 @@ def rank_processes(supervisor: int) -> list[int]:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny: Any, tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny, tmp_path):
     """From the first moment of a rank on; the same command is not refused afterwards."""
     config = tiny.config(tmp_path / "run", **settings(tiny))
     for wait_s in (0.0, 1.0):
@@ -171,7 +168,7 @@ def test_a_killed_supervisor_leaves_nothing_behind_while_ranks_start(tiny: Any, 
 @pytest.mark.parametrize(
     ("gpus", "tokenizes"), [pytest.param([0, 1], False, marks=pytest.mark.exhaustive), ([0], True)]
 )
-def test_ctrl_c_at_the_start_is_one_line(tiny: Any, tmp_path: Path, gpus: list[int], tokenizes: bool) -> None:
+def test_ctrl_c_at_the_start_is_one_line(tiny, tmp_path, gpus, tokenizes):
     """As a terminal sends it, to the whole foreground group, processes that tokenize included."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(tiny.chats.read_text() * (300 if tokenizes else 1))
@@ -199,7 +196,7 @@ def has_started(pid: int, run_dir: Path, tokenizes: bool) -> bool:
     return sum(b"flatout.data.workers" in command for command in commands) >= 2
 
 
-def test_a_second_signal_ends_ranks_at_once(tiny: Any, tmp_path: Path) -> None:
+def test_a_second_signal_ends_ranks_at_once(tiny, tmp_path):
     """Also one that hears nothing, as it is stopped."""
     batch = {"samples_per_step": 7, "micro_batch_tokens": 600, "max_steps": 100_000}
     process = launch(tiny.config(tmp_path / "run", **settings(tiny, batch=batch)), tmp_path)

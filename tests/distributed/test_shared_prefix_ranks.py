@@ -34,7 +34,7 @@ def run_of(tiny: Any, root: Path, precision: str) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any, num_ranks: int) -> None:
+def test_ranks_equal_one_process(tiny, tmp_path, metrics_of, num_ranks):
     config = run_of(tiny, tmp_path, "fp64")
     train(config)
     many = config.model_copy(update={"run_dir": tmp_path / "many"})
@@ -50,9 +50,7 @@ def test_ranks_equal_one_process(tiny: Any, tmp_path: Path, metrics_of: Any, num
         assert float((weights[1][name] - tensor).norm()) <= 1e-5 * float(tensor.norm().clamp(min=1e-3))
 
 
-def test_ranks_that_share_micro_batches_share_no_prefixes(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_share_micro_batches_share_no_prefixes(tiny, tmp_path, capsys):
     config = run_of(tiny, tmp_path, "fp32")
     (tmp_path / "run.yaml").write_text(dump_config(config))
     typed = [str(tmp_path / "run.yaml"), "batch.max_steps=2", "device=cpu"]
@@ -66,7 +64,7 @@ def test_ranks_that_share_micro_batches_share_no_prefixes(
 
 
 @pytest.mark.exhaustive
-def test_steps_without_shared_prefixes_are_those_with_them(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_steps_without_shared_prefixes_are_those_with_them(tiny, tmp_path, metrics_of):
     config = run_of(tiny, tmp_path, "fp32")
     (tmp_path / "run.yaml").write_text(dump_config(config))
     typed = [str(tmp_path / "run.yaml"), "batch.max_steps=2", "device=cpu"]
@@ -83,7 +81,7 @@ def test_steps_without_shared_prefixes_are_those_with_them(tiny: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_every_cut_and_strategy_agrees_with_samples_alone(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
+def test_every_cut_and_strategy_agrees_with_samples_alone(tiny, tmp_path, num_ranks):
     config = run_of(tiny, tmp_path, "fp32")
     (tmp_path / "run.yaml").write_text(dump_config(config))
     assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", str(num_ranks)]) == 0

@@ -119,7 +119,7 @@ def add_kinds(cases: Cases) -> None:
 
 
 @pytest.fixture(scope="module")
-def untied(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def untied(tiny, tmp_path_factory):
     """The tiny model with a head of its own."""
     folder = tmp_path_factory.mktemp("untied") / "model"
     shutil.copytree(tiny.model_dir, folder)
@@ -131,9 +131,7 @@ def untied(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(
     scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["usual", "every"]
 )
-def two_ranks(
-    request: pytest.FixtureRequest, tiny: Any, untied: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def two_ranks(request, tiny, untied, tmp_path_factory):
     cases = Cases(tiny, tmp_path_factory.mktemp("two"), every=request.param)
     add_plain(cases)
     add_kinds(cases)
@@ -166,7 +164,7 @@ def two_ranks(
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def four_ranks(tiny, tmp_path_factory):
     cases = Cases(tiny, tmp_path_factory.mktemp("four"))
     for method in ("lora", "full"):
         for strategy in ("ddp", "zero1", "zero3", "hsdp"):
@@ -237,11 +235,11 @@ def check_low_bit(report: dict[str, dict[str, Any]], *weights: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_shards_are_updated_to_the_same_bits(tmp_path: Path, num_ranks: int) -> None:
+def test_shards_are_updated_to_the_same_bits(tmp_path, num_ranks):
     spawn(Path(__file__).with_name("low_bit_ranks.py"), {"folder": str(tmp_path)}, tmp_path, num_ranks, DEADLINE_S)
 
 
-def test_two_ranks_equal_one(two_ranks: dict[str, dict[str, Any]]) -> None:
+def test_two_ranks_equal_one(two_ranks):
     # one test: several would each run all cases, in the workers that share the suite
     for check in (check_fp64, check_fp32, check_quantized_bases, check_sums_in_bf16):
         check(two_ranks)
@@ -249,7 +247,7 @@ def test_two_ranks_equal_one(two_ranks: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_four_ranks_equal_one(four_ranks: dict[str, dict[str, Any]]) -> None:
+def test_four_ranks_equal_one(four_ranks):
     assert_close(four_ranks, "fp64", EXACT)
     assert_close(four_ranks, "nf4", {"loss": 1e-6, "norm": 1e-6, "grads": 1e-6, "weights": 1e-4})
     check_low_bit(four_ranks, "bf16")

@@ -78,7 +78,7 @@ def require_gpus(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("precision", LIMITS)
-def test_gpus_equal_one(tiny: Any, tmp_path: Path, precision: str, method: str, num_ranks: int) -> None:
+def test_gpus_equal_one(tiny, tmp_path, precision, method, num_ranks):
     require_gpus(num_ranks)
     cases = Cases(tiny, tmp_path)
     add_plain(cases, precision, method, num_ranks)
@@ -86,7 +86,7 @@ def test_gpus_equal_one(tiny: Any, tmp_path: Path, precision: str, method: str, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gpus_that_compile_and_quantize_equal_one(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
+def test_gpus_that_compile_and_quantize_equal_one(tiny, tmp_path, num_ranks):
     require_gpus(num_ranks)
     cases = Cases(tiny, tmp_path)
     compiled = values(tiny, "full", "bf16", strategy="zero3", device="cuda")

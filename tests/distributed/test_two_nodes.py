@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def ip(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[str, str]]:
+def nodes():
     made = [ip("netns", "add", name) for name in NODES]
     try:
         made.append(ip("link", "add", NODES[0], "type", "veth", "peer", "name", NODES[1]))
@@ -77,9 +76,7 @@ def write_config(tiny: Any, folder: Path, num_steps: int = NUM_STEPS) -> Path:
 
 @pytest.mark.slow
 @needs_root
-def test_one_node_goes_on_alone_and_takes_the_other_back(
-    nodes: tuple[str, str], tiny: Any, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_one_node_goes_on_alone_and_takes_the_other_back(nodes, tiny, tmp_path, metrics_of):
     config, run_dir = write_config(tiny, tmp_path, num_steps=100_000), tmp_path / "run"
     running = [start(config, number, "1:2") for number in range(2)]
     logs = run_dir / "logs" / "node-0"

@@ -1,10 +1,6 @@
 """Units of mixed sizes over processes: ranks, and ranks that share each micro-batch, take the steps of one process."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +12,7 @@ SIZES = [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 2, 2]
 
 
 @pytest.mark.parametrize("more", [["two"], pytest.param(["sharded", "context"], marks=pytest.mark.exhaustive)])
-def test_ranks_take_the_same_units_to_the_same_losses(
-    tiny: Any, tmp_path: Path, metrics_of: Any, more: list[str]
-) -> None:
+def test_ranks_take_the_same_units_to_the_same_losses(tiny, tmp_path, metrics_of, more):
     store = write_units(tmp_path, tiny.model_dir, SIZES)
     (tmp_path / "run.yaml").write_text(
         f"run_dir: {tmp_path / 'one'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp64}}\n"
@@ -54,7 +48,7 @@ def test_ranks_take_the_same_units_to_the_same_losses(
 
 
 @pytest.mark.exhaustive
-def test_verify_proves_every_cut_of_units(tiny: Any, tmp_path: Path) -> None:
+def test_verify_proves_every_cut_of_units(tiny, tmp_path):
     write_units(tmp_path, tiny.model_dir, SIZES)
     (tmp_path / "run.yaml").write_text(
         f"run_dir: {tmp_path / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"

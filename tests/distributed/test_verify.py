@@ -46,7 +46,7 @@ SHAPE = {
 @pytest.mark.parametrize(
     "arch", ["own", *(pytest.param(arch, marks=[] if arch == "gemma2" else pytest.mark.exhaustive) for arch in ARCHS)]
 )
-def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arch: str) -> None:
+def test_every_cut_agrees(tiny, tmp_path, capsys, arch):
     """The run's own model (qwen3) over two ranks, and other architectures of random weights."""
     model = {"name": str(tiny.model_dir), "precision": "fp32"}
     if arch != "own":
@@ -80,9 +80,7 @@ def test_every_cut_agrees(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("base", [{}, {"storage": "nf4"}])
 @pytest.mark.parametrize("lora", [{"modules_to_save": ["lm_head", "down_proj"]}, {"modules_to_save": ["embed_tokens"]}])
 @pytest.mark.parametrize("tied", [True, False])
-def test_modules_trained_in_full_agree_on_every_strategy(
-    tiny: Any, tmp_path: Path, base: dict[str, Any], lora: dict[str, Any], tied: bool
-) -> None:
+def test_modules_trained_in_full_agree_on_every_strategy(tiny, tmp_path, base, lora, tied):
     CONFIG_MAPPING["llama"](**SHAPE, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
     model = {"name": str(tmp_path / "model"), "init": "random"}
     data = {"tokenizer": str(tiny.model_dir), "root": str(tmp_path / "data"), "new_tokens": ["<tool>"]}
@@ -95,7 +93,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 @pytest.mark.exhaustive
-def test_adapters_of_experts_agree_with_peft_on_every_strategy(tiny: Any, tmp_path: Path) -> None:
+def test_adapters_of_experts_agree_with_peft_on_every_strategy(tiny, tmp_path):
     CONFIG_MAPPING["qwen3_moe"](**{**SHAPE, **EXPERTS}).save_pretrained(tmp_path / "model")
     model = {"name": str(tmp_path / "model"), "init": "random"}
     lora = {"rank": 4, "targets": ["all-linear", "experts"]}
@@ -107,7 +105,7 @@ def test_adapters_of_experts_agree_with_peft_on_every_strategy(tiny: Any, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
+def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny, length_scaled, tmp_path):
     config = tiny.config(tmp_path / "run", model={"name": str(length_scaled)})
     code, report = run_verify(config, tmp_path, "--ranks", "2", "--fp64")
     rows = {(row["case"], row["num_ranks"]): row["worst_difference"] for row in wide_rows(report)}
@@ -118,7 +116,7 @@ def test_rope_by_length_agrees_packed_and_on_two_ranks(tiny: Any, length_scaled:
 
 
 @pytest.mark.exhaustive
-def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp_path: Path) -> None:
+def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny, tmp_path):
     """The settings ask for rounded sums, which the exact rows leave out and say so."""
     batch = {"samples_per_step": 12}
     config = tiny.config(tmp_path / "run", method="full", batch=batch, comm={"compress": "bf16"})
@@ -131,7 +129,7 @@ def test_every_strategy_agrees_on_every_number_of_ranks_it_is_for(tiny: Any, tmp
     assert any("comm.compress" in note for note in report["notes"])
 
 
-def test_the_runs_own_precision_is_held_to_what_plain_transformers_loses(tiny: Any, tmp_path: Path) -> None:
+def test_the_runs_own_precision_is_held_to_what_plain_transformers_loses(tiny, tmp_path):
     config = tiny.config(tmp_path / "run", method="full", model={"name": str(tiny.model_dir), "precision": "bf16"})
     code, report = run_verify(config, tmp_path, "--ranks", "1", "--fp64")
     verdicts = {row["case"]: row["verdict"] for row in report["rows"]}
@@ -142,15 +140,13 @@ def test_the_runs_own_precision_is_held_to_what_plain_transformers_loses(tiny: A
     assert max(exact) < 1e-6
 
 
-def test_4_bit_weights_are_held_to_the_dense_weights_they_stand_for(tiny: Any, tmp_path: Path) -> None:
+def test_4_bit_weights_are_held_to_the_dense_weights_they_stand_for(tiny, tmp_path):
     config = tiny.config(tmp_path / "run", base={"storage": "nf4"}, lora={"rank": 4, "dora": True})
     code, report = run_verify(config, tmp_path, "--ranks", "1")
     assert (code, len(report["rows"]) > 3) == (0, True)
 
 
-def test_a_tolerance_below_rounding_fails_with_exit_code_5(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tolerance_below_rounding_fails_with_exit_code_5(tiny, tmp_path, capsys):
     code, report = run_verify(tiny.config(tmp_path / "run"), tmp_path, "--ranks", "1", "--tolerance", "1e-12")
     assert (code, report["passed"]) == (5, False)
     told = capsys.readouterr()
@@ -160,7 +156,7 @@ def test_a_tolerance_below_rounding_fails_with_exit_code_5(
 
 
 @pytest.mark.exhaustive
-def test_a_signal_leaves_no_process_and_no_folder_behind(tiny: Any, tmp_path: Path) -> None:
+def test_a_signal_leaves_no_process_and_no_folder_behind(tiny, tmp_path):
     """SIGTERM while the ranks compare: nobody waits for them any more."""
     (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run")))
     words = ["-m", "flatout", "verify", str(tmp_path / "run.yaml"), "--ranks", "2"]
@@ -184,7 +180,7 @@ def test_a_signal_leaves_no_process_and_no_folder_behind(tiny: Any, tmp_path: Pa
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_on_gpus_every_row_agrees_and_the_own_precision_too(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_on_gpus_every_row_agrees_and_the_own_precision_too(tiny, tmp_path, method):
     config = tiny.config(
         tmp_path / "run", method=method, device="cuda", model={"name": str(tiny.model_dir), "precision": "auto"}
     )
@@ -193,7 +189,7 @@ def test_on_gpus_every_row_agrees_and_the_own_precision_too(tiny: Any, tmp_path:
     assert any("as in the run" in row["case"] for row in report["rows"])
 
 
-def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(tiny: Any, tmp_path: Path) -> None:
+def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(tiny, tmp_path):
     """Ranks find no reference: the first to tell ends the others, wherever they wait."""
     from flatout.verifier.ranks import RankCase, run_rank_cases
 
@@ -207,7 +203,7 @@ def test_a_lost_process_is_a_failed_row_that_names_it_and_leaves_nobody_behind(t
     assert not [command for command in commands if str(tmp_path / "ranks").encode() in command]
 
 
-def test_a_traceback_of_a_rank_is_told_without_the_prefixes_that_torch_adds(tiny: Any, tmp_path: Path) -> None:
+def test_a_traceback_of_a_rank_is_told_without_the_prefixes_that_torch_adds(tiny, tmp_path):
     from flatout.verifier.ranks import RankCase, run_rank_cases
 
     values = tiny.config(tmp_path / "run").model_dump(mode="json") | {"strategy": "ddp"}

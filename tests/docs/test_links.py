@@ -23,7 +23,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
+def test_every_link_leads_to_a_page_and_a_heading(page):
     for target in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
         if re.match(r"https?:", target):
             continue
@@ -33,7 +33,7 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
         assert not anchor or anchor in anchors(other), target
 
 
-def test_the_navigation_lists_every_page_once() -> None:
+def test_the_navigation_lists_every_page_once():
     def names(entry: Any) -> list[str]:
         if isinstance(entry, str):
             return [entry]
@@ -44,7 +44,7 @@ def test_the_navigation_lists_every_page_once() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_opens_with_a_sentence_not_with_a_table_or_a_command(page: Path) -> None:
+def test_a_page_opens_with_a_sentence_not_with_a_table_or_a_command(page):
     title, first, *_ = [line for line in page.read_text(encoding="utf-8").splitlines() if line.strip()]
     assert re.match(r"# \S", title)
     assert re.match(r"[A-Za-z`*]", first), first

@@ -24,7 +24,7 @@ def rows_of(text: str) -> dict[tuple[str, ...], list[str]]:
     return {(cells[0], cells[1], str(len(cells))): cells[2:] for cells in rows}
 
 
-def test_the_pages_have_the_planner_s_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_have_the_planner_s_figures(capsys):
     memory_table.main()
     printed = capsys.readouterr().out
     planned, page = rows_of(printed), (ROOT / "docs" / "choose-a-model.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_the_pages_have_the_planner_s_figures(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder, 1, num_train=200, num_held_out=1)
     return folder / "model"
@@ -53,9 +53,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_command_gives_the_figure_of_the_table(
-    model: str, method: str, card: str, settings: list[str],
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    model, method, card, settings,
+    tokenizer, tmp_path, monkeypatch, capsys,
+):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     for file in tokenizer.iterdir():

@@ -41,7 +41,7 @@ OTHERS |= {"conda", "hf", "apt", "python3"}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory):
     """A folder with the files that the pages speak of: a model under its hub id, rows, a configuration."""
     folder = tmp_path_factory.mktemp("world")
     write_demo(folder / "demo", 1, num_train=200, num_held_out=1)
@@ -80,7 +80,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_runs(page: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_runs(page, world, tmp_path, monkeypatch):
     """In the order of the page, in one folder; `<!-- test: WHY -->` above a block says why it cannot run here."""
     here = tmp_path / "work"
     shutil.copytree(world, here)
@@ -151,7 +151,7 @@ def literals() -> str:
     return "\n".join(found)
 
 
-def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+def test_every_message_of_the_troubleshooting_page_is_in_the_code():
     headings = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
     assert len(headings) >= 20
     text = literals()
@@ -160,14 +160,14 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
             assert len(part) < 8 or part in text, (heading, part)
 
 
-def test_the_page_of_metrics_is_the_table_of_figures() -> None:
+def test_the_page_of_metrics_is_the_table_of_figures():
     page = DOCS / "reference" / "metrics.md"
     generate = runpy.run_path(str(page.with_name("generate.py")))
     assert page.read_text() == "\n".join(generate["metrics"]()), "python docs/reference/generate.py"
 
 
 @pytest.mark.skipif(find_spec("zensical") is None, reason="needs the `docs` extra")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     for name in ("docs", "mkdocs.yml", "flatout"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     for command in ([sys.executable, "docs/reference/generate.py"], [sys.executable, "-m", "zensical", "build", "-s"]):

@@ -50,7 +50,7 @@ def refused_by(requires_python: str | None) -> list[str]:
     return [version for version in PROMISED if not SpecifierSet(requires_python or "").contains(version)]
 
 
-def test_every_pin_admits_every_promised_python() -> None:
+def test_every_pin_admits_every_promised_python():
     """Also those that no test machine has: Debian 12's Python is older than most."""
     oldest = re.search(r'requires-python = ">=(.+)"', (ROOT / "pyproject.toml").read_text())
     assert oldest is not None
@@ -62,14 +62,14 @@ def test_every_pin_admits_every_promised_python() -> None:
     assert not {name: versions for name, versions in refused.items() if versions}
 
 
-def test_every_pinned_wheel_runs_on_the_oldest_system() -> None:
+def test_every_pinned_wheel_runs_on_the_oldest_system():
     for each in installed():
         tags = re.findall(r"^Tag: (\S+)$", each.read_text("WHEEL") or "", re.M)
         floors = [(int(a), int(b)) for tag in tags for a, b in re.findall(r"manylinux_(\d+)_(\d+)", tag)]
         assert not floors or min(floors) <= GLIBC, each.metadata["Name"]
 
 
-def test_everything_that_the_extra_dev_needs_is_pinned() -> None:
+def test_everything_that_the_extra_dev_needs_is_pinned():
     """A package without a pin is another one tomorrow."""
     by_name = {normal(found.metadata["Name"]): found for found in metadata.distributions()}
     wanted, waiting = set[str](), [("flatout", "dev")]
@@ -86,12 +86,12 @@ def test_everything_that_the_extra_dev_needs_is_pinned() -> None:
     assert names <= pins().keys()
 
 
-def test_the_script_is_readable_by_pythons_that_are_too_old() -> None:
+def test_the_script_is_readable_by_pythons_that_are_too_old():
     ast.parse((ROOT / "make_venv.py").read_text(), feature_version=(3, 7))
 
 
 @pytest.fixture
-def old_python(tmp_path: Path) -> Path:
+def old_python(tmp_path):
     """A command that is this Python and says that it is 3.10."""
     command = tmp_path / "python3.10"
     code = (
@@ -104,7 +104,7 @@ def old_python(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_names_a_python_that_is_too_old_before_it_makes_anything(old_python: Path, tmp_path: Path) -> None:
+def test_make_names_a_python_that_is_too_old_before_it_makes_anything(old_python, tmp_path):
     venv = tmp_path / "venv"
     # under `make test` this make would be a sub-make, which has other first lines
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -121,12 +121,12 @@ def test_make_names_a_python_that_is_too_old_before_it_makes_anything(old_python
     assert not venv.exists()
 
 
-def test_this_python_makes_one(tmp_path: Path) -> None:
+def test_this_python_makes_one(tmp_path):
     assert make_venv.problem_of(tmp_path / "venv") is None
     assert make_venv.problem_of(Path(sys.prefix)) is None
 
 
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "python").symlink_to(tmp_path / "gone")
     assert f"rm -r {tmp_path}/venv" in str(make_venv.problem_of(tmp_path / "venv"))
@@ -134,7 +134,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path, monkeypatch: pytest
     assert "apt install python3-venv" in str(make_venv.problem_of(tmp_path / "new"))
 
 
-def test_a_long_step_shows_what_it_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_long_step_shows_what_it_does(monkeypatch, tmp_path):
     monkeypatch.setattr(make_venv, "LINE_S", 0.05)
     go_on, stop = tmp_path / "go on", tmp_path / "stop"
     wait = "\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.01)\n"
@@ -162,7 +162,7 @@ def test_a_long_step_shows_what_it_does(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert any(re.fullmatch(r"  \d+ s  installing 3 packages", line) for line in shown)
 
 
-def test_a_step_that_fails_ends_with_what_pip_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_fails_ends_with_what_pip_said(capsys):
     child = "print('Collecting x'); print('ERROR: no matching distribution'); raise SystemExit(3)"
     with pytest.raises(SystemExit, match="failed with exit code 3"):
         make_venv.run("Installing", [sys.executable, "-c", child])
@@ -181,9 +181,7 @@ class Index(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_cpu_build_is_taken_from_its_index_if_that_answers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cpu_build_is_taken_from_its_index_if_that_answers(monkeypatch, capsys):
     def no_driver(name: str) -> None:
         raise OSError(name)
 
@@ -200,7 +198,7 @@ def test_the_cpu_build_is_taken_from_its_index_if_that_answers(
     assert "torch with CUDA" in capsys.readouterr().out
 
 
-def test_the_pages_name_the_commands_and_the_cpu_build_first() -> None:
+def test_the_pages_name_the_commands_and_the_cpu_build_first():
     readme, install = (ROOT / "README.md").read_text(), (ROOT / "docs" / "install.md").read_text()
     assert len(readme.splitlines()) <= 140
     first = readme.partition("```bash\n")[2].partition("```")[0]
@@ -213,7 +211,7 @@ def test_the_pages_name_the_commands_and_the_cpu_build_first() -> None:
         assert not re.search(r"^ *python -m venv", page.read_text(), re.M), page
 
 
-def test_git_ignores_what_the_pages_make() -> None:
+def test_git_ignores_what_the_pages_make():
     made = {"demo-run/", "demo-images/", "runs/", "merged/", "chats.jsonl", "run.yaml", ".venv/"}
     ignored = {line.lstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert made <= ignored

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fuzz_commands
 import fuzz_config
@@ -43,7 +42,7 @@ USUAL = {"config", "config file", "rows"}
 
 
 @pytest.fixture(scope="session")
-def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tiny, tmp_path_factory):
     return World(tmp_path_factory.mktemp("fuzz"), tiny.model_dir, tiny.chats)
 
 
@@ -51,9 +50,7 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.exhaustive) for kind in KINDS]
 )
-def test_every_spoiled_input_is_refused_clearly_or_handled(
-    kind: str, world: World, record_property: Callable[[str, object], None]
-) -> None:
+def test_every_spoiled_input_is_refused_clearly_or_handled(kind, world, record_property):
     list_cases, sample_size = KINDS[kind]
     every_case = list(list_cases(world))
     assert len({case.name for case in every_case}) == len(every_case)
@@ -89,13 +86,13 @@ def sample(cases: Sequence[Case], size: int) -> Sequence[Case]:
         (Outcome(2, err="error: run.yaml: wrong\n", complaint="model was changed"), "model was changed"),
     ],
 )
-def test_the_judge_tells_good_ends_from_bad_ones(outcome: Outcome, expected: str | None) -> None:
+def test_the_judge_tells_good_ends_from_bad_ones(outcome, expected):
     case = Case("a case", ("plan", "run.yaml"), lambda here: None, "refuse", ("run.yaml",))
     found = fault(case, outcome)
     assert found is None if expected is None else found is not None and expected in found
 
 
-def test_the_runner_survives_hangs_deaths_and_tracebacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_survives_hangs_deaths_and_tracebacks(tmp_path, monkeypatch):
     monkeypatch.setattr("fuzz_runner.HANG_S", 2)
 
     def python(name: str, text: str, disk_bytes: int | None = None) -> Case:

@@ -16,10 +16,7 @@ from flatout.trainer.run import train
 
 RECORDED = Path(__file__).with_name("losses.json")
 CONFIGS: dict[str, dict[str, Any]] = {
-    "lora": {
-        "schedule": {"kind": "cosine", "warmup_steps": 3},
-        "optim": {"lr": 1e-3, "weight_decay": 0.1},
-    },
+    "lora": {"schedule": {"kind": "cosine", "warmup_steps": 3}, "optim": {"lr": 1e-3, "weight_decay": 0.1}},
     "full_adamw8bit": {
         "method": "full",
         "optim": {"lr": 1e-3, "name": "adamw8bit", "max_grad_norm": 0.5},
@@ -47,9 +44,7 @@ def this_machine() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_and_gradient_norms_are_those_recorded(
-    name: str, tiny: Any, tmp_path: Path, metrics_of: Any, request: pytest.FixtureRequest
-) -> None:
+def test_losses_and_gradient_norms_are_those_recorded(name, tiny, tmp_path, metrics_of, request):
     sections = {"batch": {"max_steps": 20}, "eval": {"fraction": 0.1, "every_steps": 10}, **CONFIGS[name]}
     train(tiny.config(tmp_path / name, **sections))
     found = {

@@ -92,29 +92,29 @@ def write(model_type: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("method", usual(["full", "lora"], ["lora"]))
 @pytest.mark.parametrize("model_type", TRAINED)
-def test_trains_a_step_as_plain_transformers_does(tmp_path: Path, model_type: str, method: str) -> None:
+def test_trains_a_step_as_plain_transformers_does(tmp_path, model_type, method):
     train_a_step(write(model_type, tmp_path), method, "fp32")
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_what_cannot_be_exact_is_refused_in_one_sentence(tmp_path: Path, model_type: str) -> None:
+def test_what_cannot_be_exact_is_refused_in_one_sentence(tmp_path, model_type):
     with pytest.raises(UsageError, match=REFUSED[model_type]) as refused:
         train_a_step(write(model_type, tmp_path), "full", "fp32")
     assert len(refused.value.text.splitlines()) == 1
 
 
-def test_heads_that_differ_by_layer_are_planned_as_the_largest(tmp_path: Path) -> None:
+def test_heads_that_differ_by_layer_are_planned_as_the_largest(tmp_path):
     assert read_shape(str(write("gemma4_text", tmp_path)), None).head_dim == 16
 
 
-def test_other_names_of_sizes_are_transformers_own() -> None:
+def test_other_names_of_sizes_are_transformers_own():
     shape = make_shape({"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4})
     assert (shape.num_layers, shape.hidden_size, shape.num_heads) == (3, 64, 4)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - _LEFT_OUT))
-def test_every_architecture_trains_or_is_refused(tmp_path: Path, model_type: str) -> None:
+def test_every_architecture_trains_or_is_refused(tmp_path, model_type):
     try:
         write(model_type, tmp_path)
     except Exception as error:  # noqa: BLE001  (configurations check themselves with any exception)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -101,7 +100,7 @@ def fa4_package(wrong: float = 0.0) -> ModuleType:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def install(monkeypatch):
     """Put stand-ins in the packages' places; they are there, and the device is one they serve."""
 
     def put(*names: str, wrong: float = 0.0) -> None:
@@ -126,7 +125,7 @@ def plain_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, _: int, **settings: An
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-def test_the_operator_equals_the_truth(install: Any, heads: int, kv_heads: int, window: int | None) -> None:
+def test_the_operator_equals_the_truth(install, heads, kv_heads, window):
     install("fa4")
     form, cu_seqlens = make_flash_attention(), boundaries(LENGTHS)
     both(
@@ -140,9 +139,7 @@ def test_the_operator_equals_the_truth(install: Any, heads: int, kv_heads: int, 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("trained", [True, False])
-def test_sinks_enter_by_the_log_sum_exp(
-    heads: int, kv_heads: int, window: int | None, by_token: bool, trained: bool
-) -> None:
+def test_sinks_enter_by_the_log_sum_exp(heads, kv_heads, window, by_token, trained):
     """In fp64, through a kernel that knows no sinks; frozen ones get no gradient."""
     form = packed_operator("flatout_tests::sinks", *plain_passes(by_token), log_sums_by_token=by_token)
     cu_seqlens, settings = boundaries(LENGTHS), {"scale": 0.3, "window": window}
@@ -156,7 +153,7 @@ def test_sinks_enter_by_the_log_sum_exp(
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_the_operator_is_sound_for_the_compiler(install: Any, with_sinks: bool) -> None:
+def test_the_operator_is_sound_for_the_compiler(install, with_sinks):
     """Fake shapes, strides and dtypes are those of the real ones, also for inputs in a layout of their own."""
     install("fa4")
     make_flash_attention()
@@ -171,7 +168,7 @@ def test_the_operator_is_sound_for_the_compiler(install: Any, with_sinks: bool) 
     torch.library.opcheck(operator_backward.default, (query, *saved, None, None, None))
 
 
-def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install: Any) -> None:
+def test_a_compiled_layer_holds_it_for_any_number_of_tokens(install):
     install("fa4")
     form = make_flash_attention()
     torch._dynamo.reset()
@@ -194,14 +191,14 @@ def choose(wanted: Any = "auto", **fields: Any) -> Any:
     return choose_attention(wanted, tiny_config("mistral", **shape), device=CPU, dtype=torch.bfloat16)
 
 
-def test_the_fastest_that_is_there_and_proves_exact_is_taken(install: Any) -> None:
+def test_the_fastest_that_is_there_and_proves_exact_is_taken(install):
     install("fa4")
     assert choose().implementation == "fa4"
     assert registered_name(choose().implementation) == "flatout_fa4"
     assert choose("varlen").implementation == "varlen"
 
 
-def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install: Any) -> None:
+def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install):
     install("cudnn")
     assert (choose().implementation, choose(hidden_size=1024).implementation) == ("cudnn", "cudnn")
     assert "fa4 is not installed" in choose().reason
@@ -213,7 +210,7 @@ def test_one_that_is_missing_or_wrong_is_passed_over_with_the_reason(install: An
         choose("fa4")
 
 
-def test_a_disagreement_names_what_errs() -> None:
+def test_a_disagreement_names_what_errs():
     def shifted(*tensors: Any, **settings: Any) -> Any:
         return plain_varlen(*tensors, **settings) + 0.1
 
@@ -247,7 +244,7 @@ def test_a_disagreement_names_what_errs() -> None:
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (64, 8, 64), (4, 1, 256)])
 @pytest.mark.parametrize("name", ["fa4", "cudnn"])
-def test_the_real_package_is_as_exact_as_torchs_kernel(name: Any, heads: Any, window: int | None) -> None:
+def test_the_real_package_is_as_exact_as_torchs_kernel(name, heads, window):
     if problem := models_attention.cudnn_problem(CUDA) if name == "cudnn" else models_attention.flash_problem(CUDA):
         pytest.skip(problem)
     form, settings = models_attention._make_package(name), {"heads": heads, "window": window, "dtype": torch.bfloat16}

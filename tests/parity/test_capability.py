@@ -1,8 +1,6 @@
 """Each compute capability has the kernels that it can run."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ GPUS = {
 
 
 @pytest.fixture(params=list(GPUS))
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, bool]]:
+def gpu(request, monkeypatch):
     """Kernels are chosen as on this GPU, also by `load_model`, which reads the environment."""
     monkeypatch.setenv("FLATOUT_CAPABILITY", GPUS[request.param][0])
     choose_kernels_of(named_capability())
@@ -30,7 +28,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     choose_kernels_of(None)
 
 
-def test_the_named_capability_takes_the_place_of_the_gpus(gpu: Any) -> None:
+def test_the_named_capability_takes_the_place_of_the_gpus(gpu):
     name, float8 = gpu
     assert capability(CUDA) == tuple(map(int, name.split(".")))
     assert has_fp8(CUDA) == float8
@@ -39,9 +37,7 @@ def test_the_named_capability_takes_the_place_of_the_gpus(gpu: Any) -> None:
     assert not has_fp8(torch.device("cpu"))
 
 
-def test_packages_and_torchs_kernel_are_for_the_capabilities_that_have_them(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_and_torchs_kernel_are_for_the_capabilities_that_have_them(gpu, monkeypatch):
     name, _ = gpu
     for module in (flash, cudnn):
         monkeypatch.setattr(module, "find_spec", lambda package: package)  # as if every package were installed
@@ -55,7 +51,7 @@ def test_packages_and_torchs_kernel_are_for_the_capabilities_that_have_them(
 
 
 @pytest.mark.parametrize("text", ["8", "8,0", "ampere", "8.", ".9", "-8.0"])
-def test_another_text_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_another_text_is_refused(monkeypatch, text):
     monkeypatch.setenv("FLATOUT_CAPABILITY", text)
     with pytest.raises(UsageError, match=r"expected a compute capability such as 8\.0"):
         named_capability()

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 2}
 
 
-def test_a_second_start_compiles_nothing_anew(tiny: Any, tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing_anew(tiny, tmp_path):
     model, temporary, cache = tmp_path / "model", tmp_path / "temporary", tmp_path / "cache"
     temporary.mkdir()
     shape = Qwen3Config.from_pretrained(tiny.model_dir)

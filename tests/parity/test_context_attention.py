@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -15,10 +14,7 @@ from torch import Tensor
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels.attention.flash import make_varlen_attention
-from flatout.kernels.attention.pieces import (
-    padded_pieces_attention,
-    register_varlen_pieces,
-)
+from flatout.kernels.attention.pieces import padded_pieces_attention, register_varlen_pieces
 from flatout.kernels.attention.reference import masked_attention, packed_attention, plain_attention, sdpa_attention
 from flatout.models.attention import register_over_ranks
 from flatout.models.collectives import RankGroup
@@ -34,10 +30,7 @@ from flatout.models.packed import KeyPieces, flatten_samples
 # queries and keys of each piece: a whole document, the middle and the end of one, a single query
 QUERIES, KEYS = (13, 5, 4, 1, 2), (13, 9, 30, 7, 2)
 CUDA = torch.device("cuda", 0)
-CUDA_MARKS = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+CUDA_MARKS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def pieces_mask(
@@ -90,7 +83,7 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(params=["sdpa", pytest.param("cuda", marks=CUDA_MARKS)])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request):
     is_cuda = request.param == "cuda"
     if is_cuda:
         torch.cuda.set_device(CUDA)
@@ -115,7 +108,7 @@ def pieces(dtype: torch.dtype = torch.float64, device: str = "cpu", **sizes: Any
 
 
 @pytest.mark.parametrize("window", [None, 3, 13])
-def test_the_mask_of_pieces_is_that_of_their_documents(window: int | None) -> None:
+def test_the_mask_of_pieces_is_that_of_their_documents(window):
     """The last queries of whole documents, computed with those before them."""
     tensors, cu_q, cu_k = pieces()
     whole, *_ = inputs(lengths=KEYS)
@@ -132,7 +125,7 @@ def test_the_mask_of_pieces_is_that_of_their_documents(window: int | None) -> No
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("form", [sdpa_attention, plain_attention, packed_attention])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_any_form_computes_pieces(form: Any, heads: int, kv_heads: int, window: int | None, with_sinks: bool) -> None:
+def test_any_form_computes_pieces(form, heads, kv_heads, window, with_sinks):
     tensors, cu_q, cu_k = pieces(heads=heads, kv_heads=kv_heads)
     sinks = torch.linspace(-3, 8, heads, dtype=torch.float64, requires_grad=True) if with_sinks else None
     settings = {"scale": 0.3, "window": window, "sinks": sinks}
@@ -145,7 +138,7 @@ def test_any_form_computes_pieces(form: Any, heads: int, kv_heads: int, window: 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_keys_are_gathered_and_their_gradients_return(place: Place, window: int | None, with_sinks: bool) -> None:
+def test_keys_are_gathered_and_their_gradients_return(place, window, with_sinks):
     """Pieces with common keys, which lie in another order than their documents."""
     device, is_varlen = place.device, place.form == "varlen"
     dtype = torch.bfloat16 if place.is_cuda else torch.float64
@@ -181,7 +174,7 @@ def test_keys_are_gathered_and_their_gradients_return(place: Place, window: int 
     torch.testing.assert_close(*same, rtol=0, atol=0)
 
 
-def test_a_share_of_one_rank_has_the_loss_of_the_whole(place: Place, tmp_path: Any) -> None:
+def test_a_share_of_one_rank_has_the_loss_of_the_whole(place, tmp_path):
     """Also in compiled layers, which are one graph for every size."""
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384} if place.is_cuda else {}
     save_tiny_model(tmp_path, "qwen3", **shape)

@@ -62,7 +62,7 @@ def error(found: Tensor, true: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", usual(TOLERANCES, [torch.float64]), ids=str)
 @pytest.mark.parametrize("family", GROUPED)
-def test_whole_models_have_transformers_logits_and_gradients(family: str, dtype: torch.dtype) -> None:
+def test_whole_models_have_transformers_logits_and_gradients(family, dtype):
     model = experts_model(family, dtype)
     ids = torch.randint(0, VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(1))
     model.set_experts_implementation("eager")
@@ -88,7 +88,7 @@ def choices(kind: str, num_tokens: int, k: int, num_experts: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["balanced", "zipf", "one"])
 @pytest.mark.parametrize("family", GROUPED)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_every_routing_gives_transformers_gradients(family: str, kind: str, frozen: bool) -> None:
+def test_every_routing_gives_transformers_gradients(family, kind, frozen):
     model = experts_model(family, torch.float64)
     prepare_experts(model)
     experts: Any = list(experts_modules(model).values())[-1].requires_grad_(not frozen)
@@ -108,7 +108,7 @@ def test_every_routing_gives_transformers_gradients(family: str, kind: str, froz
     assert max(error(one, other) for one, other in zip(found, true, strict=True)) < 1e-12
 
 
-def test_activations_that_are_not_recognized_use_the_models_code() -> None:
+def test_activations_that_are_not_recognized_use_the_models_code():
     model = experts_model("qwen3_moe", torch.float64)
     for experts in experts_modules(model).values():
         experts.act_fn = nn.Softplus()
@@ -122,7 +122,7 @@ def test_activations_that_are_not_recognized_use_the_models_code() -> None:
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "relu", "relu2"])
-def test_other_activations_are_recognized(act: str) -> None:
+def test_other_activations_are_recognized(act):
     model = tiny_model("qwen3_moe", torch.float64, **FAMILIES["qwen3_moe"], hidden_act=act)
     ids = torch.randint(0, VOCAB_SIZE, (1, 9), generator=torch.Generator().manual_seed(1))
     true = gradients(model, ids)
@@ -133,7 +133,7 @@ def test_other_activations_are_recognized(act: str) -> None:
     assert max(error(found[name], true[name]) for name in true) < 1e-9
 
 
-def test_slots_of_other_ranks_experts_add_nothing() -> None:
+def test_slots_of_other_ranks_experts_add_nothing():
     """With expert parallelism, ids from the number of experts on are another rank's."""
     moe.register_ops()
     generator = torch.Generator().manual_seed(0)
@@ -154,13 +154,13 @@ def test_slots_of_other_ranks_experts_add_nothing() -> None:
     assert not dx[2].any()
 
 
-def test_models_outside_the_interface_keep_their_own_experts() -> None:
+def test_models_outside_the_interface_keep_their_own_experts():
     model = experts_model("llama4_text", torch.float64)
     model.set_experts_implementation("flatout")
     assert prepare_experts(model) is None
 
 
-def test_layer_is_one_graph_for_every_number_of_tokens() -> None:
+def test_layer_is_one_graph_for_every_number_of_tokens():
     model = experts_model("qwen3_moe", torch.float32).requires_grad_(False)
     model.set_experts_implementation("flatout")
     prepare_experts(model)
@@ -180,7 +180,7 @@ def test_layer_is_one_graph_for_every_number_of_tokens() -> None:
                 torch.testing.assert_close(one, other)
 
 
-def test_experts_with_adapters_compile_without_gradients(tmp_path: Any) -> None:
+def test_experts_with_adapters_compile_without_gradients(tmp_path):
     """As in the passes that only count what routers choose."""
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     named = ModelConfig(name=str(tmp_path), precision="fp32")
@@ -197,7 +197,7 @@ def test_experts_with_adapters_compile_without_gradients(tmp_path: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kind", ["balanced", "zipf", "one"])
-def test_cuda_products_equal_the_reference_without_synchronizing(kind: str) -> None:
+def test_cuda_products_equal_the_reference_without_synchronizing(kind):
     moe.register_ops()
     generator = torch.Generator(device="cuda").manual_seed(0)
     index = choices(kind, 1000, 4, 16).cuda()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ IDS = torch.randint(0, VOCAB_SIZE, (1, 16), generator=torch.Generator().manual_s
 
 
 @pytest.fixture
-def group() -> Iterator[RankGroup]:
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield RankGroup(dist.group.WORLD.group_name, 1, 0)
     dist.destroy_process_group()
@@ -31,7 +30,7 @@ def group() -> Iterator[RankGroup]:
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.exhaustive)])
 # as flatout compiles layers
 @torch._dynamo.config.patch(specialize_float=True)
-def test_layers_with_an_exchange_are_one_graph_with_equal_gradients(family: str, group: RankGroup) -> None:
+def test_layers_with_an_exchange_are_one_graph_with_equal_gradients(family, group):
     model = experts_model(family, torch.float32)
     model.set_experts_implementation("flatout")
     prepare_experts(model)
@@ -55,7 +54,7 @@ def test_layers_with_an_exchange_are_one_graph_with_equal_gradients(family: str,
     assert max(error(found[name], true[name]) for name in true) < 1e-6
 
 
-def test_recomputation_waits_for_all_that_it_sends(group: RankGroup) -> None:
+def test_recomputation_waits_for_all_that_it_sends(group):
     """A collective whose result is dropped before it has arrived would be written to memory that is in use again."""
     model = experts_model("qwen3_moe", torch.float64)
     model.set_experts_implementation("flatout")

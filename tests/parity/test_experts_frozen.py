@@ -1,7 +1,5 @@
 """Frozen experts in fp8 and NF4, and trained ones in fp8: products equal those of the dense weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import tiny_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -43,7 +42,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", GROUPED)
-def test_adapters_equal_merged_weights(family: str) -> None:
+def test_adapters_equal_merged_weights(family):
     model = adapted(family)
     found = logits(model)
     with without_adapter(model):
@@ -57,7 +56,7 @@ def test_adapters_equal_merged_weights(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_gradients_of_adapters_are_those_of_the_merged_weights(family: str) -> None:
+def test_gradients_of_adapters_are_those_of_the_merged_weights(family):
     """dL/dA_e = s B_e' dL/dW_e and dL/dB_e = s dL/dW_e A_e', with dL/dW of transformers' loop over merged weights."""
     model = adapted(family, LORA.model_copy(update={"targets": ["experts"]}))
     found = gradients(model, IDS)
@@ -81,7 +80,7 @@ def test_gradients_of_adapters_are_those_of_the_merged_weights(family: str) -> N
 
 
 @pytest.mark.parametrize("family", usual(GROUPED, ["qwen3_moe", "gpt_oss", "deepseek_v3"]))
-def test_peft_reads_our_files_as_trained(family: str, tmp_path: Path) -> None:
+def test_peft_reads_our_files_as_trained(family, tmp_path):
     model = adapted(family)
     save_adapter(model, tmp_path, base_name="base", config=LORA)
     assert read_back(model, tmp_path).is_same
@@ -91,7 +90,7 @@ def test_peft_reads_our_files_as_trained(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", [["gate_up_proj"], ["mlp.experts.down_proj"], r".*\.1\.mlp\.experts\..*"])
-def test_single_matrices_and_layers_are_read_by_peft(targets: Any, tmp_path: Path) -> None:
+def test_single_matrices_and_layers_are_read_by_peft(targets, tmp_path):
     lora = LORA.model_copy(update={"targets": targets})
     model = adapted("qwen3_moe", lora)
     save_adapter(model, tmp_path, base_name="base", config=lora)
@@ -102,7 +101,7 @@ def test_single_matrices_and_layers_are_read_by_peft(targets: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", usual(["qwen3_moe", "gpt_oss", "mixtral"], ["qwen3_moe", "gpt_oss"]))
-def test_training_equals_pefts_over_several_steps(family: str, tmp_path: Path) -> None:
+def test_training_equals_pefts_over_several_steps(family, tmp_path):
     plain = experts_model(family, torch.float64)
     names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     config = peft.LoraConfig(
@@ -147,13 +146,13 @@ def test_training_equals_pefts_over_several_steps(family: str, tmp_path: Path) -
         ({"rank": 40}, "lora.rank is 40"),
     ],
 )
-def test_what_adapters_of_experts_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_adapters_of_experts_cannot_do_is_refused(changes, message):
     model = experts_model("qwen3_moe", torch.float32)
     with pytest.raises(UsageError, match=message):
         add_lora(model, LORA.model_copy(update={"targets": ["experts"], **changes}), seed=0)
 
 
-def test_plans_count_adapters_of_experts() -> None:
+def test_plans_count_adapters_of_experts():
     from flatout.trainer.model_shape import make_shape
 
     for family in GROUPED:

@@ -80,7 +80,7 @@ def step_gradients(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe"])
-def test_losses_of_one_micro_batch_are_transformers(family: str, tmp_path: Path) -> None:
+def test_losses_of_one_micro_batch_are_transformers(family, tmp_path):
     model = loaded_model(family, tmp_path)
     found = step_gradients(model, ExpertsConfig(balance_loss=0.3, z_loss=0.02), [SAMPLES])
     logits: list[Tensor] = []
@@ -99,7 +99,7 @@ def test_losses_of_one_micro_batch_are_transformers(family: str, tmp_path: Path)
         assert parameter.grad is None or error(found[name], parameter.grad) < 1e-6, name
 
 
-def test_splits_and_padding_change_no_gradient(tmp_path: Path) -> None:
+def test_splits_and_padding_change_no_gradient(tmp_path):
     model = loaded_model("qwen3_moe", tmp_path)
     config = ExpertsConfig(balance_loss=0.3, z_loss=0.02)
     whole = step_gradients(model, config, [SAMPLES])
@@ -116,7 +116,7 @@ def test_splits_and_padding_change_no_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("losses", [{}, {"balance_loss": 0.3}, {"z_loss": 0.02}, {"balance_loss": 0.3, "z_loss": 0.02}])
-def test_replayed_passes_have_the_same_losses_and_loads(tmp_path: Path, losses: dict[str, float]) -> None:
+def test_replayed_passes_have_the_same_losses_and_loads(tmp_path, losses):
     model, config = loaded_model("qwen3_moe", tmp_path), ExpertsConfig(**losses)
     parts = [SAMPLES[:1], SAMPLES[1:]]
     plain, replayed = (step_gradients(model, config, parts, replays=replays) for replays in (False, True))
@@ -126,14 +126,14 @@ def test_replayed_passes_have_the_same_losses_and_loads(tmp_path: Path, losses: 
     assert max(error(replayed[name], plain[name]) for name in plain if plain[name].any()) < 1e-14
 
 
-def test_padding_of_rows_counts_for_nothing(tmp_path: Path) -> None:
+def test_padding_of_rows_counts_for_nothing(tmp_path):
     model = loaded_model("qwen3_moe", tmp_path)
     config = ExpertsConfig(balance_loss=0.3, z_loss=0.02)
     packed, rows = step_gradients(model, config, [SAMPLES]), step_gradients(model, config, [SAMPLES], row_length=16)
     assert max(error(rows[name], packed[name]) for name in packed) < 1e-12
 
 
-def test_ranks_balance_by_the_loads_of_all(tmp_path: Path) -> None:
+def test_ranks_balance_by_the_loads_of_all(tmp_path):
     """Two ranks with other samples: the sum of their gradients is that of one process with all."""
     model = loaded_model("qwen3_moe", tmp_path)
     config, parts = ExpertsConfig(balance_loss=0.3, z_loss=0.02), (SAMPLES[:1], SAMPLES[1:])
@@ -145,7 +145,7 @@ def test_ranks_balance_by_the_loads_of_all(tmp_path: Path) -> None:
             assert error(ranks[0][name] + ranks[1][name], whole[name]) < 1e-12, name
 
 
-def test_loads_count_the_choices_of_tokens(tmp_path: Path) -> None:
+def test_loads_count_the_choices_of_tokens(tmp_path):
     model = loaded_model("deepseek_v3", tmp_path)
     chosen: list[Tensor] = []
     hooks = [one.register_forward_hook(lambda _, __, out: chosen.append(out[2])) for one in find_routers(model)]
@@ -160,7 +160,7 @@ def test_loads_count_the_choices_of_tokens(tmp_path: Path) -> None:
     assert found["entropy"].tolist() == pytest.approx([float(entropy)])
 
 
-def test_defaults_are_transformers(tmp_path: Path) -> None:
+def test_defaults_are_transformers(tmp_path):
     model = experts_model("qwen3_moe", torch.float32)
     assert Routers(model, ExpertsConfig()).balance_loss == 0
     model.config.output_router_logits = True
@@ -179,7 +179,7 @@ def test_defaults_are_transformers(tmp_path: Path) -> None:
         Routers(experts_model("llama4_text", torch.float32), ExpertsConfig(z_loss=0.1))
 
 
-def test_routers_are_read_in_one_graph() -> None:
+def test_routers_are_read_in_one_graph():
     model = experts_model("qwen3_moe", torch.float32)
     model.set_experts_implementation("flatout")
     prepare_experts(model)
@@ -200,7 +200,7 @@ def test_routers_are_read_in_one_graph() -> None:
             assert bool(grad.any())
 
 
-def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path: Path) -> None:
+def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path):
     """Passes that are measured before step 0 have its index, but other samples."""
     model = loaded_model("qwen3_moe", tmp_path)
     loss = ModelWithLoss(model)
@@ -219,7 +219,7 @@ def test_a_repeated_step_keeps_its_counts_and_a_forgotten_one_does_not(tmp_path:
 
 
 @pytest.mark.parametrize("how", ["observed", "failed", "added", "without losses"])
-def test_no_graph_outlives_its_pass(tmp_path: Path, how: str) -> None:
+def test_no_graph_outlives_its_pass(tmp_path, how):
     """A pass that only observes has gradients on, as training's kernels do; one that fails is repeated."""
     model = loaded_model("qwen3_moe", tmp_path)
     loss = ModelWithLoss(model)

@@ -32,7 +32,7 @@ def outcome(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor, **autocast: A
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(40, 96), (1, 40, 96), (4, 10, 96)])
-def test_products_are_within_fp8_and_weight_gradients_exact(shape: tuple[int, ...], bias: bool) -> None:
+def test_products_are_within_fp8_and_weight_gradients_exact(shape, bias):
     exact, quantized = layers(torch.float64, bias=bias)
     x = torch.randn(shape, dtype=torch.float64) * torch.logspace(-3, 3, 40, dtype=torch.float64).view(*shape[:-1], 1)
     grad = torch.randn(*shape[:-1], 64, dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_products_are_within_fp8_and_weight_gradients_exact(shape: tuple[int, ..
         torch.testing.assert_close(mine, true, atol=1e-12, rtol=1e-12)
 
 
-def test_autocast_decides_the_dtype_and_gradients_are_as_wide_as_weights() -> None:
+def test_autocast_decides_the_dtype_and_gradients_are_as_wide_as_weights():
     exact, quantized = layers(torch.float32, bias=True)
     x, grad = torch.randn(32, 96), torch.randn(32, 64)
     ours, truth = (outcome(layer, x, grad, dtype=torch.bfloat16) for layer in (quantized, exact))
@@ -57,7 +57,7 @@ def test_autocast_decides_the_dtype_and_gradients_are_as_wide_as_weights() -> No
     torch.testing.assert_close(ours[2], truth[2], atol=1e-2, rtol=2e-2)
 
 
-def test_a_compiled_layer_equals_an_eager_one() -> None:
+def test_a_compiled_layer_equals_an_eager_one():
     _, quantized = layers(torch.float32, bias=True)
     x, grad = torch.randn(32, 96), torch.randn(32, 64)
     compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True)
@@ -65,7 +65,7 @@ def test_a_compiled_layer_equals_an_eager_one() -> None:
         torch.testing.assert_close(mine, true)
 
 
-def test_frozen_inputs_and_weights_get_no_gradient() -> None:
+def test_frozen_inputs_and_weights_get_no_gradient():
     _, quantized = layers(torch.float32, bias=False)
     quantized.weight.requires_grad_(False)
     x = torch.randn(32, 96, requires_grad=True)

@@ -40,9 +40,7 @@ def make_run(config: Any) -> TrainingRun:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
-def test_equals_ordinary_updates_to_the_bit(
-    tiny: Any, tmp_path: Path, metrics_of: Any, precision: str, name: str
-) -> None:
+def test_equals_ordinary_updates_to_the_bit(tiny, tmp_path, metrics_of, precision, name):
     for update in ("step", "backward"):
         model = {"name": str(tiny.model_dir), "precision": precision}
         train(full_config(tiny, tmp_path / update, update, model=model, optim={"name": name}))
@@ -58,7 +56,7 @@ def test_equals_ordinary_updates_to_the_bit(
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5 if precision == "fp32" else 1e-12)
 
 
-def test_gradients_never_exist_together(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_never_exist_together(tiny, tmp_path, monkeypatch):
     run = make_run(full_config(tiny, tmp_path, "backward"))
     live: list[int] = []
     ordinary = run.optimizer.step
@@ -71,7 +69,7 @@ def test_gradients_never_exist_together(tiny: Any, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("when", ["before the step", "in its forward pass"])
-def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, when: str) -> None:
+def test_a_stop_leaves_the_weights_alone(tiny, tmp_path, when):
     run = make_run(full_config(tiny, tmp_path, "backward"))
     before = [parameter.detach().clone() for parameter in run.parameters]
 
@@ -86,7 +84,7 @@ def test_a_stop_leaves_the_weights_alone(tiny: Any, tmp_path: Path, when: str) -
     assert all(torch.equal(parameter, old) for parameter, old in zip(run.parameters, before, strict=True))
 
 
-def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_before_any_update(tiny, tmp_path):
     run = make_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[0].data[:] = float("nan")
     before = [parameter.detach().clone() for parameter in run.parameters]
@@ -95,7 +93,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_update(tiny: Any, tmp_path: 
     assert all(torch.equal(p, old) for p, old in zip(run.parameters[1:], before[1:], strict=True))
 
 
-def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_names_the_way_back(tiny, tmp_path):
     run = make_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after the update"):
@@ -103,7 +101,7 @@ def test_a_gradient_that_is_not_finite_names_the_way_back(tiny: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_running_out_of_memory_ends_with_what_to_do(tiny: Any, tmp_path: Path, where: str) -> None:
+def test_running_out_of_memory_ends_with_what_to_do(tiny, tmp_path, where):
     """A part of the step cannot be repeated: its weights may have changed."""
     run = make_run(full_config(tiny, tmp_path, "backward"))
 
@@ -122,7 +120,7 @@ def test_running_out_of_memory_ends_with_what_to_do(tiny: Any, tmp_path: Path, w
     handle.remove()
 
 
-def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny: Any, tmp_path: Path) -> None:
+def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny, tmp_path):
     losses = []
     for cap in (None, 50):
         run = make_run(full_config(tiny, tmp_path, "backward"))
@@ -133,7 +131,7 @@ def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny: Any
     assert losses[0] == losses[1]
 
 
-def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_updated_in_backward_is_refused_by_the_plan(tiny, tmp_path):
     fits = full_config(tiny, tmp_path, "backward")
     plan = open_and_plan(fits, Reporter(), Rank()).plan
     check_backward_update(PlanSettings.of(fits), plan, Rank())

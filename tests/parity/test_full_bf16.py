@@ -16,7 +16,7 @@ NUM_STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def wide_model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide_model(tiny, tmp_path_factory):
     """A model whose rows are wide enough for moments in 8 bit."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     save_tiny_model(folder, "qwen3", hidden_size=64, intermediate_size=128, vocab_size=512)
@@ -39,7 +39,7 @@ def bf16_config(tiny: Any, run_dir: Path, weights: str, name: str, model: Path, 
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.exhaustive), "adamw8bit"])
-def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, name: str, wide_model: Path) -> None:
+def test_learns_as_fp32_masters_do(tiny, tmp_path, metrics_of, name, wide_model):
     curves = {}
     for weights, optimizer in (("fp32", "adamw"), ("bf16", name)):
         run_dir = tmp_path / weights
@@ -56,7 +56,7 @@ def test_learns_as_fp32_masters_do(tiny: Any, tmp_path: Path, metrics_of: Any, n
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, tmp_path: Path, name: str, wide_model: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tiny, tmp_path, name, wide_model):
     checkpoint = {"every_steps": 3, "keep": 20}
     batch = {"samples_per_step": 6, "micro_batch_tokens": 4000, "max_steps": 8}
     config = bf16_config(tiny, tmp_path / "run", "bf16", name, wide_model, checkpoint=checkpoint)
@@ -77,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, tmp_path: Path, name: 
         assert torch.uint8 in {tensor.dtype for tensor in other.values()}
 
 
-def test_bf16_weights_without_bf16_arithmetic_are_refused(tiny: Any, tmp_path: Path) -> None:
+def test_bf16_weights_without_bf16_arithmetic_are_refused(tiny, tmp_path):
     config = tiny.config(tmp_path, method="full", full={"weights": "bf16"})
     with pytest.raises(UsageError, match=r"got model\.precision fp32 on this device"):
         train(config)

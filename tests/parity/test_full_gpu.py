@@ -19,10 +19,7 @@ from flatout.models.trained_fp8 import convert_to_float8
 from flatout.optim.build import make_optimizer
 from flatout.optim.update import BackwardUpdate, set_lr
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)
 SHAPES = {"layer.weight": (96, 128), "odd.weight": (33, 129), "wide.weight": (512, 1024), "norm.weight": (7,)}
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "initializer_range": 0.05}
@@ -45,7 +42,7 @@ def steps(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, seed
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_lean_update_is_the_cpus(name: str, dtype: torch.dtype) -> None:
+def test_a_lean_update_is_the_cpus(name, dtype):
     """The random bits are equal on both, so bf16 weights differ only where a rounding error meets the draw."""
     config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
     cpu, gpu, again = parameters(dtype, torch.device("cpu")), parameters(dtype, CUDA), parameters(dtype, CUDA)
@@ -64,7 +61,7 @@ def test_a_lean_update_is_the_cpus(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_lean_updates_resume_recompile_nothing_and_never_wait(name: str) -> None:
+def test_lean_updates_resume_recompile_nothing_and_never_wait(name):
     config = OptimConfig.model_validate({"name": name, "lr": 0.01})
     named, again = parameters(torch.bfloat16, CUDA), parameters(torch.bfloat16, CUDA)
     optimizer = make_optimizer(named, config, seed=5)
@@ -86,7 +83,7 @@ def test_lean_updates_resume_recompile_nothing_and_never_wait(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_flat_adapters_take_the_steps_of_separate_ones(name: str) -> None:
+def test_flat_adapters_take_the_steps_of_separate_ones(name):
     config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
     flat, separate = parameters(torch.float32, CUDA), parameters(torch.float32, CUDA)
     for named, is_flat in ((flat, True), (separate, False)):
@@ -136,7 +133,7 @@ def losses(loaded: Any, optimizer: torch.optim.Optimizer, num_steps: int) -> tor
 
 
 @pytest.mark.parametrize(("weights", "name"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw8bit")])
-def test_updates_in_backward_through_compiled_layers(tmp_path: Path, weights: str, name: str) -> None:
+def test_updates_in_backward_through_compiled_layers(tmp_path, weights, name):
     torch._dynamo.reset()
     config = OptimConfig.model_validate({"name": name, "lr": 1e-3})
     curves = []
@@ -165,7 +162,7 @@ def test_updates_in_backward_through_compiled_layers(tmp_path: Path, weights: st
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize(("compute", "scale"), [("fp8", "tensor"), ("fp8_rowwise", "row")])
-def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str, compute: Any, scale: str) -> None:
+def test_fp8_products_learn_as_bf16_ones_do(tmp_path, weights, compute, scale):
     pytest.importorskip("torchao", reason="needs the gpu extra")
     torch._dynamo.reset()
     curves, gradients = [], []
@@ -188,7 +185,7 @@ def test_fp8_products_learn_as_bf16_ones_do(tmp_path: Path, weights: str, comput
     assert curves[1][-4:].mean() < 0.9 * curves[1][:4].mean()
 
 
-def test_narrow_hidden_states_compile_and_learn_as_wide_ones_do(tmp_path: Path) -> None:
+def test_narrow_hidden_states_compile_and_learn_as_wide_ones_do(tmp_path):
     torch._dynamo.reset()
     curves, gradients = [], []
     for hidden_states in ("fp32", "model"):

@@ -1,7 +1,5 @@
 """Joined LoRA layers equal the layers alone: values and every gradient, any architecture, traced as one graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import FAMILIES, save_tiny_model, tiny_samples

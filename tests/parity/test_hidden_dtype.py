@@ -52,7 +52,7 @@ def pass_of(loaded: LoadedModel) -> tuple[float, torch.Tensor, set[torch.dtype]]
 # the last two return fp32 themselves: by the experts' input after a norm, by a norm after attention and MLP
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3_text", "qwen3_moe", "exaone4"])
 @pytest.mark.parametrize("rows", [False, True])
-def test_only_the_hidden_states_are_narrower(tmp_path: Path, kind: str, rows: bool) -> None:
+def test_only_the_hidden_states_are_narrower(tmp_path, kind, rows):
     wide = load(tmp_path / "model", kind, "fp32", "bf16", rows)
     narrow = load(tmp_path / "model", kind, "model", "bf16", rows)
     assert "hidden states between layers are bfloat16" in narrow.report
@@ -65,7 +65,7 @@ def test_only_the_hidden_states_are_narrower(tmp_path: Path, kind: str, rows: bo
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_it_changes_nothing_where_weights_are_as_narrow_and_says_so(tmp_path: Path, precision: str) -> None:
+def test_it_changes_nothing_where_weights_are_as_narrow_and_says_so(tmp_path, precision):
     wide = pass_of(load(tmp_path / "model", "qwen3", "fp32", precision))
     loaded = load(tmp_path / "model", "qwen3", "model", precision)
     assert any("hidden_states: model has no effect, as the weights are float" in line for line in loaded.report)
@@ -74,13 +74,13 @@ def test_it_changes_nothing_where_weights_are_as_narrow_and_says_so(tmp_path: Pa
     assert torch.equal(wide[1], narrow[1])
 
 
-def test_fp16_is_refused(tmp_path: Path) -> None:
+def test_fp16_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"needs model\.precision bf16; got fp16"):
         load(tmp_path / "model", "qwen3", "model", "fp16")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "exaone4"])
-def test_compiled_layers_get_and_return_the_same(tmp_path: Path, kind: str) -> None:
+def test_compiled_layers_get_and_return_the_same(tmp_path, kind):
     loaded = load(tmp_path / "model", kind, "model", "bf16")
     loss, grads, _ = pass_of(loaded)
     loaded.model.zero_grad()
@@ -101,7 +101,7 @@ def test_compiled_layers_get_and_return_the_same(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("level", ["full", "offload"])
-def test_recomputed_layers_get_the_same_dtype(tmp_path: Path, level: Any) -> None:
+def test_recomputed_layers_get_the_same_dtype(tmp_path, level):
     """Offload replaces a frozen embedding by one on the host."""
     save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
     kept = load(tmp_path / "model", "qwen3", "model", "bf16")

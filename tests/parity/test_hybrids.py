@@ -44,7 +44,7 @@ def load(folder: Path, model_type: str, device: torch.device, precision: Any, ro
 
 @pytest.mark.parametrize("num_boundaries", [None, padded_num_boundaries(len(LENGTHS))])
 @pytest.mark.parametrize("model_type", CONVOLUTIONS)
-def test_convolutions_pack_exactly_without_a_kernel(tmp_path: Path, model_type: str, num_boundaries: Any) -> None:
+def test_convolutions_pack_exactly_without_a_kernel(tmp_path, model_type, num_boundaries):
     loaded = load(tmp_path, model_type, CPU, "fp64")
     assert choose_layout(loaded.model.config, "auto").layout == "packed"
     assert "packed = alone within 0.0e+00" in check_packing(loaded)
@@ -62,9 +62,7 @@ class PassThrough(torch.nn.Module):
 
 @pytest.mark.parametrize("num_boundaries", [None, padded_num_boundaries(len(LENGTHS))])
 @pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h"])
-def test_routers_of_packed_hybrids_count_tokens_without_padding(
-    tmp_path: Path, model_type: str, num_boundaries: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routers_of_packed_hybrids_count_tokens_without_padding(tmp_path, model_type, num_boundaries, monkeypatch):
     """Their layers also see the masked tokens between documents, which belong to no sample."""
     monkeypatch.setattr("flatout.models.arch_quirks.find_spec", lambda package: True)
     loaded = load(tmp_path, model_type, CPU, "fp32")
@@ -93,7 +91,7 @@ def test_routers_of_packed_hybrids_count_tokens_without_padding(
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
-def test_a_recurrence_without_its_kernel_takes_rows_and_says_what_to_install(model_type: str) -> None:
+def test_a_recurrence_without_its_kernel_takes_rows_and_says_what_to_install(model_type):
     if all(map(find_spec, RECURRENT[model_type])):
         pytest.skip("its kernels are installed")
     choice = choose_layout(tiny(model_type), "auto")
@@ -103,7 +101,7 @@ def test_a_recurrence_without_its_kernel_takes_rows_and_says_what_to_install(mod
         choose_layout(tiny(model_type), "packed")
 
 
-def test_kernels_that_refuse_a_backward_pass_are_found_at_the_start(tmp_path: Path) -> None:
+def test_kernels_that_refuse_a_backward_pass_are_found_at_the_start(tmp_path):
     loaded = load(tmp_path, "qwen3_5_text", CPU, "fp32", rows=True)
     assert "rows = alone" in check_packing(loaded)
 
@@ -124,7 +122,7 @@ def test_kernels_that_refuse_a_backward_pass_are_found_at_the_start(tmp_path: Pa
     "model_type",
     ["falcon_mamba", "jamba", "kimi_linear", "mamba", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba"],
 )
-def test_no_graph_contains_a_loop_over_tokens(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_contains_a_loop_over_tokens(model_type, monkeypatch):
     if find_spec("fla") and model_type.startswith("qwen3"):
         pytest.skip("its kernels are installed")
     with torch.device("meta"):
@@ -146,9 +144,7 @@ def test_no_graph_contains_a_loop_over_tokens(model_type: str, monkeypatch: pyte
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", RECURRENT)
-def test_packed_equals_rows_equals_one_by_one_on_a_gpu(
-    tmp_path: Path, model_type: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_equals_rows_equals_one_by_one_on_a_gpu(tmp_path, model_type, precision, monkeypatch):
     for package in RECURRENT[model_type]:
         pytest.importorskip(package)
     # kernels want heads of at least 16, and fp32 products without TF32

@@ -1,7 +1,5 @@
 """Adapters that read float8 inputs: the reference, layers that use it, the copies of A and B, and the kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -21,10 +21,7 @@ from flatout.trainer.memory_check import read_record
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPES = {
     "wide": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4},
     "deep": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16},
@@ -47,7 +44,7 @@ class Told(MemoryCallback):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     torch.compiler.reset()
@@ -110,9 +107,7 @@ def assert_planned_within(config: Config, peak_bytes: int, share: float = 0.05) 
 @pytest.mark.parametrize("constants", ["fitted", "of another GPU"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_the_corrected_plan_is_within_5_percent(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, recompute: str, constants: str
-) -> None:
+def test_the_corrected_plan_is_within_5_percent(tiny, tmp_path, monkeypatch, shape, recompute, constants):
     if constants != "fitted":
         count_fewer_activations(monkeypatch)
     model = make_model(tiny, tmp_path / "model", **SHAPES[shape])
@@ -124,9 +119,7 @@ def test_the_corrected_plan_is_within_5_percent(
         assert "planned again with" in told.starts("measured")[0]
 
 
-def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(tiny, tmp_path, monkeypatch):
     """Here the plan changes, so the run is built and compiled a second time."""
     count_fewer_activations(monkeypatch)
     model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
@@ -143,9 +136,7 @@ def test_compiled_layers_and_full_fine_tuning_are_within_5_percent(
         assert_planned_within(config, peak_bytes)
 
 
-def test_an_equal_start_measures_nothing_and_takes_the_same_steps(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_equal_start_measures_nothing_and_takes_the_same_steps(tiny, tmp_path, monkeypatch):
     count_fewer_activations(monkeypatch)
     model = make_model(tiny, tmp_path / "model", **SHAPES["deep"])
     plans = []
@@ -160,7 +151,7 @@ def test_an_equal_start_measures_nothing_and_takes_the_same_steps(
     assert plans[0].device.corrections == plans[1].device.corrections
 
 
-def test_measuring_leaves_no_trace_in_the_numbers(tiny: Any, tmp_path: Path) -> None:
+def test_measuring_leaves_no_trace_in_the_numbers(tiny, tmp_path):
     """Equal losses with and without measured passes, at the same micro-batches."""
     model = make_model(tiny, tmp_path / "model", **SHAPES["wide"])
     config = limited(tiny, tmp_path / "measured", model, compile="off", recompute="none")
@@ -195,7 +186,7 @@ def picture_rows(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["frozen", "lora", "full"])
-def test_pictures_are_as_planned(tmp_path: Path, method: str) -> None:
+def test_pictures_are_as_planned(tmp_path, method):
     """A tower that takes most of the memory, frozen and trained; prints what is planned before it is corrected."""
     world = PictureWorld(tmp_path / "world", wide=True)
     sizes = {"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "depth": 12}
@@ -241,7 +232,7 @@ class LowScores(Callback):
         self.are_finite.append(bool(query.grad.isfinite().all()))
 
 
-def test_low_scores_have_finite_gradients_in_a_run(tiny: Any, tmp_path: Path) -> None:
+def test_low_scores_have_finite_gradients_in_a_run(tiny, tmp_path):
     """A run turns torch's cuDNN attention off, whose gradients would be NaN, and leaves torch as it was."""
     scores, before = LowScores(), torch.backends.cuda.cudnn_sdp_enabled()
     config = tiny.config(tmp_path / "run", device="cuda", compile="off", batch={"samples_per_step": 2, "max_steps": 1})
@@ -253,7 +244,7 @@ def test_low_scores_have_finite_gradients_in_a_run(tiny: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_preference_training_is_within_5_percent(tiny: Any, tmp_path: Path, kind: str, recompute: str) -> None:
+def test_preference_training_is_within_5_percent(tiny, tmp_path, kind, recompute):
     """With passes for the reference, and KTO's before each step, at the sizes of training's."""
     rows = []
     for index in range(200):
@@ -275,7 +266,7 @@ def test_preference_training_is_within_5_percent(tiny: Any, tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["dpo", "simpo"])
-def test_peaks_of_first_steps_are_not_those_of_the_reference(tiny: Any, tmp_path: Path, kind: str) -> None:
+def test_peaks_of_first_steps_are_not_those_of_the_reference(tiny, tmp_path, kind):
     """Where the reference's passes, before step 0, were those of longer pairs than the first steps'."""
     rows = [
         {"prompt": f"What is {i}?", "chosen": f"It is {i}. " * (30 + i), "rejected": "No. " * (30 + i)}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 from model_table import PAGE, RESULTS, page
 from model_table import tiny as tiny_shape
 
@@ -15,20 +13,18 @@ from flatout.cli.main import main
 RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())["models"]
 
 
-def test_the_page_is_written_from_the_results() -> None:
+def test_the_page_is_written_from_the_results():
     assert PAGE.read_text() == page(json.loads(RESULTS.read_text()))
 
 
-def test_few_models_are_refused_and_none_is_inexact() -> None:
+def test_few_models_are_refused_and_none_is_inexact():
     counted = [row for row in RECORDED.values() if row["counts"]]
     refused = [row["refused"] for row in counted if "refused" in row]
     assert len(refused) <= 0.03 * len(counted)
     assert not [reason for reason in refused if "INEXACT" in reason or "TRACEBACK" in reason]
 
 
-def test_token_ids_without_a_logit_are_refused_and_others_train(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_ids_without_a_logit_are_refused_and_others_train(tiny, tmp_path, capsys):
     """Inkling cuts the padding of its vocabulary off its logits."""
     shape = tiny_shape("inkling_text")
     shape.unpadded_vocab_size = 290

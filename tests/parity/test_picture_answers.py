@@ -30,7 +30,7 @@ NOT_GENERATED = ("qwen3_vl_moe", "ovis2")
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model_of(tmp_path_factory):
     root = tmp_path_factory.mktemp("picture_models")
 
     def make(family: str) -> Path:
@@ -61,7 +61,7 @@ def plain_inputs(processor: Any, text: str, files: list[bytes]) -> dict[str, tor
 
 
 @pytest.mark.parametrize("family", [family for family in SOME_FAMILIES if family.values[0] not in NOT_GENERATED])
-def test_answers_equal_those_of_generate(model_of: Any, family: str) -> None:
+def test_answers_equal_those_of_generate(model_of, family):
     """Tokens and their log-probabilities. Several prompts share packed passes; one alone takes transformers' cache."""
     from transformers import AutoModelForImageTextToText
 
@@ -110,9 +110,7 @@ def test_answers_equal_those_of_generate(model_of: Any, family: str) -> None:
     assert changed.logprobs != pytest.approx(expected[0][1], abs=1e-3)
 
 
-def test_chat_eval_and_python_answer_about_pictures(
-    model_of: Any, tmp_path: Path, capfd: Any, monkeypatch: Any
-) -> None:
+def test_chat_eval_and_python_answer_about_pictures(model_of, tmp_path, capfd, monkeypatch):
     """The three ways give one answer; what is no picture is told before a model is loaded."""
     from flatout.api.run import Run
 
@@ -173,9 +171,7 @@ def test_chat_eval_and_python_answer_about_pictures(
         ("class", 3, "processor_class is 'NoSuchProcessor', which the installed transformers does not have"),
     ],
 )
-def test_texts_need_neither_pillow_nor_processor(
-    model_of: Any, tmp_path: Path, capfd: Any, monkeypatch: Any, missing: str, code: int, says: str
-) -> None:
+def test_texts_need_neither_pillow_nor_processor(model_of, tmp_path, capfd, monkeypatch, missing, code, says):
     folder = Path(shutil.copytree(model_of("qwen2_5_vl"), tmp_path / "model"))
     options = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--prompt", "is it red?"]
     picture = tmp_path / "a.png"

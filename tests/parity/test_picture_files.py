@@ -84,7 +84,7 @@ def files() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("picture_files")
     lines = []
     for name, content in files():
@@ -102,7 +102,7 @@ def built(rows: Path, model: Path, root: Path) -> Any:
 
 @pytest.mark.filterwarnings("error:.*Transparency")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_reads_what_the_processor_makes_of_the_file(rows: Path, tmp_path: Path, family: str) -> None:
+def test_training_reads_what_the_processor_makes_of_the_file(rows, tmp_path, family):
     from transformers import AutoModelForImageTextToText
 
     from flatout.trainer.picture_inputs import PictureMaker
@@ -132,9 +132,7 @@ def test_training_reads_what_the_processor_makes_of_the_file(rows: Path, tmp_pat
     maker.close()
 
 
-def test_what_a_processor_does_not_convert_is_refused_unless_it_is_opaque(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_processor_does_not_convert_is_refused_unless_it_is_opaque(tmp_path, capfd):
     make_reader(tmp_path / "model", "llava")
     settings = tmp_path / "model" / "processor_config.json"
     fields = json.loads(settings.read_text())
@@ -164,7 +162,7 @@ def test_what_a_processor_does_not_convert_is_refused_unless_it_is_opaque(
     assert build("rgba.png", "la.png", "palette-one.png", "turned-rgba.webp") == 0
 
 
-def test_a_picture_in_memory_is_that_of_its_file(tmp_path: Path) -> None:
+def test_a_picture_in_memory_is_that_of_its_file(tmp_path):
     """From Python: Pillow's images and bytes, with transparency and orientation; arrays are named."""
     from flatout.api.inputs import prompts_in_memory
     from flatout.data.pictures.read import decoded
@@ -186,7 +184,7 @@ def test_a_picture_in_memory_is_that_of_its_file(tmp_path: Path) -> None:
         prompts_in_memory("what?", [Image.new("PA", (20, 30))], None)
 
 
-def test_small_copies_are_on_white(tmp_path: Path) -> None:
+def test_small_copies_are_on_white(tmp_path):
     from flatout.data.pictures.show import thumbnails
 
     contents = dict(files())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
+def world(tmp_path_factory):
     return PictureWorld(tmp_path_factory.mktemp("pictures"))
 
 
@@ -28,9 +27,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "layout"), list(cases()))
-def test_training_equals_a_plain_loop(
-    world: PictureWorld, tmp_path: Path, metrics_of: Any, record_property: Any, family: str, layout: str
-) -> None:
+def test_training_equals_a_plain_loop(world, tmp_path, metrics_of, record_property, family, layout):
     """`benchmarks/picture_table.py` makes a table of what it records."""
     from flatout.trainer.run import train
 

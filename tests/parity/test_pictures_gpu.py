@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
+def world(tmp_path_factory):
     return PictureWorld(tmp_path_factory.mktemp("wide_pictures"), wide=True)
 
 
@@ -47,9 +46,7 @@ def moved(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> to
 
 
 @pytest.mark.parametrize(("device", "family", "layout", "precision"), list(cases()))
-def test_steps_equal_plain_ones(
-    world: PictureWorld, tmp_path: Path, metrics_of: Any, device: str, family: str, layout: str, precision: str
-) -> None:
+def test_steps_equal_plain_ones(world, tmp_path, metrics_of, device, family, layout, precision):
     """On a GPU, packed layers are compiled in bf16, once before the first step."""
     from flatout.trainer.run import train
 

@@ -1,7 +1,6 @@
 """The whole spine against a plain transformers + PEFT loop that shares none of its code, on the same batches."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -51,7 +50,7 @@ def plain_losses(
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_200_steps_equal_a_plain_loop(tiny: Any, tmp_path: Path, metrics_of: Any, method: str) -> None:
+def test_200_steps_equal_a_plain_loop(tiny, tmp_path, metrics_of, method):
     from flatout.checkpoint.write import Checkpoints
     from flatout.models.lora.adapter import save_adapter
     from flatout.parallel.rank import Rank

@@ -87,7 +87,7 @@ def built(config: Config) -> TrainingRun:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_operator_of_a_step_waits_for_a_value(tiny: Any, tmp_path: Path, kind: str) -> None:
+def test_no_operator_of_a_step_waits_for_a_value(tiny, tmp_path, kind):
     run = built(config_of(tiny, tmp_path, kind, "cpu"))
     accumulate_gradients(run, run.plan.step(0))
     with HostReads() as reads:
@@ -99,7 +99,7 @@ def test_no_operator_of_a_step_waits_for_a_value(tiny: Any, tmp_path: Path, kind
     run.close()
 
 
-def test_log_probabilities_of_tokens_add_up_to_those_of_samples(tiny: Any, tmp_path: Path) -> None:
+def test_log_probabilities_of_tokens_add_up_to_those_of_samples(tiny, tmp_path):
     run = built(config_of(tiny, tmp_path, "dpo", "cpu"))
     step, store = run.plan.step(0), run.loader.store
     ids = sorted(step.sample_ids)
@@ -116,7 +116,7 @@ def test_log_probabilities_of_tokens_add_up_to_those_of_samples(tiny: Any, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_every_pass_is_within_what_memory_is_planned_for(tiny: Any, tmp_path: Path, kind: str) -> None:
+def test_every_pass_is_within_what_memory_is_planned_for(tiny, tmp_path, kind):
     """Those before a step too, of other samples: a GPU has memory for no larger ones."""
     batch = {"samples_per_step": 12, "max_steps": 3}
     config = config_of(tiny, tmp_path, kind, "cpu", batch=batch)
@@ -138,7 +138,7 @@ def test_every_pass_is_within_what_memory_is_planned_for(tiny: Any, tmp_path: Pa
 @pytest.mark.parametrize("cuda_graphs", ["auto", "off"])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_steady_step_neither_compiles_nor_waits(tiny: Any, tmp_path: Path, kind: str, cuda_graphs: str) -> None:
+def test_a_steady_step_neither_compiles_nor_waits(tiny, tmp_path, kind, cuda_graphs):
     run, before = built(config_of(tiny, tmp_path, kind, "cuda", cuda_graphs=cuda_graphs)), None
     compiled_s: list[float] = []
     for index, step in enumerate(run.loader.prefetching(run.plan.steps(), run.rank.index)):

@@ -87,14 +87,10 @@ def run(layer: Any, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("family", "storage"),
-    [
-        pytest.param("qwen3", "model", marks=pytest.mark.exhaustive),
-        ("qwen3", "fp8"),
-        ("qwen3_moe", "model"),
-    ],
+    [pytest.param("qwen3", "model", marks=pytest.mark.exhaustive), ("qwen3", "fp8"), ("qwen3_moe", "model")],
     ids=str,
 )
-def test_half_of_a_fused_layers_activations_are_kept(family: str, storage: str, tmp_path: Path) -> None:
+def test_half_of_a_fused_layers_activations_are_kept(family, storage, tmp_path):
     layer, x = make_layer(tmp_path, family, storage)
     truth, _ = run(layer, x)
     num_bytes = {}
@@ -118,7 +114,7 @@ def num_flops(function: Any, *arguments: Any, **options: Any) -> int:
 
 
 @pytest.mark.parametrize(("window", "num_keys"), [(None, 24), (5, 5)])
-def test_attention_counts_the_products_of_its_keys(window: int | None, num_keys: int) -> None:
+def test_attention_counts_the_products_of_its_keys(window, num_keys):
     operator, boundaries = attention_operator(), torch.tensor([0, 48], dtype=torch.int32)
     q, k, v = (torch.randn(48, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     one_product = 2 * 48 * 4 * 8 * num_keys
@@ -131,7 +127,7 @@ def test_attention_counts_the_products_of_its_keys(window: int | None, num_keys:
 
 
 @pytest.mark.parametrize("rank", [None, 3])
-def test_experts_count_the_products_of_their_slots(rank: int | None) -> None:
+def test_experts_count_the_products_of_their_slots(rank):
     moe.register_ops()
     x, weight = torch.randn(9, 16), torch.randn(4, 24, 16)
     routing = moe.route(torch.randint(4, (9, 2), generator=torch.Generator().manual_seed(0)), 4)

@@ -28,10 +28,7 @@ PHIMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": No
 CASES = {
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
     "llama longrope": ("llama", {"rope_parameters": LONGROPE}),
-    "phimoe longrope": (
-        "phimoe",
-        {**PHIMOE, "rope_parameters": {**LONGROPE, "short_mscale": 1.2, "long_mscale": 1.5}},
-    ),
+    "phimoe longrope": ("phimoe", {**PHIMOE, "rope_parameters": {**LONGROPE, "short_mscale": 1.2, "long_mscale": 1.5}}),
     "llama dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
     "cohere dynamic": ("cohere", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
     "gemma3 by layer": (

@@ -1,7 +1,5 @@
 """Values at random places within the rounding of a narrower dtype: they round to the same, and are uniform."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from flatout.kernels.rounding import dither_within_rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_places_round_to_the_value_and_are_uniform(dtype: torch.dtype) -> None:
+def test_places_round_to_the_value_and_are_uniform(dtype):
     torch.manual_seed(0)
     values = (torch.randn(300, 400) * 0.05).to(dtype).float()
     values[0, :6] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 2.0**-130])
@@ -31,7 +29,7 @@ def test_places_round_to_the_value_and_are_uniform(dtype: torch.dtype) -> None:
         assert ((values + size * step).to(dtype).float() - values)[2:][large].abs().max() == 0
 
 
-def test_a_part_gets_the_places_of_the_whole_and_other_values_stay() -> None:
+def test_a_part_gets_the_places_of_the_whole_and_other_values_stay():
     torch.manual_seed(0)
     values = torch.randn(6, 40, 30).bfloat16().float()
     whole = values.clone()

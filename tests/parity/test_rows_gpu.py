@@ -16,10 +16,7 @@ from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 WARM_UP_STEPS = 3
 
 
@@ -49,7 +46,7 @@ def gradient(run: TrainingRun, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["auto", "varlen"])
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_rows_equal_packed(tiny: Any, tmp_path: Path, method: str, attention: str) -> None:
+def test_rows_equal_packed(tiny, tmp_path, method, attention):
     found = []
     for layout in ("packed", "rows"):
         torch._dynamo.reset()
@@ -62,7 +59,7 @@ def test_rows_equal_packed(tiny: Any, tmp_path: Path, method: str, attention: st
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_steady_steps_compile_nothing_and_never_wait(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_steady_steps_compile_nothing_and_never_wait(tiny, tmp_path, method):
     torch._dynamo.reset()
     run = build(tiny, tmp_path, "rows", "auto", method=method)
     compiled: list[float] = []

@@ -65,7 +65,7 @@ def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dtype", usual([torch.float64, torch.float32], [torch.float64]), ids=["fp64", "fp32"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_generate(family: str, dtype: torch.dtype) -> None:
+def test_greedy_equals_generate(family, dtype):
     """Prompts of all lengths at once, over windows of 8 tokens; answers to one prompt are the same."""
     model, told = tiny_model(family, dtype, "eager" if family == "gemma2" else "sdpa"), list[str]()
     found = sample(make_sampler_model(model, told.append), SamplingParams(20), completions=2)
@@ -76,7 +76,7 @@ def test_greedy_equals_generate(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", usual(OTHERS, ["qwen3_next", "lfm2", "mamba2", "deepseek_v3", "gpt2", "rwkv"]))
-def test_every_family_is_sampled_with_the_cache_that_it_has(family: str) -> None:
+def test_every_family_is_sampled_with_the_cache_that_it_has(family):
     torch.manual_seed(0)
     config = tiny(family)
     model, told = auto_class(config).from_config(config, dtype=torch.float32).eval(), list[str]()
@@ -119,9 +119,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("family", "storage", "lora", "fused"), LAYERS)
-def test_log_probabilities_are_those_of_the_pass_that_trains(
-    tmp_path: Path, family: str, storage: Any, lora: dict[str, Any], fused: bool
-) -> None:
+def test_log_probabilities_are_those_of_the_pass_that_trains(tmp_path, family, storage, lora, fused):
     """Unmerged adapters, fused layers and quantized weights: all answers in one packed pass, at temperature 1."""
     loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)
     told = list[str]()
@@ -152,7 +150,7 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(
     assert len({one.token_ids for one in found[1]}) == 3
 
 
-def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch):
     """However many places there are, who ends when, and what else is sampled."""
     model = tiny_model("qwen3", torch.float64, "sdpa")
     sampler_model, stops = make_sampler_model(model), frozenset(range(20, 30))
@@ -179,7 +177,7 @@ def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch: pytest.Mo
     assert [one.token_ids for (one,) in other] != [group[0].token_ids for group in found]
 
 
-def test_cuts_are_those_of_transformers() -> None:
+def test_cuts_are_those_of_transformers():
     torch.manual_seed(0)
     prompt = torch.randint(0, 2100, (1, 40))
     logits = torch.randn(1, 2100) * 4
@@ -202,7 +200,7 @@ def test_cuts_are_those_of_transformers() -> None:
     assert torch.allclose(logprobs, logits.log_softmax(-1)[0, draws], atol=1e-6)
 
 
-def test_random_numbers_are_uniform_and_their_own() -> None:
+def test_random_numbers_are_uniform_and_their_own():
     keys = torch.arange(1 << 14) * 977
     numbers = torch.stack([uniform(keys, torch.full_like(keys, count)) for count in range(8)])
     assert float(numbers.min()) >= 0
@@ -213,7 +211,7 @@ def test_random_numbers_are_uniform_and_their_own() -> None:
     assert abs(float(torch.corrcoef(numbers)[0, 1])) < 0.03
 
 
-def test_an_answer_ends_where_positions_do() -> None:
+def test_an_answer_ends_where_positions_do():
     sampler_model = make_sampler_model(tiny_model("qwen3", torch.float32, "sdpa"))
     found = sample(sampler_model, SamplingParams(20, max_positions=20))
     lengths = [min(20, 20 - len(prompt)) for prompt in PROMPTS]
@@ -226,7 +224,7 @@ def test_an_answer_ends_where_positions_do() -> None:
         sample(sampler_model, SamplingParams(20), [[]])
 
 
-def test_what_a_caller_does_wrong_gives_up_no_cache() -> None:
+def test_what_a_caller_does_wrong_gives_up_no_cache():
     sampler_model = make_sampler_model(tiny_model("qwen3", torch.float64, "sdpa"))
     sampler, params = InProcess(sampler_model), SamplingParams(3)
 
@@ -242,14 +240,14 @@ def test_what_a_caller_does_wrong_gives_up_no_cache() -> None:
     assert sampler.known == {"slots": True}
 
 
-def test_damaged_weights_are_no_answer() -> None:
+def test_damaged_weights_are_no_answer():
     model = tiny_model("qwen3", torch.float32, "sdpa")
     model.lm_head.weight.data[:] = math.nan
     with pytest.raises(NumericError, match="the answer to prompt 1 has the log-probability nan"):
         sample(make_sampler_model(model), SamplingParams(12))
 
 
-def test_unmerged_answers_equal_merged_ones() -> None:
+def test_unmerged_answers_equal_merged_ones():
     model = tiny_model("qwen3", torch.float64, "sdpa")
     plain = sample(make_sampler_model(model), SamplingParams(20))
     add_lora(model, LoraConfig(rank=4), seed=0)

@@ -30,7 +30,7 @@ PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in
 
 
 @pytest.fixture(scope="module", params=["qwen3-model", "mistral-model", "qwen3-nf4", "qwen3-fp8", "qwen3_moe-model"])
-def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplerModel, list[str]]:
+def weights(request, tmp_path_factory):
     family, _, storage = request.param.partition("-")
     if storage == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no float8 products")
@@ -63,9 +63,7 @@ def sample(model: SamplerModel, params: SamplingParams, *, records: bool) -> lis
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}])
-def test_recorded_steps_equal_plain_ones_to_the_bit(
-    weights: tuple[SamplerModel, list[str]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_equal_plain_ones_to_the_bit(weights, settings, monkeypatch):
     """With places that are given to others as answers end at tokens of their own."""
     monkeypatch.setattr(backends, "MAX_SLOTS", 16)
     own, told = weights
@@ -78,7 +76,7 @@ def test_recorded_steps_equal_plain_ones_to_the_bit(
         assert len({one.token_ids for one in plain[0]}) == 4
 
 
-def test_garbage_with_graphs_of_its_own_does_not_stop_a_recording() -> None:
+def test_garbage_with_graphs_of_its_own_does_not_stop_a_recording():
     """Python's collector may run at any allocation; freeing a graph's memory in a recording would end it."""
     told: list[str] = []
     device = torch.device("cuda")
@@ -108,7 +106,7 @@ def test_garbage_with_graphs_of_its_own_does_not_stop_a_recording() -> None:
     assert total.item() == 4
 
 
-def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[SamplerModel, list[str]]) -> None:
+def test_log_probabilities_are_those_of_the_packed_pass(weights):
     own, told = weights
     found = sample(own, SamplingParams(40, temperature=1.0), records=True)
     with torch.no_grad():
@@ -120,9 +118,7 @@ def test_log_probabilities_are_those_of_the_packed_pass(weights: tuple[SamplerMo
     assert not told
 
 
-def test_memory_is_freed_and_bounds_the_slots(
-    weights: tuple[SamplerModel, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_freed_and_bounds_the_slots(weights, monkeypatch):
     own, told = weights
     # kernels keep workspaces
     sample(own, SamplingParams(40), records=False)

@@ -1,7 +1,5 @@
 """Frozen products and their adapters in one accumulator: the reference, layers that use it, and the Hopper kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import save_tiny_model, tiny_samples

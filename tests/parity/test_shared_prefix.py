@@ -90,7 +90,7 @@ def gradients_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, list[tor
 @pytest.mark.parametrize("dtype", usual([torch.float64, torch.float32], [torch.float64]), ids=["fp64", "fp32"])
 @pytest.mark.parametrize("groups", usual(GROUPS, ["two", "none"]))
 @pytest.mark.parametrize(("family", "form"), CASES)
-def test_shared_equals_unshared(family: str, form: Any, groups: str, dtype: torch.dtype) -> None:
+def test_shared_equals_unshared(family, form, groups, dtype):
     model = exact_model(family, dtype, form, **MODELS[family])
     samples, shared = samples_of(GROUPS[groups])
     apart, together = flatten_samples(samples), flatten_samples(samples, shared=shared, fill_tokens=100)
@@ -104,7 +104,7 @@ def test_shared_equals_unshared(family: str, form: Any, groups: str, dtype: torc
         assert relative(mine, true) < (1e-5 if loose else tolerance * (1 if dtype.itemsize == 8 else 20)), name
 
 
-def test_each_shared_token_counts_once_for_every_sample() -> None:
+def test_each_shared_token_counts_once_for_every_sample():
     """Losses on routers weigh a token by the samples that have it: the same gradients and the same counts."""
     from flatout.config.model import ExpertsConfig
     from flatout.models.auxiliary_loss import StepFacts
@@ -141,16 +141,10 @@ def shared_documents(device: str = "cpu", padded: int | None = None) -> tuple[li
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("padded", [None, 9])
-def test_parts_merge_by_their_log_sum_exps(
-    heads: int, kv_heads: int, by_token: bool, with_sinks: bool, padded: int | None
-) -> None:
+def test_parts_merge_by_their_log_sum_exps(heads, kv_heads, by_token, with_sinks, padded):
     """Through the operator in fp64, with kernels that know neither prefixes nor sinks."""
     lengths, shared = shared_documents(padded=padded)
-    form = packed_operator(
-        "flatout_tests::shared",
-        *plain_passes(by_token),
-        log_sums_by_token=by_token,
-    )
+    form = packed_operator("flatout_tests::shared", *plain_passes(by_token), log_sums_by_token=by_token)
     sinks = torch.linspace(-3, 8, heads, dtype=torch.float64, requires_grad=True) if with_sinks else None
     tensors = inputs(heads=heads, kv_heads=kv_heads, lengths=lengths)
     leaves, options = [*tensors, *([sinks] if sinks is not None else [])], {"scale": 0.3, "sinks": sinks}
@@ -168,7 +162,7 @@ def test_parts_merge_by_their_log_sum_exps(
             torch.testing.assert_close(mine, true, atol=1e-12, rtol=1e-12)
 
 
-def test_one_compiled_graph_serves_batches_with_and_without_prefixes() -> None:
+def test_one_compiled_graph_serves_batches_with_and_without_prefixes():
     form = packed_operator("flatout_tests::shared_compiled", *plain_passes(False))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -200,7 +194,7 @@ def test_one_compiled_graph_serves_batches_with_and_without_prefixes() -> None:
         (lambda ids, mask: (ids, np.where(np.arange(len(ids)) == 8, True, mask)), "have labels in 8 shared tokens"),
     ],
 )
-def test_a_prefix_that_would_be_wrong_is_refused(change: Any, message: str) -> None:
+def test_a_prefix_that_would_be_wrong_is_refused(change, message):
     samples, shared = samples_of(GROUPS["one"])
     samples[1] = change(*samples[1])
     with pytest.raises(ValueError, match=message):
@@ -213,7 +207,7 @@ def test_a_prefix_that_would_be_wrong_is_refused(change: Any, message: str) -> N
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (32, 8)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_kernels_err_no_more_than_plain(name: Any, heads: int, kv_heads: int, with_sinks: bool, compiled: bool) -> None:
+def test_kernels_err_no_more_than_plain(name, heads, kv_heads, with_sinks, compiled):
     """Rule K: at most 2x (values) and 3x (gradients) the plain form's own bf16 error against fp64."""
     from flatout.kernels.attention.cudnn import cudnn_problem
     from flatout.kernels.attention.flash import flash_problem
@@ -258,7 +252,7 @@ def test_kernels_err_no_more_than_plain(name: Any, heads: int, kv_heads: int, wi
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_model_in_bf16_on_the_gpu_is_as_close_shared_as_unshared() -> None:
+def test_a_model_in_bf16_on_the_gpu_is_as_close_shared_as_unshared():
     """Whole models with the kernels: the shared batch's error against fp64 is at most twice the unshared batch's."""
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
     exact = tiny_model("qwen3", torch.float64, "flatout_plain", **sizes).cuda()

@@ -65,7 +65,7 @@ def padded_reference(run: TrainingRun, planned: PlannedRun, step: StepPlan) -> t
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_packed_and_accumulated_equal_padded(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_packed_and_accumulated_equal_padded(tiny, tmp_path, method):
     config = tiny.config(
         tmp_path,
         method=method,
@@ -92,7 +92,7 @@ def resplit(config: Any, planned: PlannedRun, budget: int, num_ranks: int) -> An
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
-def test_summed_over_ranks_equals_one_rank(tiny: Any, tmp_path: Path, num_ranks: int) -> None:
+def test_summed_over_ranks_equals_one_rank(tiny, tmp_path, num_ranks):
     """Seven ranks for six samples: one rank has nothing to do. Each rank's part is computed in turn, then summed."""
     config = tiny.config(tmp_path, model={"name": str(tiny.model_dir), "precision": "fp64"})
     run, planned = make_run(config, tmp_path)
@@ -109,7 +109,7 @@ def test_summed_over_ranks_equals_one_rank(tiny: Any, tmp_path: Path, num_ranks:
     assert ((gradients(run) - expected).norm() / expected.norm()).item() < 1e-12
 
 
-def test_tied_embedding_gets_the_gradient_of_both_uses(tiny: Any, tmp_path: Path) -> None:
+def test_tied_embedding_gets_the_gradient_of_both_uses(tiny, tmp_path):
     config = tiny.config(tmp_path, method="full", model={"name": str(tiny.model_dir), "precision": "fp64"})
     run, planned = make_run(config, tmp_path)
     embedding = run.model.get_input_embeddings().weight
@@ -130,9 +130,7 @@ def test_tied_embedding_gets_the_gradient_of_both_uses(tiny: Any, tmp_path: Path
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [1e-3, 1e3])
-def test_grad_norm_and_clipping_equal_the_formula(
-    tiny: Any, tmp_path: Path, max_grad_norm: float, is_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grad_norm_and_clipping_equal_the_formula(tiny, tmp_path, max_grad_norm, is_fused, monkeypatch):
     """Fused optimizers, which a GPU has, clip while they read the gradients."""
     if is_fused:
         monkeypatch.setattr(
@@ -160,9 +158,7 @@ def test_grad_norm_and_clipping_equal_the_formula(
 
 
 @pytest.mark.parametrize("dropout", [0.5, 0.0])
-def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
-    tiny: Any, tmp_path: Path, dropout: float
-) -> None:
+def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(tiny, tmp_path, dropout):
     """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state.
 
     Without dropout the layers are fused, and read the changed adapter only after a refresh.
@@ -201,7 +197,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(
     assert (total.token_accuracy, total.num_label_tokens) == (correct / count, count)
 
 
-def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> None:
+def test_a_step_without_labels_updates_nothing(tiny, tmp_path):
     run, planned = make_run(tiny.config(tmp_path, method="full"), tmp_path)
     step = planned.plan.step(0)
     empty = StepPlan(0, 0, step.sample_ids, step.num_tokens, 0, step.by_rank, step.balance)
@@ -216,7 +212,7 @@ def test_a_step_without_labels_updates_nothing(tiny: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_a_stop_is_heard_in_a_step_without_labels(tiny: Any, tmp_path: Path, update: str) -> None:
+def test_a_stop_is_heard_in_a_step_without_labels(tiny, tmp_path, update):
     config = tiny.config(
         tmp_path, method="full", full={"update": update}, optim={"max_grad_norm": None},
         batch={"samples_per_step": 4, "micro_batch_tokens": 4000},
@@ -231,7 +227,7 @@ def test_a_stop_is_heard_in_a_step_without_labels(tiny: Any, tmp_path: Path, upd
     assert launch(empty)() is None
 
 
-def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path) -> None:
+def test_frozen_weights_and_their_states_never_change(tiny, tmp_path):
     run, planned = make_run(tiny.config(tmp_path), tmp_path)
     trained = {id(parameter) for parameter in run.named_parameters.values()}
     frozen = [p for p in run.model.parameters() if id(p) not in trained]
@@ -243,7 +239,7 @@ def test_frozen_weights_and_their_states_never_change(tiny: Any, tmp_path: Path)
     assert set(run.optimizer.state) == set(run.parameters)
 
 
-def test_dropout_differs_by_position_and_repeats_with_it(tiny: Any, tmp_path: Path) -> None:
+def test_dropout_differs_by_position_and_repeats_with_it(tiny, tmp_path):
     config = tiny.config(tmp_path, lora={"rank": 4, "dropout": 0.5}, optim={"lr": 1e-30})
     run, planned = make_run(config, tmp_path)
     wake_adapter(run)
@@ -258,13 +254,13 @@ def test_dropout_differs_by_position_and_repeats_with_it(tiny: Any, tmp_path: Pa
     assert len(set(losses)) == 3
 
 
-def test_linear_layers_are_the_only_thing_lora_trains(tiny: Any, tmp_path: Path) -> None:
+def test_linear_layers_are_the_only_thing_lora_trains(tiny, tmp_path):
     run, _ = make_run(tiny.config(tmp_path), tmp_path)
     num_linear = sum(isinstance(module, nn.Linear) for module in run.model.get_decoder().modules())
     assert len(run.named_parameters) == 2 * num_linear
 
 
-def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny: Any, tmp_path: Path) -> None:
+def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny, tmp_path):
     """Built at 500 and at 60 tokens: every kept label token has the same loss, to the bit of the arithmetic."""
     model = {"name": str(tiny.model_dir), "precision": "fp64"}
     whole, planned = make_run(tiny.config(tmp_path, model=model), tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,10 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
 from flatout.trainer.planned_run import open_and_plan
-from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients, launch_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 WARM_UP_STEPS = 3
 
 
@@ -39,7 +35,7 @@ def sync_debug(mode: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TrainingRun]:
+def run(tiny, tmp_path, request):
     torch._dynamo.reset()
     has_experts = request.param.startswith("experts")
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "vocab_size": 512}
@@ -72,7 +68,7 @@ def run(tiny: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[T
 
 
 @pytest.mark.parametrize("run", ["lora", "dropout", "fp8-backward", "full", "experts", "experts-fp8"], indirect=True)
-def test_forward_and_backward_never_wait_nor_compile(run: TrainingRun) -> None:
+def test_forward_and_backward_never_wait_nor_compile(run):
     steps = run.loader.prefetching(run.plan.steps(), run.rank.index)
     # passes beside routers are recorded, too
     assert run.loss_module.decoder is not None or type(run.aux_loss) is AuxiliaryLoss
@@ -88,7 +84,7 @@ def test_forward_and_backward_never_wait_nor_compile(run: TrainingRun) -> None:
     assert not compiled_s
 
 
-def test_the_debug_mode_sees_a_wait() -> None:
+def test_the_debug_mode_sees_a_wait():
     """So that the tests of this file can fail."""
     value = torch.ones((), device="cuda")
     with sync_debug("error"), pytest.raises(RuntimeError, match="synchroniz"):
@@ -96,7 +92,7 @@ def test_the_debug_mode_sees_a_wait() -> None:
 
 
 @pytest.mark.parametrize("run", ["lora", "dropout", "full", "lean"], indirect=True)
-def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run: TrainingRun) -> None:
+def test_a_step_that_follows_another_never_waits_but_for_the_one_before(run):
     """From the first forward to the update and the figures of the last step: no synchronisation at all."""
     before = None
     for index, step in enumerate(run.loader.prefetching(run.plan.steps(), run.rank.index)):

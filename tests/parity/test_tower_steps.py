@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ UNPLANNED = "gemma4"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
+def world(tmp_path_factory):
     return PictureWorld(tmp_path_factory.mktemp("towers"))
 
 
@@ -38,9 +37,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "layout", "method"), list(cases()))
-def test_training_the_tower_equals_a_plain_loop(
-    world: PictureWorld, tmp_path: Path, metrics_of: Any, record_property: Any, family: str, layout: str, method: str
-) -> None:
+def test_training_the_tower_equals_a_plain_loop(world, tmp_path, metrics_of, record_property, family, layout, method):
     """`benchmarks/picture_table.py` makes a table of what it records."""
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
@@ -88,7 +85,7 @@ def test_training_the_tower_equals_a_plain_loop(
         torch.testing.assert_close(ours[name].double(), truth[name].double(), rtol=1e-2, atol=1e-3, msg=name)
 
 
-def test_a_tower_that_is_not_planned_is_not_trained(world: PictureWorld, tmp_path: Path) -> None:
+def test_a_tower_that_is_not_planned_is_not_trained(world, tmp_path):
     from flatout.errors import UsageError
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
@@ -113,7 +110,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
         *(pytest.param("cuda", family, marks=GPU) for family in ("qwen2_5_vl", "qwen3_vl", "llava_onevision")),
     ],
 )
-def test_steps_in_bf16_follow_plain_ones(tmp_path: Path, metrics_of: Any, device: str, family: str) -> None:
+def test_steps_in_bf16_follow_plain_ones(tmp_path, metrics_of, device, family):
     """On a GPU, the tower's gradients come through its own attention kernel where the family takes it."""
     from flatout.trainer.run import train
 

@@ -3,13 +3,12 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from bugs import BUGS, ROOT, Bug, is_caught, plant
+from bugs import BUGS, ROOT, is_caught, plant
 
 
-def test_every_bug_has_its_place(tmp_path: Path) -> None:
+def test_every_bug_has_its_place(tmp_path):
     """Seconds instead of minutes: whoever changes such a place learns at once that its bug must follow."""
     shutil.copytree(ROOT / "flatout", tmp_path / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
     before = {file: file.read_bytes() for file in (tmp_path / "flatout").rglob("*.py")}
@@ -20,7 +19,7 @@ def test_every_bug_has_its_place(tmp_path: Path) -> None:
         changed.write_bytes(before[changed])
 
 
-def test_every_bug_has_its_test() -> None:
+def test_every_bug_has_its_test():
     files = sorted({bug.test.partition("::")[0] for bug in BUGS})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-m", "not gpu", *files]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -37,5 +36,5 @@ CASES = [
 
 
 @pytest.mark.parametrize("bug", CASES)
-def test_a_planted_bug_is_caught(bug: Bug) -> None:
+def test_a_planted_bug_is_caught(bug):
     assert is_caught(bug), f"{bug.test} passes with this bug: {bug.name}"

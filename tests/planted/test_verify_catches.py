@@ -50,7 +50,7 @@ def verify_here(tiny: Any, folder: Path, **settings: Any) -> dict[str, dict[str,
 
 
 @pytest.fixture(scope="module")
-def by_heart(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def by_heart(tiny, tmp_path_factory):
     """Settings of a model that has learned six short chats until its loss is about 1e-4."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,7 +76,7 @@ def by_heart(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 @pytest.fixture(params=["ordinary", "by heart"])
-def learned(request: pytest.FixtureRequest) -> dict[str, Any]:
+def learned(request):
     """Settings of a model that knows nothing yet, and of one that knows its data by heart."""
     settings: dict[str, Any] = request.getfixturevalue("by_heart") if request.param == "by heart" else {}
     return settings
@@ -87,9 +87,7 @@ def failed(rows: dict[str, dict[str, Any]]) -> set[str]:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_model_that_knows_its_data_by_heart_agrees(
-    tiny: Any, tmp_path: Path, by_heart: dict[str, Any], method: str
-) -> None:
+def test_a_model_that_knows_its_data_by_heart_agrees(tiny, tmp_path, by_heart, method):
     rows = verify_here(tiny, tmp_path, method=method, **by_heart)
     assert 1e-6 < rows["packed"]["loss"] < 1e-3
     assert rows["packed"]["verdict"] == rows["each sample alone"]["verdict"] == "ok"
@@ -99,9 +97,7 @@ def test_a_model_that_knows_its_data_by_heart_agrees(
 
 
 @pytest.mark.exhaustive
-def test_mean_of_means_is_seen_where_there_are_several_micro_batches(
-    tiny: Any, tmp_path: Path, learned: dict[str, Any]
-) -> None:
+def test_mean_of_means_is_seen_where_there_are_several_micro_batches(tiny, tmp_path, learned):
     code, rows = verify_with([KNOWN["mean of means"]], tiny, tmp_path, **learned)
     assert code == 5
     assert failed(rows) >= {"packed, 2 micro-batches", "each sample alone", "ddp", "fsdp"}
@@ -109,9 +105,7 @@ def test_mean_of_means_is_seen_where_there_are_several_micro_batches(
 
 
 @pytest.mark.exhaustive
-def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(
-    tiny: Any, tmp_path: Path, learned: dict[str, Any]
-) -> None:
+def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(tiny, tmp_path, learned):
     code, rows = verify_with([KNOWN["ranks averaged"], SHARDS_AVERAGED], tiny, tmp_path, **learned)
     assert code == 5
     assert failed(rows) == {"ddp", "zero1", "zero2", "zero3", "fsdp", "ddp, context.parallel 2"}
@@ -123,9 +117,7 @@ def test_a_missing_factor_of_the_world_size_is_seen_over_ranks_only(
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(
-    tiny: Any, tmp_path: Path, num_ranks: int, learned: dict[str, Any]
-) -> None:
+def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(tiny, tmp_path, num_ranks, learned):
     bugs = [KNOWN["documents see each other"], NO_SELF_TEST]
     code, rows = verify_with(bugs, tiny, tmp_path, num_ranks=num_ranks, **learned)
     assert code == 5
@@ -138,7 +130,7 @@ def test_an_all_ones_mask_while_packing_is_seen_wherever_samples_meet(
 
 
 @pytest.mark.exhaustive
-def test_after_a_failed_self_test_padded_rows_are_compared_and_the_reason_is_named(tiny: Any, tmp_path: Path) -> None:
+def test_after_a_failed_self_test_padded_rows_are_compared_and_the_reason_is_named(tiny, tmp_path):
     code, rows = verify_with([KNOWN["documents see each other"]], tiny, tmp_path)
     assert code == 0
     assert not failed(rows)
@@ -150,7 +142,7 @@ def test_after_a_failed_self_test_padded_rows_are_compared_and_the_reason_is_nam
 @pytest.mark.parametrize(
     "bugs", [[], pytest.param(["two roundings of fused layers"], marks=pytest.mark.exhaustive)], ids=["none", "planted"]
 )
-def test_a_change_that_is_rounded_away_is_seen(bugs: list[str], tiny: Any, tmp_path: Path) -> None:
+def test_a_change_that_is_rounded_away_is_seen(bugs, tiny, tmp_path):
     settings = {"model": {"precision": "bf16"}, "optim": {"lr": 1e-5}}
     code, rows = verify_with([KNOWN[name] for name in bugs], tiny, tmp_path, num_ranks=1, **settings)
     row = rows["first update's change that arrives"]

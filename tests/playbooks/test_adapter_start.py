@@ -27,7 +27,7 @@ def principal(place, generator):
 
 
 @pytest.fixture
-def principal(tmp_path: Path) -> str:
+def principal(tmp_path):
     (tmp_path / "start.py").write_text(PRINCIPAL)
     return f"{tmp_path / 'start.py'}:principal"
 
@@ -36,7 +36,7 @@ def config_of(tiny: Any, folder: Path, **lora: Any) -> Any:
     return tiny.config(folder, lora={"rank": 4, "targets": ["q_proj"], **lora}, batch={"max_steps": 1})
 
 
-def test_an_adapter_starts_from_values_of_ones_own(tiny: Any, tmp_path: Path, principal: str) -> None:
+def test_an_adapter_starts_from_values_of_ones_own(tiny, tmp_path, principal):
     told = MemoryCallback()
     # without a learning rate to speak of, the adapter is saved as it began
     config = config_of(tiny, tmp_path / "run", init_path=principal)
@@ -51,13 +51,13 @@ def test_an_adapter_starts_from_values_of_ones_own(tiny: Any, tmp_path: Path, pr
     assert any("PEFT" in str(line) for line in told.stages)
 
 
-def test_verify_starts_from_the_same_values(tiny: Any, tmp_path: Path, principal: str) -> None:
+def test_verify_starts_from_the_same_values(tiny, tmp_path, principal):
     rows, _ = verify(config_of(tiny, tmp_path / "run", init_path=principal), num_ranks=1)
     assert rows
     assert all(row.verdict != "FAIL" for row in rows)
 
 
-def test_a_start_that_cannot_be_used_is_refused(tiny: Any, tmp_path: Path, principal: str) -> None:
+def test_a_start_that_cannot_be_used_is_refused(tiny, tmp_path, principal):
     with pytest.raises(UsageError, match="no such function"):
         train(config_of(tiny, tmp_path / "run", init_path=principal.replace(":principal", ":minor")))
     (tmp_path / "start.py").write_text(PRINCIPAL.replace("[: place.num_rows]", "[:1]"))
@@ -67,7 +67,7 @@ def test_a_start_that_cannot_be_used_is_refused(tiny: Any, tmp_path: Path, princ
         make_config({"model": "m", "lora": {"init_path": principal, "continue_from": str(tmp_path)}})
 
 
-def test_every_row_is_whole() -> None:
+def test_every_row_is_whole():
     assert set(get_args(LoraConfig.model_fields["init"].annotation)) == set(ADAPTER_STARTS)
     for name, place in ADAPTER_STARTS.items():
         module, _, function = place.partition(".")

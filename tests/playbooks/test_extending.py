@@ -35,7 +35,7 @@ class PlaybookForCausalLM(LlamaForCausalLM):
     config_class = PlaybookConfig
 
 
-def test_a_new_dense_architecture_needs_no_row(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_new_dense_architecture_needs_no_row(tiny, tmp_path, metrics_of):
     """A model type that flatout has never heard of trains, and its first loss is that of transformers."""
     AutoConfig.register("playbook_llama", PlaybookConfig)
     AutoModelForCausalLM.register(PlaybookConfig, PlaybookForCausalLM)
@@ -78,7 +78,7 @@ def step_ids(config: Any) -> tuple[int, ...]:
     return open_and_plan(config, Reporter(), Rank()).plan.step(0).sample_ids
 
 
-def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:
+def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them():
     tests = {path: path.read_text() for path in (ROOT / "tests" / "parity").glob("test_*.py")}
     # how operators are registered and CUDA sources compiled, not one of them
     others = ("__init__", "__pycache__", "operators", "cuda_source")
@@ -91,7 +91,7 @@ def test_every_kernel_has_a_plain_twin_and_a_test_that_compares_them() -> None:
         assert any(f"flatout.kernels.{path.stem}" in text for text in tests.values()), f"{path.stem}: no parity test"
 
 
-def test_a_row_format_is_one_function_in_a_file_of_its_own(tiny: Any, tmp_path: Path) -> None:
+def test_a_row_format_is_one_function_in_a_file_of_its_own(tiny, tmp_path):
     converter = tmp_path / "riddles.py"
     converter.write_text(
         "def rows(row):\n"
@@ -130,9 +130,7 @@ VERB = Verb("greet", "Use", "greet somebody", arguments, run, "you --loud", take
 """
 
 
-def test_a_verb_is_one_value_and_one_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verb_is_one_value_and_one_entry_point(tmp_path, monkeypatch, capsys):
     (tmp_path / "greeting.py").write_text(GREET)
     installed = tmp_path / "greeting-1.dist-info"
     installed.mkdir()
@@ -162,7 +160,7 @@ METRIC_ROW = """    num_threads: Annotated[int, Figure(
 """
 
 
-def test_a_metric_is_one_row_and_one_place_that_computes_it(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_metric_is_one_row_and_one_place_that_computes_it(tiny, tmp_path, metrics_of):
     """In a copy of the package, as the playbook says; everything that shows figures shows it."""
     shutil.copytree(ROOT / "flatout", tmp_path / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
     for file, before, new in (
@@ -226,7 +224,7 @@ class Listener(Callback):
         self.calls.append(end.outcome)
 
 
-def test_a_callback_is_one_class(tiny: Any, tmp_path: Path) -> None:
+def test_a_callback_is_one_class(tiny, tmp_path):
     listener = Listener()
     train(tiny.config(tmp_path, batch={"max_steps": 2}, eval={"fraction": 0.1}), callbacks=[listener])
     assert {"config", "tokens", "plan", "model", "final"} <= set(listener.stages)
@@ -248,7 +246,7 @@ class NoteTracker(Tracker):
         (self.folder / "all.json").write_text(json.dumps([*self._notes, ["end", end.outcome]]))
 
 
-def test_a_tracker_is_one_class_and_one_row(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_is_one_class_and_one_row(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(TRACKERS, "notes", ("json", f"{__name__}.NoteTracker"))
     train(tiny.config(tmp_path / "run", batch={"max_steps": 1}, eval={"fraction": 0.1}))
     assert main(["track", str(tmp_path / "run"), "--to", "notes"]) == 0

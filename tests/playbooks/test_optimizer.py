@@ -60,7 +60,7 @@ class Copied(torch.optim.AdamW):
 
 
 @pytest.fixture
-def lion(tmp_path: Path) -> str:
+def lion(tmp_path):
     (tmp_path / "lion.py").write_text(LION)
     return f"{tmp_path / 'lion.py'}:Lion"
 
@@ -70,7 +70,7 @@ def config_of(tiny: Any, folder: Path, **optim: Any) -> Any:
     return tiny.config(folder, optim={"lr": 1e-3, **optim}, **sections)
 
 
-def test_an_optimizer_of_ones_own_trains_and_resumes_to_the_bit(tiny: Any, tmp_path: Path, lion: str) -> None:
+def test_an_optimizer_of_ones_own_trains_and_resumes_to_the_bit(tiny, tmp_path, lion):
     config = config_of(tiny, tmp_path / "run", path=lion)
     train(config)
     whole = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
@@ -98,14 +98,14 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_to_the_bit(tiny: Any, tmp_p
         train(config)
 
 
-def test_the_plan_counts_its_state(lion: str) -> None:
+def test_the_plan_counts_its_state(lion):
     config = make_config({"model": {"name": "m"}, "optim": {"path": lion, "lr": 1e-3}})
     assert len(PlanSettings.of(config).optimizer.moments) == 1
     named = {"weight": torch.nn.Parameter(torch.zeros(8, 4))}
     assert state_sizes(named, config.optim) == [128, 128]
 
 
-def test_what_it_does_not_read_or_cannot_do_is_refused(tiny: Any, tmp_path: Path, lion: str) -> None:
+def test_what_it_does_not_read_or_cannot_do_is_refused(tiny, tmp_path, lion):
     with pytest.raises(UsageError, match="eps"):
         train(config_of(tiny, tmp_path / "run", path=lion, eps=0.1))
     with pytest.raises(UsageError, match="has no such class"):
@@ -121,7 +121,7 @@ def test_what_it_does_not_read_or_cannot_do_is_refused(tiny: Any, tmp_path: Path
         make_config({**sections, "optim": {"path": lion, "name": "sgd"}})
 
 
-def test_every_row_is_whole() -> None:
+def test_every_row_is_whole():
     """A name that the schema has without a row, or a row without an optimizer, is an error here."""
     assert set(get_args(OptimConfig.model_fields["name"].annotation)) == set(OPTIMIZERS)
     for name, traits in OPTIMIZERS.items():

@@ -38,9 +38,7 @@ sizes = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1
 
 @settings(deadline=None, max_examples=60)
 @given(lengths=sizes, num_shards=st.sampled_from([1, 2, 3, 4, 8]), is_padded=st.booleans())
-def test_every_token_is_in_one_share_with_the_keys_before_it(
-    lengths: list[int], num_shards: int, is_padded: bool
-) -> None:
+def test_every_token_is_in_one_share_with_the_keys_before_it(lengths, num_shards, is_padded):
     batch, number = batch_of(lengths), None
     if is_padded:
         number = ContextShard(num_shards, 0).num_boundaries(len(lengths))
@@ -83,7 +81,7 @@ def test_every_token_is_in_one_share_with_the_keys_before_it(
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["one", "few", "many", "mixed"])
-def test_every_rank_has_the_same_work(kind: str, num_shards: int) -> None:
+def test_every_rank_has_the_same_work(kind, num_shards):
     draw = np.random.default_rng(1)
     lengths = {
         "one": [32 * 1024],
@@ -106,7 +104,7 @@ def test_every_rank_has_the_same_work(kind: str, num_shards: int) -> None:
     assert whole <= sum(pairs) <= 1.02 * whole
 
 
-def test_padding_is_little_and_whole_documents_stay_whole() -> None:
+def test_padding_is_little_and_whole_documents_stay_whole():
     lengths = [400] * 30
     batch = batch_of(lengths)
     shards = [ContextShard(4, place).of(batch) for place in range(4)]
@@ -119,7 +117,7 @@ def test_padding_is_little_and_whole_documents_stay_whole() -> None:
     assert sum(shard.num_tokens for shard in shards) - long == 7
 
 
-def test_a_filler_has_no_label_and_is_padding() -> None:
+def test_a_filler_has_no_label_and_is_padding():
     batch = flatten_samples([(np.arange(10), np.zeros(10, bool))])
     batch.sample_counts[:] = 0
     for place in range(2):

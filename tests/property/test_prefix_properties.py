@@ -56,7 +56,7 @@ def common(one: Sample, other: Sample) -> int:
 
 @given(data_sets())
 @settings(max_examples=60, deadline=None)
-def test_any_two_samples_share_what_they_have_in_common(samples: list[Sample]) -> None:
+def test_any_two_samples_share_what_they_have_in_common(samples):
     index = index_of(samples)
     for one, other in combinations(range(len(samples)), 2):
         groups = index.groups([one, other])
@@ -66,7 +66,7 @@ def test_any_two_samples_share_what_they_have_in_common(samples: list[Sample]) -
 
 @given(data_sets(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_groups_share_what_they_say_and_save_no_less_than_one_group(samples: list[Sample], random: Any) -> None:
+def test_groups_share_what_they_say_and_save_no_less_than_one_group(samples, random):
     index, ids = index_of(samples), list(range(len(samples)))
     random.shuffle(ids)
     ids = ids[: max(2, len(ids) // 2)]
@@ -98,9 +98,7 @@ def plans(samples: list[Sample], num_ranks: int, lockstep: bool, shuffle: bool, 
 
 @given(data_sets(), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans(), st.integers(0, 2**63))
 @settings(max_examples=60, deadline=None)
-def test_sharing_changes_no_step_and_keeps_the_budget(
-    samples: list[Sample], num_ranks: int, lockstep: bool, shuffle: bool, seed: int
-) -> None:
+def test_sharing_changes_no_step_and_keeps_the_budget(samples, num_ranks, lockstep, shuffle, seed):
     apart, together = plans(samples, num_ranks, lockstep, shuffle, seed)
     assert together.fingerprint == apart.fingerprint
     for without, step in zip(apart.steps(), together.steps(), strict=True):
@@ -126,7 +124,7 @@ def test_sharing_changes_no_step_and_keeps_the_budget(
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(63, 0), (64, 64), (65, 65), (300, 300)])
-def test_borders(kept: int, expected: int) -> None:
+def test_borders(kept, expected):
     """`kept` equal tokens, one without a label after them, then labels."""
     random = np.random.default_rng(0)
     prefix = random.integers(0, 1000, kept)
@@ -137,13 +135,13 @@ def test_borders(kept: int, expected: int) -> None:
     assert [tuple(group) for group in index_of(samples).groups([0, 1])] == ([(expected, [0, 1])] if expected else [])
 
 
-def test_whole_prompts_and_identical_samples_share_all_but_the_token_that_predicts() -> None:
+def test_whole_prompts_and_identical_samples_share_all_but_the_token_that_predicts():
     prompt, answers = np.arange(100), ([1, 2, 3], [4, 5], [1, 2, 3], [])
     samples = [(np.array([*prompt, *each]), np.arange(100 + len(each)) >= 100) for each in answers]
     assert [tuple(group) for group in index_of(samples).groups(range(4))] == [(99, [0, 1, 2, 3])]
 
 
-def test_a_longer_prefix_of_fewer_wins_where_it_saves_more() -> None:
+def test_a_longer_prefix_of_fewer_wins_where_it_saves_more():
     """Ten chats with one system prompt of 100 tokens; three of them also share a document of 1,000 tokens."""
     random = np.random.default_rng(0)
     system, document = random.integers(0, 1000, 100), random.integers(0, 1000, 1000)
@@ -155,7 +153,7 @@ def test_a_longer_prefix_of_fewer_wins_where_it_saves_more() -> None:
     assert groups == [(100, [3, 4, 5, 6, 7, 8, 9]), (1100, [0, 1, 2])]
 
 
-def test_answers_to_one_prompt_stay_on_one_rank_and_a_system_prompt_does_not_unbalance_them() -> None:
+def test_answers_to_one_prompt_stay_on_one_rank_and_a_system_prompt_does_not_unbalance_them():
     random = np.random.default_rng(0)
     system = random.integers(0, 1000, 100)
     prompts = [np.concatenate([system, random.integers(0, 1000, 200)]) for _ in range(8)]

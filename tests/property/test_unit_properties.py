@@ -117,7 +117,7 @@ def assert_step(data: Data, step: StepPlan) -> None:
 
 @given(data_sets(), layouts)
 @settings(max_examples=120, deadline=None)
-def test_steps_count_units_and_no_pass_parts_one(data: Data, layout: dict[str, Any]) -> None:
+def test_steps_count_units_and_no_pass_parts_one(data, layout):
     plan = plan_of(data, layout)
     assert plan.steps_per_epoch == -(-len(data.sizes) // layout["per_step"])
     seen: list[int] = []
@@ -143,7 +143,7 @@ def test_steps_count_units_and_no_pass_parts_one(data: Data, layout: dict[str, A
 
 @given(data_sets(), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_evaluation_packs_whole_units(data: Data, num_ranks: int, lockstep: bool, rows: bool) -> None:
+def test_evaluation_packs_whole_units(data, num_ranks, lockstep, rows):
     layout = BatchLayout(num_ranks, data.budget, COST, lockstep, 64 if rows else None)
     plan = make_eval_plan(data.lengths, data.labels, layout=layout, unit_offsets=data.offsets)
     assert_step(data, plan)
@@ -151,7 +151,7 @@ def test_evaluation_packs_whole_units(data: Data, num_ranks: int, lockstep: bool
 
 @given(data_sets(), layouts, st.floats(0.05, 0.9))
 @settings(max_examples=60, deadline=None)
-def test_a_unit_is_held_out_whole(data: Data, layout: dict[str, Any], fraction: float) -> None:
+def test_a_unit_is_held_out_whole(data, layout, fraction):
     rows, content = np.arange(len(data.samples)), np.arange(len(data.samples)) % max(2, len(data.samples) - 1)
     if len(data.sizes) < 3:
         return
@@ -168,7 +168,7 @@ def test_a_unit_is_held_out_whole(data: Data, layout: dict[str, Any], fraction: 
 
 @given(data_sets())
 @settings(max_examples=40, deadline=None)
-def test_a_unit_knows_what_it_shares_declared_or_found(data: Data) -> None:
+def test_a_unit_knows_what_it_shares_declared_or_found(data):
     declared, found = (data.index(declared=way).tokens.tolist() for way in (True, False))
     assert declared == found == data.prefixes
 
@@ -181,16 +181,14 @@ PAIRS: dict[str, Any] = {
 HOW: dict[str, Any] = {"seed": 0, "num_ranks": 1, "unit_offsets": [0, 2, 4]}
 
 
-def test_part_of_a_unit_is_refused_and_a_whole_one_is_planned() -> None:
+def test_part_of_a_unit_is_refused_and_a_whole_one_is_planned():
     with pytest.raises(DataError, match="1 of the 2 samples of unit 2 are chosen; a unit is planned whole"):
         make_plan(**PAIRS, **HOW, micro_batch_tokens=100, sample_ids=[0, 1, 2])
     assert make_plan(**PAIRS, **HOW, micro_batch_tokens=100, sample_ids=[2, 3]).step(0).sample_ids == (2, 3)
 
 
 @pytest.mark.parametrize(("pass_overhead_tokens", "least"), [(None, 11), (64, 14)])
-def test_a_unit_over_the_budget_is_refused_and_one_that_fits_is_planned(
-    pass_overhead_tokens: int | None, least: int
-) -> None:
+def test_a_unit_over_the_budget_is_refused_and_one_that_fits_is_planned(pass_overhead_tokens, least):
     more = {"pass_overhead_tokens": pass_overhead_tokens}
     with pytest.raises(UsageError, match=rf"the unit of sample [02] has {least} tokens, more than batch.micro_batch"):
         make_plan(**PAIRS, **HOW, **more, micro_batch_tokens=least - 1)
@@ -198,7 +196,7 @@ def test_a_unit_over_the_budget_is_refused_and_one_that_fits_is_planned(
     assert sorted(step.sample_ids for step in steps) == [(0, 1), (2, 3)]
 
 
-def test_a_plan_of_single_samples_is_the_one_of_before_and_units_make_another() -> None:
+def test_a_plan_of_single_samples_is_the_one_of_before_and_units_make_another():
     """Version 1 of plans: checkpoints of releases without units have these fingerprints."""
     settings: dict[str, Any] = {"micro_batch_tokens": 100, "seed": 3, "num_ranks": 2}
     lengths, labels, batch = [5, 6, 7, 4], [2, 2, 2, 2], BatchConfig(samples_per_step=2)

@@ -1,7 +1,5 @@
 """Every recipe of the cookbook trains as it stands, on its own rows, and the loss is on what the page says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -37,14 +35,14 @@ NOT_TAUGHT = {
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder, 1, num_train=200, num_held_out=1)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
     return folder / "model"
 
 
-def test_every_recipe_is_tested_and_shown_whole() -> None:
+def test_every_recipe_is_tested_and_shown_whole():
     page = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(TAUGHT)
     for path in FOLDER.glob("*.yaml"):
@@ -54,9 +52,7 @@ def test_every_recipe_is_tested_and_shown_whole() -> None:
 
 
 @pytest.mark.parametrize("name", TAUGHT)
-def test_a_recipe_trains_and_teaches_what_it_says(
-    name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_trains_and_teaches_what_it_says(name, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     small = [f"model.name={tiny_model}", "device=cpu", "data.num_procs=1", "eval.max_new_tokens=2"]
     steps = ["batch.max_steps=1", f"data.root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}"]

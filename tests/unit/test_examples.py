@@ -59,25 +59,25 @@ def on_tiny_data(config: Config, folder: Path, model_dir: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder, 1, num_train=200, num_held_out=1)
     return folder / "model"
 
 
-def test_the_index_names_every_example() -> None:
+def test_the_index_names_every_example():
     index = (FOLDER / "README.md").read_text()
     missing = [path.name for path in FOLDER.glob("*") if f"`{path.name}" not in index and path.name != "README.md"]
     assert not missing
 
 
-def test_there_are_examples() -> None:
+def test_there_are_examples():
     assert sum(path.suffix == ".yaml" for path in EXAMPLES) >= 6
     assert sum(path.suffix == ".py" for path in EXAMPLES) == 1
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_is_planned(path: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_is_planned(path, tiny_model, tmp_path, capsys):
     config = on_tiny_data(load_config(path), tmp_path, tiny_model)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     assert main(["plan", str(tmp_path / "run.yaml"), "--json"]) == 0
@@ -86,12 +86,12 @@ def test_example_is_planned(path: Path, tiny_model: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_says_what_it_is_for_and_names_its_run(path: Path) -> None:
+def test_example_says_what_it_is_for_and_names_its_run(path):
     assert path.read_text().startswith(("# ", '"""'))
     assert load_config(path).name != "run"
 
 
-def test_lost_updates_shows_the_figures_of_its_page() -> None:
+def test_lost_updates_shows_the_figures_of_its_page():
     done = subprocess.run(
         [sys.executable, FOLDER / "lost_updates.py"], capture_output=True, text=True, check=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -102,7 +102,7 @@ def test_lost_updates_shows_the_figures_of_its_page() -> None:
     assert figures == pytest.approx([float(line.split("|")[2].split()[0]) for line in table], abs=0.03)
 
 
-def test_short_answers_makes_pairs_by_its_rule() -> None:
+def test_short_answers_makes_pairs_by_its_rule():
     script = runpy.run_path(str(FOLDER / "short_answers.py"))
     long, short, open_end = "Ice is 3.5 times as hard. It melts!", "Ice is frozen water.", "Ice is a solid that"
     assert [script["is_short"](answer) for answer in (long, short, open_end, f" {short}\n")] == [

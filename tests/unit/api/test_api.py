@@ -37,7 +37,7 @@ def losses(run: flatout.Run) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def by_path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
+def by_path(tiny, tmp_path_factory):
     """The run that all others must equal: model and data by their paths."""
     folder = tmp_path_factory.mktemp("by-path")
     return flatout.train(
@@ -46,9 +46,7 @@ def by_path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> flatout.Run:
     )  # fmt: skip
 
 
-def test_ten_minutes_of_a_notebook_user(
-    tiny: Any, by_path: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_minutes_of_a_notebook_user(tiny, by_path, tmp_path, monkeypatch):
     """A data set and a model in memory, to a merged model that plain transformers loads."""
     import datasets
 
@@ -84,7 +82,7 @@ def test_ten_minutes_of_a_notebook_user(
     assert repr(flatout.load(run.folder)) == repr(run)
 
 
-def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
+def test_prompts_are_texts_or_conversations(by_path):
     asked, told = {"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief"}
     options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}
     said = by_path.generate("Hello", **options)
@@ -123,14 +121,11 @@ def test_prompts_are_texts_or_conversations(by_path: flatout.Run) -> None:
         ({"rnak": 8}, "rnak: unknown key; did you mean lora.rank"),
         ({"lora": {"rank": 0}}, "lora.rank: .*got 0"),
         ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
-        (
-            {"objective": {"kind": "dpo", "bta": 0.2, "label_smoothing": 0.1}},
-            r"objective.bta: .*did you mean beta\?",
-        ),
+        ({"objective": {"kind": "dpo", "bta": 0.2, "label_smoothing": 0.1}}, r"objective.bta: .*did you mean beta\?"),
         ({"data": [{"text": "a row"}]}, r"data.sources.0.path: missing; .*data=rows"),
     ],
 )
-def test_a_wrong_config_says_each_problem_in_a_sentence(settings: dict[str, Any], said: str) -> None:
+def test_a_wrong_config_says_each_problem_in_a_sentence(settings, said):
     with pytest.raises(UsageError, match=said) as error:
         flatout.Config(model="a", **settings)
     assert "pydantic" not in str(error.value)
@@ -140,9 +135,7 @@ def test_a_wrong_config_says_each_problem_in_a_sentence(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", ["rows", "generator", "pandas", "arrow", "numbers", "paths"])
-def test_data_in_memory_gives_the_losses_of_the_file(
-    tiny: Any, by_path: flatout.Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_in_memory_gives_the_losses_of_the_file(tiny, by_path, tmp_path, kind, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows: Any = rows_of(tiny)
     if kind == "generator":
@@ -165,9 +158,7 @@ def test_data_in_memory_gives_the_losses_of_the_file(
     assert run.folder == Path("runs/run")
 
 
-def test_a_changed_model_trains_from_its_own_weights(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_model_trains_from_its_own_weights(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
     with torch.no_grad():
@@ -183,7 +174,7 @@ def test_a_changed_model_trains_from_its_own_weights(
     assert len(list(run.folder.glob("model-*"))) == 1
 
 
-def test_a_model_that_peft_has_changed_is_refused_and_a_merged_one_is_written(tiny: Any, tmp_path: Path) -> None:
+def test_a_model_that_peft_has_changed_is_refused_and_a_merged_one_is_written(tiny, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     from flatout.api.inputs import model_source
@@ -198,9 +189,7 @@ def test_a_model_that_peft_has_changed_is_refused_and_a_merged_one_is_written(ti
     assert Path(model_source(wrapped.merge_and_unload(), tmp_path)).parent == tmp_path
 
 
-def test_a_run_whose_folder_is_gone_says_so_and_merging_needs_a_device_that_is_there(
-    by_path: flatout.Run, tmp_path: Path
-) -> None:
+def test_a_run_whose_folder_is_gone_says_so_and_merging_needs_a_device_that_is_there(by_path, tmp_path):
     run = flatout.load(shutil.copytree(by_path.folder, tmp_path / "run"))
     with pytest.raises(UsageError, match="device is 'gpu'; expected cpu or cuda"):
         run.merge(tmp_path / "merged", device="gpu")
@@ -213,9 +202,7 @@ def test_a_run_whose_folder_is_gone_says_so_and_merging_needs_a_device_that_is_t
             call()
 
 
-def test_threads_train_one_after_another(
-    tiny: Any, by_path: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_train_one_after_another(tiny, by_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
     runs = dict[str, flatout.Run]()
@@ -240,9 +227,7 @@ def test_threads_train_one_after_another(
     assert [losses(runs[name]) for name in "ab"] == [losses(by_path)] * 2
 
 
-def test_two_processes_are_started_and_callbacks_follow_them(
-    tiny: Any, by_path: flatout.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_are_started_and_callbacks_follow_them(tiny, by_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told: list[Any] = []
 
@@ -266,7 +251,7 @@ def test_two_processes_are_started_and_callbacks_follow_them(
     assert losses(run) == pytest.approx(losses(by_path), rel=1e-4)
 
 
-def test_an_error_of_a_started_rank_is_raised_here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_started_rank_is_raised_here(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": 3}\n')
@@ -279,9 +264,7 @@ def test_an_error_of_a_started_rank_is_raised_here(tiny: Any, tmp_path: Path, mo
     assert refused.value.fixes[0].settings == {"objective": "cross_entropy"}
 
 
-def test_a_callback_of_started_ranks_that_raises_stops_the_run(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_of_started_ranks_that_raises_stops_the_run(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     class Broken(flatout.Callback):
@@ -311,10 +294,7 @@ def test_a_callback_of_started_ranks_that_raises_stops_the_run(
         ),
         ({"data": {"max_token": 500}}, "data.max_token: unknown key; did you mean data.max_tokens"),
         ({"data": [{"text": float("nan")}]}, "row 1"),
-        (
-            {"data": [{"prompt": "a", "chosen": "b " * 99, "rejected": "c"}], "max_tokens": 64},
-            "too_long",
-        ),
+        ({"data": [{"prompt": "a", "chosen": "b " * 99, "rejected": "c"}], "max_tokens": 64}, "too_long"),
         ({"model": 3}, "model is a int"),
         ({"tokenizer": 3}, "tokenizer is a int"),
         ({"lr": 1e-4, "optim": {"lr": 1e-3}}, "both given"),
@@ -322,23 +302,21 @@ def test_a_callback_of_started_ranks_that_raises_stops_the_run(
         ({"objective": object(), "gpus": [0, 1]}, "expected a setting, got the object object"),
     ],
 )
-def test_wrong_calls_are_said_in_a_sentence(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
-) -> None:
+def test_wrong_calls_are_said_in_a_sentence(tiny, tmp_path, monkeypatch, given, said):
     monkeypatch.chdir(tmp_path)
     call = {"model": str(tiny.model_dir), "data": str(tiny.chats), "device": "cpu", **given}
     with pytest.raises((UsageError, DataError), match=said):
         flatout.train(**call)
 
 
-def test_columns_of_several_types_are_said_in_a_sentence(tmp_path: Path) -> None:
+def test_columns_of_several_types_are_said_in_a_sentence(tmp_path):
     frame = pytest.importorskip("pandas").DataFrame({"instruction": ["a", "b"], "output": ["c", 3]})
     with pytest.raises(DataError, match=r'^data: .*column output.*; pass .*data=data\.to_dict\("records"\)$'):
         data_file(frame, tmp_path)
     assert Path(data_file(frame.to_dict("records"), tmp_path)).read_text().count("\n") == 2
 
 
-def test_plan_verify_and_build_data(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_verify_and_build_data(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
     store = flatout.build_data(rows_of(tiny), tokenizer=tokenizer, name="chats", max_tokens=500)
@@ -351,7 +329,7 @@ def test_plan_verify_and_build_data(tiny: Any, tmp_path: Path, monkeypatch: pyte
     assert {row.verdict for row in rows} <= {"ok", "left out"}
 
 
-def test_names_stay_functions() -> None:
+def test_names_stay_functions():
     """No module that they import takes their place."""
     for module in ("trainer.run", "planner.cost", "verifier.run"):
         import_module(f"flatout.{module}")
@@ -369,7 +347,7 @@ print(data_file([{"text": sys.argv[1]}], Path("data/in_memory")))
 """
 
 
-def test_copies_of_rows_that_nothing_uses_are_swept(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_rows_that_nothing_uses_are_swept(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def written(text: str) -> Path:
@@ -402,9 +380,7 @@ def test_copies_of_rows_that_nothing_uses_are_swept(tiny: Any, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("data", ["rows", "path"])
-def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
-) -> None:
+def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(tiny, tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
     given: Any = rows_of(tiny) if data == "rows" else str(tiny.chats)
     settings = {name: value for name, value in SETTINGS.items() if name != "device"}

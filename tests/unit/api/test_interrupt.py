@@ -77,16 +77,14 @@ def signalled(
         pytest.param("step", signal.SIGINT, [0, 1], 75, "stop requested: saved at step", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_script_ends_with_one_sentence(
-    place: str, number: int, gpus: Any, code: int, sentence: str, tiny: Any, tmp_path: Path
-) -> None:
+def test_a_script_ends_with_one_sentence(place, number, gpus, code, sentence, tiny, tmp_path):
     ended, last, said = signalled(tiny, tmp_path, ENDS, place=place, number=number, gpus=gpus)
     assert "Traceback" not in said
     assert ended == code
     assert last[-1].startswith(sentence)
 
 
-def test_a_script_that_catches_it_goes_on(tiny: Any, tmp_path: Path) -> None:
+def test_a_script_that_catches_it_goes_on(tiny, tmp_path):
     code, last, said = signalled(tiny, tmp_path, CATCHES)
     assert code == 0, said
     assert f"caught {SAVED} True" in said

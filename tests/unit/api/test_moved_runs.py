@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from flatout.cli.main import main
 from flatout.config.read import load_config
 from flatout.errors import PreemptedError
 from flatout.track.callback import Callback
-from tests.conftest import Tiny, read_metrics
+from tests.conftest import read_metrics
 
 
 class StopAtTwo(Callback):
@@ -32,7 +31,7 @@ class StopAtTwo(Callback):
 
 
 @pytest.fixture(scope="module")
-def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tiny, tmp_path_factory):
     """A project with the run `ok`, which is finished, and `half`, which stopped at step 2 of 4.
 
     Its data is named by relative paths, its model was in memory and is in the folder of each run.
@@ -62,9 +61,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.fixture(params=usual(["moved", "copied", "in its folder", "from elsewhere"], ["copied", "from elsewhere"]))
-def placed(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Callable[[str], Path]]:
+def placed(made, tmp_path, monkeypatch, request):
     """Moves or copies a run of a copy of the project, and returns the path by which it is named then."""
     home, how = tmp_path / "project", str(request.param)
     shutil.copytree(made, home)
@@ -105,9 +102,7 @@ def trains_in_python_by_its_config(run: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [trains, trains_in_python, trains_in_python_by_its_config])
-def test_training_the_settings_of_a_run_continues_it_where_it_is(
-    placed: Callable[[str], Path], train: Callable[[Path], None]
-) -> None:
+def test_training_the_settings_of_a_run_continues_it_where_it_is(placed, train):
     run = placed("half")
     train(run)
     assert from_step(run) == 2
@@ -162,19 +157,17 @@ DOORS = [chats, evaluates, merges, exports, reports, watches, plans, answers_in_
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_door_reads_a_run_where_it_is(placed: Callable[[str], Path], door: Callable[[Path], None]) -> None:
+def test_every_door_reads_a_run_where_it_is(placed, door):
     door(placed("ok"))
 
 
-def test_a_chat_with_an_unfinished_run_reads_its_own_checkpoints(placed: Callable[[str], Path]) -> None:
+def test_a_chat_with_an_unfinished_run_reads_its_own_checkpoints(placed):
     from flatout.trainer.load_stopped import load_stopped
 
     assert load_stopped(placed("half"), torch.device("cpu"))[2] == 2
 
 
-def test_another_name_or_folder_is_another_run(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_name_or_folder_is_another_run(made, tmp_path, monkeypatch, capsys):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     before = contents(Path("runs/half"))

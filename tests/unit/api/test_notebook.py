@@ -15,7 +15,7 @@ import flatout
 NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "train.ipynb"
 
 
-def test_every_cell_of_the_notebook_runs(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cell_of_the_notebook_runs(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLATOUT_NOTEBOOK_MODEL", str(tiny.model_dir))
     shown: list[Any] = []
@@ -62,7 +62,7 @@ def outputs_of(client: Any, cell: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [None, pytest.param([0, 1], marks=pytest.mark.exhaustive)])
-def test_a_kernel_shows_one_bar_and_one_table(tiny: Any, tmp_path: Path, gpus: list[int] | None) -> None:
+def test_a_kernel_shows_one_bar_and_one_table(tiny, tmp_path, gpus):
     pytest.importorskip("ipykernel")
     from jupyter_client.manager import start_new_kernel
 

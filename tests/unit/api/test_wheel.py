@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ run.merge("merged")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     # a copy, as a build leaves folders behind
     source = folder / "source"
@@ -45,7 +44,7 @@ def installed(wheel: Path, site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(site)}
 
 
-def test_the_wheel_has_every_file_that_git_has_in_the_package(wheel: Path) -> None:
+def test_the_wheel_has_every_file_that_git_has_in_the_package(wheel):
     git = shutil.which("git")
     known = git and subprocess.run([git, "ls-files", "flatout"], cwd=ROOT, capture_output=True, text=True)
     if not known or known.returncode or not known.stdout:
@@ -54,7 +53,7 @@ def test_the_wheel_has_every_file_that_git_has_in_the_package(wheel: Path) -> No
         assert set(known.stdout.split()) <= set(file.namelist())
 
 
-def test_the_wheel_trains_reports_chats_and_merges(tiny: Any, wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_trains_reports_chats_and_merges(tiny, wheel, tmp_path):
     env = installed(wheel, tmp_path / "site")
     code = API.format(site=str(tmp_path / "site"), model=str(tiny.model_dir), chats=str(tiny.chats))
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=True, timeout=600)
@@ -62,7 +61,7 @@ def test_the_wheel_trains_reports_chats_and_merges(tiny: Any, wheel: Path, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_the_demo_runs_from_the_wheel(wheel, tmp_path):
     env = installed(wheel, tmp_path / "site")
     command = [sys.executable, "-P", "-m", "flatout", "demo"]
     subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=900)

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 from faulty_disk import FaultyDisk, QuickDisk, same, snapshot_of
 
-from flatout.checkpoint.manifest import (
-    Manifest,
-    OtherFormatError,
-    encode_manifest,
-    read_manifest,
-    versions,
-)
+from flatout.checkpoint.manifest import Manifest, OtherFormatError, encode_manifest, read_manifest, versions
 from flatout.checkpoint.write import Checkpoints, rotation
 from flatout.config.folders import run_identity
 from flatout.errors import CheckpointError, ResourceError
@@ -34,7 +28,7 @@ class Events(list[tuple[str, dict[str, Any]]]):
 
 
 @pytest.fixture
-def events() -> Events:
+def events():
     return Events()
 
 
@@ -46,7 +40,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_what_is_saved_comes_back_bit_equal(tmp_path: Path, events: Events) -> None:
+def test_what_is_saved_comes_back_bit_equal(tmp_path, events):
     assert checkpoints(tmp_path, events).newest() is None
     path = checkpoints(tmp_path, events, disk=Disk()).save(snapshot_of(7))
     assert path == tmp_path / "checkpoints" / "step-7"
@@ -61,7 +55,7 @@ def test_what_is_saved_comes_back_bit_equal(tmp_path: Path, events: Events) -> N
     assert set(manifest.files) == {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
-def test_an_incomplete_snapshot_is_refused_before_anything_is_written(tmp_path: Path, events: Events) -> None:
+def test_an_incomplete_snapshot_is_refused_before_anything_is_written(tmp_path, events):
     whole = snapshot_of(1)
     short = dataclasses.replace(whole, tensors={"model": {}})
     with pytest.raises(ValueError, match="step 1 lacks optimizer"):
@@ -71,7 +65,7 @@ def test_an_incomplete_snapshot_is_refused_before_anything_is_written(tmp_path: 
     assert not (tmp_path / "checkpoints").exists() or names(tmp_path) == []
 
 
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path, events: Events) -> None:
+def test_rotation_keeps_the_newest_and_the_best(tmp_path, events):
     saves = checkpoints(tmp_path, events)
     for step in range(1, 8):
         saves.save(snapshot_of(step), best=step in (2, 4))
@@ -84,14 +78,14 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path, events: Events) 
     assert events == []
 
 
-def test_steps_are_ordered_by_number_not_by_name(tmp_path: Path, events: Events) -> None:
+def test_steps_are_ordered_by_number_not_by_name(tmp_path, events):
     saves = checkpoints(tmp_path, events, keep=5)
     for step in (8, 9, 10, 100):
         saves.save(snapshot_of(step))
     assert same(saves.newest(), snapshot_of(100))
 
 
-def test_rotation_does_not_count_a_damaged_one(tmp_path: Path, events: Events) -> None:
+def test_rotation_does_not_count_a_damaged_one(tmp_path, events):
     saves = checkpoints(tmp_path, events, keep=3)
     for step in (1, 2, 3):
         saves.save(snapshot_of(step))
@@ -102,7 +96,7 @@ def test_rotation_does_not_count_a_damaged_one(tmp_path: Path, events: Events) -
     assert names(tmp_path) == ["step-4", "step-5"]
 
 
-def test_rotation_as_a_pure_decision() -> None:
+def test_rotation_as_a_pure_decision():
     def manifest(step: int) -> Manifest:
         return Manifest("0" * 16, "1" * 16, step, step in (4, 5), 1, {}, {}, "")
 
@@ -120,7 +114,7 @@ def test_rotation_as_a_pure_decision() -> None:
     assert rotation(manifests, keep=1, saved=saved) == []  # nothing is let go while nothing is valid
 
 
-def test_between_the_two_renames_the_old_one_still_counts(tmp_path: Path, events: Events) -> None:
+def test_between_the_two_renames_the_old_one_still_counts(tmp_path, events):
     saves = checkpoints(tmp_path, events)
     path = saves.save(snapshot_of(3))
     path.rename(path.with_name("step-3.old-0123abcd"))
@@ -129,7 +123,7 @@ def test_between_the_two_renames_the_old_one_still_counts(tmp_path: Path, events
     assert names(tmp_path) == ["step-3.old-0123abcd", "step-4"]
 
 
-def test_debris_is_named_then_removed_by_the_next_save(tmp_path: Path, events: Events) -> None:
+def test_debris_is_named_then_removed_by_the_next_save(tmp_path, events):
     saves = checkpoints(tmp_path, events)
     saves.save(snapshot_of(3))
     for name in ("step-9.tmp-0123abcd", "step-1.gone-0123abcd"):
@@ -144,13 +138,13 @@ def test_debris_is_named_then_removed_by_the_next_save(tmp_path: Path, events: E
     assert names(tmp_path) == ["step-3", "step-4"]
 
 
-def test_only_debris_means_a_fresh_start(tmp_path: Path, events: Events) -> None:
+def test_only_debris_means_a_fresh_start(tmp_path, events):
     (tmp_path / "checkpoints" / "step-1.tmp-0123abcd").mkdir(parents=True)
     assert checkpoints(tmp_path, events).newest() is None
     assert events.kinds == ["unfinished"]
 
 
-def test_an_empty_newer_folder_is_passed_over_with_one_line(tmp_path: Path, events: Events) -> None:
+def test_an_empty_newer_folder_is_passed_over_with_one_line(tmp_path, events):
     checkpoints(tmp_path, events).save(snapshot_of(3))
     (tmp_path / "checkpoints" / "step-9").mkdir()
     assert same(checkpoints(tmp_path, events).newest(), snapshot_of(3))
@@ -159,7 +153,7 @@ def test_an_empty_newer_folder_is_passed_over_with_one_line(tmp_path: Path, even
     assert events[1][1]["step"] == 3
 
 
-def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path, events: Events) -> None:
+def test_a_folder_deleted_while_running_is_made_again(tmp_path, events):
     saves = checkpoints(tmp_path / "run", events)
     DurableIO(QuickDisk()).make_dir(tmp_path / "run")
     saves.save(snapshot_of(1))
@@ -171,7 +165,7 @@ def test_a_folder_deleted_while_running_is_made_again(tmp_path: Path, events: Ev
         events.clear()
 
 
-def test_a_removal_that_fails_is_told_and_tried_again(tmp_path: Path, events: Events) -> None:
+def test_a_removal_that_fails_is_told_and_tried_again(tmp_path, events):
     class StickyDisk(QuickDisk):
         sticks = True
 
@@ -193,7 +187,7 @@ def test_a_removal_that_fails_is_told_and_tried_again(tmp_path: Path, events: Ev
     assert names(tmp_path) == ["step-4"]
 
 
-def test_too_little_space_is_found_before_a_byte_is_written(tmp_path: Path, events: Events) -> None:
+def test_too_little_space_is_found_before_a_byte_is_written(tmp_path, events):
     class SmallDisk(FaultyDisk):
         def free_bytes(self, path: Path) -> int:
             return 100
@@ -205,7 +199,7 @@ def test_too_little_space_is_found_before_a_byte_is_written(tmp_path: Path, even
     assert not any(line.startswith("create") and "step-" in line for line in disk.log)
 
 
-def test_a_disk_that_writes_other_bytes_is_caught_before_the_rename(tmp_path: Path, events: Events) -> None:
+def test_a_disk_that_writes_other_bytes_is_caught_before_the_rename(tmp_path, events):
     class LyingDisk(QuickDisk):
         def write(self, fd: int, content: memoryview) -> int:
             return super().write(fd, memoryview(bytes(content[:-1]) + b"?"))
@@ -216,7 +210,7 @@ def test_a_disk_that_writes_other_bytes_is_caught_before_the_rename(tmp_path: Pa
     assert names(tmp_path) == ["step-1"]
 
 
-def test_when_none_is_valid_every_reason_is_listed(tmp_path: Path, events: Events) -> None:
+def test_when_none_is_valid_every_reason_is_listed(tmp_path, events):
     saves = checkpoints(tmp_path, events)
     for step in (1, 2):
         saves.save(snapshot_of(step))
@@ -237,7 +231,7 @@ def rewrite(path: Path, **changes: Any) -> None:
     (path / "manifest.json").write_bytes(encode_manifest(manifest))
 
 
-def test_another_format_is_refused_not_passed_over(tmp_path: Path, events: Events) -> None:
+def test_another_format_is_refused_not_passed_over(tmp_path, events):
     saves = checkpoints(tmp_path, events)
     saves.save(snapshot_of(1))
     path = saves.save(snapshot_of(2))
@@ -251,7 +245,7 @@ def test_another_format_is_refused_not_passed_over(tmp_path: Path, events: Event
             checkpoints(tmp_path, events).newest()
 
 
-def test_another_runs_checkpoint_is_refused(tmp_path: Path, events: Events) -> None:
+def test_another_runs_checkpoint_is_refused(tmp_path, events):
     for run in ("a", "b"):
         DurableIO(QuickDisk()).make_dir(tmp_path / run)
         checkpoints(tmp_path / run, events).save(snapshot_of(1))
@@ -272,16 +266,14 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path, events: Events) -> N
         ({"files": {"a": {"size_bytes": 1}}}, r"files\.a\.xxh3: Field required"),
     ],
 )
-def test_a_manifest_is_checked_field_by_field(
-    tmp_path: Path, events: Events, changes: dict[str, Any], message: str
-) -> None:
+def test_a_manifest_is_checked_field_by_field(tmp_path, events, changes, message):
     path = checkpoints(tmp_path, events).save(snapshot_of(2))
     rewrite(path, **changes)
     with pytest.raises(CheckpointError, match=message):
         checkpoints(tmp_path, events).load(path)
 
 
-def test_files_of_two_saves_of_one_step_do_not_mix(tmp_path: Path, events: Events) -> None:
+def test_files_of_two_saves_of_one_step_do_not_mix(tmp_path, events):
     saves = checkpoints(tmp_path, events)
     path = saves.save(snapshot_of(2))
     first = (path / "optimizer.safetensors").read_bytes()
@@ -298,7 +290,7 @@ def test_files_of_two_saves_of_one_step_do_not_mix(tmp_path: Path, events: Event
         checkpoints(tmp_path, events).load(path)
 
 
-def test_the_runs_identity_is_kept_and_never_made_up(tmp_path: Path, events: Events) -> None:
+def test_the_runs_identity_is_kept_and_never_made_up(tmp_path, events):
     durable_io = DurableIO(QuickDisk())
     first = run_identity(tmp_path, durable_io)
     assert run_identity(tmp_path, durable_io) == first

@@ -69,12 +69,12 @@ SCENES = {
 
 
 @pytest.fixture(params=list(SCENES))
-def scene(request: pytest.FixtureRequest) -> Scene:
+def scene(request):
     return SCENES[request.param]
 
 
 @pytest.fixture
-def quick_path(tmp_path: Path) -> Iterator[Path]:
+def quick_path(tmp_path):
     """A folder in memory where there is one: hundreds of trials need the operations, not the hardware."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
@@ -115,7 +115,7 @@ def require_old_or_new(scene: Scene, run_dir: Path, *, must_be_new: bool = False
     assert not [name for name in left if ".tmp-" in name or ".gone-" in name]
 
 
-def test_death_at_every_operation(scene: Scene, quick_path: Path) -> None:
+def test_death_at_every_operation(scene, quick_path):
     folders = fresh_folders(scene, quick_path)
     for k, operation in enumerate(operations(scene, next(folders))):
         # a write may also get half of its bytes down before the end
@@ -127,7 +127,7 @@ def test_death_at_every_operation(scene: Scene, quick_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names_survive", [False, True])
-def test_power_cut_at_every_operation(scene: Scene, quick_path: Path, names_survive: bool) -> None:
+def test_power_cut_at_every_operation(scene, quick_path, names_survive):
     folders = fresh_folders(scene, quick_path)
     num_operations = len(operations(scene, next(folders)))
     for k in range(num_operations):
@@ -145,7 +145,7 @@ def test_power_cut_at_every_operation(scene: Scene, quick_path: Path, names_surv
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_dir"])
-def test_the_power_cut_model_catches_a_missing_fsync(tmp_path: Path, forgotten: str) -> None:
+def test_the_power_cut_model_catches_a_missing_fsync(tmp_path, forgotten):
     """Negative control: without the fsync the same trial must lose the finished save."""
     disk = type("ForgetfulDisk", (FaultyDisk,), {forgotten: getattr(QuickDisk, forgotten)})()
     run_dir = tmp_path / "run"
@@ -157,7 +157,7 @@ def test_the_power_cut_model_catches_a_missing_fsync(tmp_path: Path, forgotten: 
 
 
 @pytest.mark.parametrize(("error", "lasting"), [(FULL_DISK, True), (BROKEN_DISK, False)])
-def test_a_failing_disk_at_every_operation(scene: Scene, quick_path: Path, error: int, lasting: bool) -> None:
+def test_a_failing_disk_at_every_operation(scene, quick_path, error, lasting):
     folders = fresh_folders(scene, quick_path)
     num_operations = len(operations(scene, next(folders)))
     told: list[str] = []
@@ -187,7 +187,7 @@ class SignallingDisk(FaultyDisk):
         super()._step(name, path, tear)
 
 
-def test_a_stop_signal_during_a_save_lets_it_finish(tmp_path: Path) -> None:
+def test_a_stop_signal_during_a_save_lets_it_finish(tmp_path):
     """At any of its operations."""
     from flatout.trainer.stop_request import StopRequest
 

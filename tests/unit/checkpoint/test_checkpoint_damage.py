@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ WAYS = [_truncate, _flip_a_bit, _delete, _swap_with_older, _zero]
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     saves = Checkpoints(tmp_path, keep=2, on_event=lambda kind, facts: None, durable_io=DurableIO(QuickDisk()))
     saves.save(snapshot_of(1))
     saves.save(snapshot_of(2))
@@ -60,7 +60,7 @@ def load(run_dir: Path) -> tuple[object, list[tuple[str, Mapping[str, Any]]]]:
 
 @pytest.mark.parametrize("damage", WAYS)
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_named_and_the_older_one_used(run_dir: Path, name: str, damage: Callable[[Path, Path], None]) -> None:
+def test_damage_is_named_and_the_older_one_used(run_dir, name, damage):
     newer, older = run_dir / "checkpoints" / "step-2", run_dir / "checkpoints" / "step-1"
     damage(newer / name, older / name)
     found, events = load(run_dir)
@@ -72,7 +72,7 @@ def test_damage_is_named_and_the_older_one_used(run_dir: Path, name: str, damage
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_flipped_bit_anywhere_is_accepted(run_dir: Path, name: str) -> None:
+def test_no_flipped_bit_anywhere_is_accepted(run_dir, name):
     path = run_dir / "checkpoints" / "step-2" / name
     whole = path.read_bytes()
     for place in range(0, len(whole), 9):

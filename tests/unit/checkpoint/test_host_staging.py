@@ -135,7 +135,7 @@ def overwrite(snapshot: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path, name: str) -> None:
+def test_what_is_saved_is_the_state_of_the_call(tmp_path, name):
     device = torch.device(name)
     checkpoints = Checkpoints(tmp_path, keep=2, on_event=lambda kind, facts: None, durable_io=DurableIO(QuickDisk()))
     saver = saver_for(device, checkpoints)
@@ -154,7 +154,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path, name: str) -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("case", ["update late", "copy late", "copy late, tensors freed"])
-def test_the_copy_lies_between_two_updates_and_the_host_does_not_wait(tmp_path: Path, case: str) -> None:
+def test_the_copy_lies_between_two_updates_and_the_host_does_not_wait(tmp_path, case):
     device = torch.device("cuda", 0)
     checkpoints = Checkpoints(tmp_path, keep=2, on_event=lambda kind, facts: None, durable_io=DurableIO(QuickDisk()))
     staging = Staging(device) if case == "update late" else Staging(device, late_stream(device))
@@ -229,7 +229,7 @@ def wrong_steps(found: dict[int, dict[str, Tensor]], expected: dict[int, dict[st
 
 
 @pytest.fixture
-def config_of(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> Callable[..., Any]:
+def config_of(tiny, tmp_path, monkeypatch, name, device):
     """A run of this name on this device; its folder is named by how it saves."""
     if name == "lora ahead":
         monkeypatch.setattr(build, "make_optimizer", fused)
@@ -250,9 +250,7 @@ def fused(named: Any, config: Any, **_: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RUNS)
-def test_every_update_waits_for_the_copy(
-    config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, device: str
-) -> None:
+def test_every_update_waits_for_the_copy(config_of, monkeypatch, name, device):
     beside = config_of(asynchronous=True)
     seen = train_beside(beside, monkeypatch)
     assert len(seen) == (3 if "ahead" in name else NUM_STEPS)

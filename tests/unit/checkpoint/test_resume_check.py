@@ -30,12 +30,12 @@ def keys_of(schema: type[BaseModel], prefix: str = "") -> set[str]:
     return keys
 
 
-def test_every_setting_is_classified_and_nothing_else() -> None:
+def test_every_setting_is_classified_and_nothing_else():
     assert keys_of(Config) == RESUME_EFFECTS.keys()
     assert all(effect in ("numerics", "rounding", "harmless") and why for effect, why in RESUME_EFFECTS.values())
 
 
-def test_the_walk_over_a_config_meets_exactly_the_classified_keys() -> None:
+def test_the_walk_over_a_config_meets_exactly_the_classified_keys():
     """A changed value of each key, one at a time, is found under its own name with its own effect."""
     saved = dump()
     for key, (effect, _) in RESUME_EFFECTS.items():
@@ -49,7 +49,7 @@ def test_the_walk_over_a_config_meets_exactly_the_classified_keys() -> None:
         assert (change.key, change.effect, change.now) == (key, effect, "another value")
 
 
-def test_maths_changes_are_refused_by_key_both_values_and_remedy() -> None:
+def test_maths_changes_are_refused_by_key_both_values_and_remedy():
     changes = config_changes(dump(), dump(optim={"lr": 1e-4}, lora={"targets": ["q_proj"]}, log_every_steps=5))
     with pytest.raises(OtherRunError) as raised:
         refuse_changes(changes, [])
@@ -64,7 +64,7 @@ def test_maths_changes_are_refused_by_key_both_values_and_remedy() -> None:
     assert raised.value.exit_code == 4
 
 
-def test_allowing_is_by_key_or_section() -> None:
+def test_allowing_is_by_key_or_section():
     changes = config_changes(dump(), dump(optim={"lr": 1e-4, "beta2": 0.95}))
     refuse_changes(changes, ["optim"])
     refuse_changes(changes, ["optim.lr", "optim.beta2"])
@@ -73,7 +73,7 @@ def test_allowing_is_by_key_or_section() -> None:
             refuse_changes(changes, allow)
 
 
-def test_harmless_and_rounding_changes_pass_and_are_told() -> None:
+def test_harmless_and_rounding_changes_pass_and_are_told():
     now = dump(
         name="other",
         run_dir="/elsewhere/run",
@@ -93,7 +93,7 @@ def test_harmless_and_rounding_changes_pass_and_are_told() -> None:
     assert told["run_dir"].startswith("run_dir: null in the checkpoint, /elsewhere/run now")
 
 
-def test_unknown_keys_are_maths_on_either_side() -> None:
+def test_unknown_keys_are_maths_on_either_side():
     new = dump()
     old = {**new, "optim": {**new["optim"], "warp": 9}, "gone": {"deep": {"x": 1}}}
     changes = config_changes(old, new)
@@ -111,7 +111,7 @@ OLD = {"data": {"name": "alpaca", "num_samples": 52002, "fingerprint": "aa11"}, 
 NEW = {"data": {"name": "alpaca", "num_samples": 51000, "fingerprint": "bb22"}, "plan": "p2"}
 
 
-def test_other_data_is_refused_with_name_and_rows() -> None:
+def test_other_data_is_refused_with_name_and_rows():
     refuse_other_data(OLD, dict(OLD))
     with pytest.raises(OtherRunError) as raised:
         refuse_other_data(OLD, NEW)
@@ -121,7 +121,7 @@ def test_other_data_is_refused_with_name_and_rows() -> None:
     assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["data", "plan"]}
 
 
-def test_a_plan_alone_is_refused_unless_a_named_change_explains_it() -> None:
+def test_a_plan_alone_is_refused_unless_a_named_change_explains_it():
     now = {**OLD, "plan": "p2"}
     with pytest.raises(CheckpointError, match="plan: p1 in the checkpoint, p2 now"):
         refuse_other_data(OLD, now)
@@ -132,7 +132,7 @@ def test_a_plan_alone_is_refused_unless_a_named_change_explains_it() -> None:
     refuse_other_data(OLD, now, allow=["plan"])
 
 
-def test_allowed_data_explains_the_plan_and_a_missing_fingerprint_is_told() -> None:
+def test_allowed_data_explains_the_plan_and_a_missing_fingerprint_is_told():
     refuse_other_data(OLD, NEW, allow=["data"])
     with pytest.raises(CheckpointError, match=r"eval_data: \(absent\) in the checkpoint, e1 now"):
         refuse_other_data(OLD, {**OLD, "eval_data": "e1"})

@@ -55,7 +55,7 @@ def newest(run_dir: Path) -> Any:
     return Checkpoints(run_dir, keep=2, on_event=lambda kind, facts: None).newest()
 
 
-def test_the_state_of_the_call_is_written_though_it_changes_meanwhile(tmp_path: Path) -> None:
+def test_the_state_of_the_call_is_written_though_it_changes_meanwhile(tmp_path):
     told, disk = Told(), WaitingDisk()
     saver = saver_on(tmp_path, told, disk)
     disk.go.set()
@@ -77,7 +77,7 @@ def test_the_state_of_the_call_is_written_though_it_changes_meanwhile(tmp_path: 
     assert 0 <= facts["copied_s"] <= facts["save_s"]
 
 
-def test_the_next_save_and_a_required_one_wait(tmp_path: Path) -> None:
+def test_the_next_save_and_a_required_one_wait(tmp_path):
     told, disk = Told(), WaitingDisk()
     saver = saver_on(tmp_path, told, disk)
     saver.save(snapshot_of(1))
@@ -91,7 +91,7 @@ def test_the_next_save_and_a_required_one_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [FULL_DISK, BROKEN_DISK])
-def test_a_disk_that_refuses_is_told_and_stops_only_a_required_save(tmp_path: Path, error: int) -> None:
+def test_a_disk_that_refuses_is_told_and_stops_only_a_required_save(tmp_path, error):
     told = Told()
     saver = saver_on(tmp_path, told, FaultyDisk(6, error, lasting=True))
     saver.save(snapshot_of(1))
@@ -101,7 +101,7 @@ def test_a_disk_that_refuses_is_told_and_stops_only_a_required_save(tmp_path: Pa
         saver.save(snapshot_of(2), required=True)
 
 
-def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path: Path) -> None:
+def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path):
     class LyingDisk(QuickDisk):
         def write(self, fd: int, content: memoryview) -> int:
             return super().write(fd, memoryview(bytes(content[:-1]) + b"?"))
@@ -116,7 +116,7 @@ def test_any_other_failure_is_told_at_once_and_raised_at_the_next_save(tmp_path:
     saver.close()
 
 
-def test_a_host_without_memory_for_the_copy_skips_a_save_that_is_not_required(tmp_path: Path) -> None:
+def test_a_host_without_memory_for_the_copy_skips_a_save_that_is_not_required(tmp_path):
     class Full(Staging):
         def lay_out(self, snapshot: Any) -> Any:
             raise ResourceError("no 7 bytes of host memory")

@@ -78,7 +78,7 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("beginner")
     shutil.copytree(tiny.model_dir, root / "model")
     for name, text in FILES.items():
@@ -97,9 +97,7 @@ def spelled(verb: str, fixes: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("row", MISTAKES["commands"], ids=[row["typed"] for row in MISTAKES["commands"]])
-def test_a_mistake_is_told_with_what_mends_it(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: dict[str, Any]
-) -> None:
+def test_a_mistake_is_told_with_what_mends_it(world, monkeypatch, capsys, row):
     typed = shlex.split(row["typed"])
     monkeypatch.chdir(world)
     capsys.readouterr()
@@ -117,9 +115,7 @@ MENDED = [row for row in MISTAKES["commands"] if row.get("fixes")]
 
 
 @pytest.mark.parametrize("row", MENDED, ids=[row["typed"] for row in MENDED])
-def test_each_fix_is_accepted(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: dict[str, Any]
-) -> None:
+def test_each_fix_is_accepted(world, monkeypatch, capsys, row):
     """With what its own refusals say to set besides: eval.every_steps needs rows to evaluate on."""
     monkeypatch.chdir(world)
     verb = row["typed"].split()[0]
@@ -139,7 +135,7 @@ def test_each_fix_is_accepted(
 
 
 @pytest.mark.parametrize("row", MISTAKES["calls"], ids=[" ".join(row["given"]) for row in MISTAKES["calls"]])
-def test_python_is_told_in_python(world: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any]) -> None:
+def test_python_is_told_in_python(world, monkeypatch, row):
     monkeypatch.chdir(world)
     with pytest.raises(FlatoutError) as raised:
         flatout.train(**{"model": "model", "data": "chats.jsonl", "device": "cpu", **row["given"]})
@@ -149,18 +145,14 @@ def test_python_is_told_in_python(world: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("given", [{"callbacks": [print]}, {"callbacks": print}, {"compute_metrics": len}])
-def test_an_object_that_is_no_setting_is_named(
-    world: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
-) -> None:
+def test_an_object_that_is_no_setting_is_named(world, monkeypatch, given):
     monkeypatch.chdir(world)
     with pytest.raises(FlatoutError, match=next(iter(given))):
         flatout.train(model="model", data="chats.jsonl", device="cpu", **given)
 
 
 @pytest.mark.parametrize("verb", list(all_verbs()))
-def test_an_empty_word_ends_no_verb_in_a_traceback(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_an_empty_word_ends_no_verb_in_a_traceback(world, monkeypatch, capsys, verb):
     """As of a shell's variable that is not set; the verb alone is as before."""
     module = "flatout_migrate.convert" if verb == "convert" else f"flatout.cli.{verb}"
     monkeypatch.setattr(importlib.import_module(module), "run", lambda args: 0)
@@ -170,9 +162,7 @@ def test_an_empty_word_ends_no_verb_in_a_traceback(
         assert "Traceback" not in capsys.readouterr().err
 
 
-def test_only_files_are_proposed(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_files_are_proposed(world, tmp_path, monkeypatch, capsys):
     """No folder or pipe with the ending of a file; a file is."""
     for folder in ("a.yaml", "a.jsonl"):
         (tmp_path / folder).mkdir()
@@ -198,11 +188,11 @@ def test_only_files_are_proposed(
     assert "is a folder; name a file in it, such as run.yaml" in capsys.readouterr().err
 
 
-def test_targets_are_a_list_also_without_brackets() -> None:
+def test_targets_are_a_list_also_without_brackets():
     assert Config(model="m", targets="q_proj, v_proj").lora.targets == ["q_proj", "v_proj"]
     assert Config(model="m", targets=r".*layers\.\d{1,2}\.q_proj").lora.targets == r".*layers\.\d{1,2}\.q_proj"
 
 
-def test_a_home_that_is_there_is_found(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_there_is_found(world, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(world))
     assert main(["init", "--data", "~/chats.jsonl", "--model", str(world / "model"), str(tmp_path / "new.yaml")]) == 0

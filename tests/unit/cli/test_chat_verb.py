@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ DRAWN = ("--temperature", "2", "--seed", "3")
 
 
 @pytest.fixture(scope="module")
-def run_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tiny, tmp_path_factory):
     from flatout.trainer.run import train
 
     config = tiny.config(tmp_path_factory.mktemp("chat") / "run", batch={"max_steps": 6}, optim={"lr": 0.2})
@@ -37,9 +36,7 @@ def answers(out: str) -> list[str]:
     return [part.strip() for part in re.split("^> ", out, flags=re.MULTILINE)[1:]]
 
 
-def test_commands_and_the_end_of_input(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_and_the_end_of_input(run_dir, monkeypatch, capsys):
     typed = "What color?\nAnd now?\n/clear\nWhat color?\n/system Be kind.\n/help\n/hlep\n/etc/passwd is what?\n"
     assert chat(monkeypatch, typed, str(run_dir), *DRAWN) == 0
     first, second, cleared, again, system, helped, unknown, slash, end = answers(capsys.readouterr().out)
@@ -54,7 +51,7 @@ def test_commands_and_the_end_of_input(
     assert len(answers(capsys.readouterr().out)) == 1
 
 
-def test_system_prompts_start_conversations(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_prompts_start_conversations(run_dir, monkeypatch):
     asked: list[list[str]] = []
 
     def answer(model: Any, tokenizer: Any, messages: Any, **_: Any) -> str:
@@ -73,9 +70,7 @@ def test_system_prompts_start_conversations(run_dir: Path, monkeypatch: pytest.M
     ]
 
 
-def test_models_answer_beside_each_other(
-    run_dir: Path, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_answer_beside_each_other(run_dir, tiny, tmp_path, monkeypatch, capsys):
     other = tmp_path / "other"
     shutil.copytree(run_dir / "final", other)
     alone = {}
@@ -95,7 +90,7 @@ def test_models_answer_beside_each_other(
         assert found["base"] != found[str(run_dir)]
 
 
-def test_adapters_of_one_base_share_its_weights(run_dir: Path) -> None:
+def test_adapters_of_one_base_share_its_weights(run_dir):
     from flatout.models.load.inference import load_trained, resolve_model_paths
 
     paths, cpu = resolve_model_paths(str(run_dir)), torch.device("cpu")
@@ -107,9 +102,7 @@ def test_adapters_of_one_base_share_its_weights(run_dir: Path) -> None:
     assert first.get_input_embeddings().weight.data_ptr() == second.get_output_embeddings().weight.data_ptr()
 
 
-def test_generation_config_decides_how_to_sample(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generation_config_decides_how_to_sample(tiny, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "model"
     shutil.copytree(tiny.model_dir, folder)
     sampling = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.9}
@@ -123,7 +116,7 @@ def test_generation_config_decides_how_to_sample(
         assert f"Answers are {expected}" in capsys.readouterr().err
 
 
-def test_tokens_are_printed_one_by_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_printed_one_by_one(run_dir, monkeypatch):
     written: list[str] = []
 
     class Recorder(io.StringIO):
@@ -137,21 +130,14 @@ def test_tokens_are_printed_one_by_one(run_dir: Path, monkeypatch: pytest.Monkey
     assert sum(bool(text.strip()) for text in written) > 3
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [((), "given twice"), (("--compare", "base"), "--compare base: ")],
-)
-def test_what_cannot_be_compared(
-    tiny: Any, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("words", "said"), [((), "given twice"), (("--compare", "base"), "--compare base: ")])
+def test_what_cannot_be_compared(tiny, words, said, monkeypatch, capsys):
     models = [str(tiny.model_dir)] * (1 if words else 2)
     assert chat(monkeypatch, "", *models, *words) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_prompt_beyond_the_models_positions_is_told(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_beyond_the_models_positions_is_told(run_dir, monkeypatch, capsys):
     length = 8_000
     assert main(["chat", str(run_dir), "--device", "cpu", "--prompt", "x y" * (length // 3)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -164,15 +150,13 @@ def test_a_prompt_beyond_the_models_positions_is_told(
     assert answers(capsys.readouterr().out)[0] in told.out
 
 
-def test_an_answer_ends_with_the_positions(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_ends_with_the_positions(run_dir, capsys):
     command = ["chat", str(run_dir), "--device", "cpu", "--prompt", "x y" * 650, "--max-new-tokens", "20000"]
     assert main([*command, *DRAWN]) == 0
     assert "2,048" not in capsys.readouterr().err
 
 
-def test_a_long_silent_answer_tells_its_tokens(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_silent_answer_tells_its_tokens(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("flatout.cli.chat.SILENT_S", 0.0)
     assert main(["chat", str(run_dir), "--device", "cpu", "--prompt", "Hi", "--max-new-tokens", "12", *DRAWN]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "of at most 12" in line]

@@ -16,11 +16,11 @@ import flatout
 from flatout.cli.main import main
 from flatout.config.read import dump_config, load_config
 from flatout.errors import FlatoutError
-from tests.conftest import Tiny, read_metrics
+from tests.conftest import read_metrics
 
 
 @pytest.fixture(scope="module")
-def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tiny, tmp_path_factory):
     """A folder with settings, questions, another trainer's file and a finished run."""
     here = tmp_path_factory.mktemp("foreign")
     with pytest.MonkeyPatch.context() as patch:
@@ -35,7 +35,7 @@ def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -117,9 +117,7 @@ KINDS = [a_file, a_link, a_link_to_nothing, a_link_to_a_folder, a_folder]
 
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_what_stands_at_an_output_stays_but_an_own_earlier_one(
-    here: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stands_at_an_output_stays_but_an_own_earlier_one(here, name, capsys):
     output = (FILES | FOLDERS)[name]
     command = output.command.format(out="new.yaml").split()
     assert [main(command), (here / "new.yaml").exists(), main(command)] == [0, True, output.again]
@@ -142,7 +140,7 @@ def require_kept(place: Path, make: Callable[[Path], None], command: str, capsys
     assert state(place.parent) == before
 
 
-def test_a_page_in_python_replaces_pages_alone(here: Path) -> None:
+def test_a_page_in_python_replaces_pages_alone(here):
     page = flatout.load("done").plot()
     a_file(here / "mine.html")
     before = state(here / "mine.html")
@@ -187,7 +185,7 @@ CALLS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-def test_another_programs_folder_stays_as_it_is(here: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_programs_folder_stays_as_it_is(here, name, capsys):
     file = here / "proj" / name
     file.parent.mkdir(parents=True)
     file.write_text(OF_OTHERS[name])
@@ -205,9 +203,7 @@ def test_another_programs_folder_stays_as_it_is(here: Path, name: str, capsys: p
     assert "proj" not in capsys.readouterr().out
 
 
-def test_a_persons_own_settings_in_the_folder_of_their_name_are_refused_and_the_advice_works(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_persons_own_settings_in_the_folder_of_their_name_are_refused_and_the_advice_works(here, capsys):
     (here / "runs" / "a").mkdir()
     text = "# mine\n" + (here / "run.yml").read_text().replace("name: new", "name: a")
     (here / "runs" / "a" / "config.yaml").write_text(text)
@@ -222,9 +218,7 @@ def test_a_persons_own_settings_in_the_folder_of_their_name_are_refused_and_the_
     assert (here / "runs" / "a-2" / "final").is_dir()
 
 
-def test_files_that_stand_beside_a_runs_stay_and_a_restart_names_them(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_stand_beside_a_runs_stay_and_a_restart_names_them(here, capsys):
     for name in ("notes.md", "data/rows.csv"):
         a_file(here / "runs" / "new" / name)
     before = state(here / "runs" / "new")
@@ -235,7 +229,7 @@ def test_files_that_stand_beside_a_runs_stay_and_a_restart_names_them(
     assert read_metrics(here / "runs" / "new.old-1")
 
 
-def test_comments_in_a_runs_settings_stay(here: Path) -> None:
+def test_comments_in_a_runs_settings_stay(here):
     file = here / "runs" / "done" / "config.yaml"
     mine = "# what I tried\n" + file.read_text()
     file.write_text(mine)
@@ -249,7 +243,7 @@ def test_comments_in_a_runs_settings_stay(here: Path) -> None:
     assert file.read_text() == dump_config(load_config(file))
 
 
-def test_a_data_set_replaces_its_own_folder_alone(here: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_data_set_replaces_its_own_folder_alone(here, tiny, capsys):
     build = ["data", "build", str(tiny.chats), "--tokenizer", str(tiny.model_dir), "--max-tokens", "400", "--replace"]
     a_file(here / "data" / "built_dataset" / "mine" / "rows.csv")
     a_file(here / "data" / "built_dataset" / "chats" / "notes.md")
@@ -272,7 +266,7 @@ def test_a_data_set_replaces_its_own_folder_alone(here: Path, tiny: Tiny, capsys
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "model/config.json", "model/tokenizer.json", "run/config.yaml"])
-def test_a_demo_leaves_a_persons_files_as_they_are(here: Path, name: str) -> None:
+def test_a_demo_leaves_a_persons_files_as_they_are(here, name):
     a_file(here / "proj" / name)
     before = state(here / "proj" / name)
     assert main(["demo", "--out", "proj"]) == 2

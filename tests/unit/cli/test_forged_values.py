@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_forged_memory_record(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forged_memory_record(tiny, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", batch={"micro_batch_tokens": None})))
     record = tmp_path / "memory.json"
     command = ["plan", str(tmp_path / "run.yaml"), "--measured", str(record)]
@@ -41,7 +40,7 @@ def test_a_forged_memory_record(tiny: Any, tmp_path: Path, capsys: pytest.Captur
         assert main(command) == 0
 
 
-def test_an_end_token_that_the_vocabulary_lacks(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_token_that_the_vocabulary_lacks(tiny, tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(tiny.model_dir, folder)
     file = folder / "tokenizer_config.json"
@@ -55,7 +54,7 @@ def test_an_end_token_that_the_vocabulary_lacks(tiny: Any, tmp_path: Path, capsy
     assert main(command) == 0
 
 
-def test_seconds_have_a_bound() -> None:
+def test_seconds_have_a_bound():
     for name in ("hang_s", "stall_s", "join_s", "long_phase_s"):
         with pytest.raises(ProblemsError, match=f"faults.{name}: "):
             make_config({"model": "m"}, [f"faults.{name}=1e300"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,14 +28,14 @@ def limited(run: str, mib: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240)
 
 
-def test_a_small_json_file_needs_no_64_mib(tmp_path: Path) -> None:
+def test_a_small_json_file_needs_no_64_mib(tmp_path):
     (tmp_path / "a.json").write_text('{"a": 1}')
     done = limited(f"print(read_json(Path({str(tmp_path / 'a.json')!r})))", mib=32)
     assert done.stdout == "{'a': 1}\n", done.stderr
 
 
 @pytest.mark.parametrize(("mib", "code"), [(24, 6), (4096, 0)])
-def test_too_little_memory_is_one_sentence(tmp_path: Path, mib: int, code: int) -> None:
+def test_too_little_memory_is_one_sentence(tmp_path, mib, code):
     run_identity(tmp_path)
     (tmp_path / "config.yaml").write_text("name: long\n")
     (tmp_path / "metrics.jsonl").write_text("")

@@ -19,34 +19,34 @@ from flatout.cli.verbs import all_verbs
         ("convert x a.b=1", "x a.b=1"),
     ],
 )
-def test_overrides_may_stand_anywhere(typed: str, expected: str) -> None:
+def test_overrides_may_stand_anywhere(typed, expected):
     verb, *words = typed.split()
     assert overrides_first(all_verbs()[verb], words) == expected.split()
 
 
-def test_errors_are_one_line_with_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line_with_their_exit_code(capsys):
     assert main(["train", "no-such-file.yaml"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: no-such-file.yaml: no such file")
     assert "Traceback" not in error
 
 
-def test_what_a_terminal_cannot_show_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_terminal_cannot_show_is_escaped(capsys):
     assert main(["train", "\x1b[31mred\x9b\u202e.yaml"]) == 2
     assert r"\x1b[31mred\x9b\u202e.yaml" in capsys.readouterr().err
 
 
-def test_no_line_of_an_error_is_endless(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_of_an_error_is_endless(capsys):
     assert main(["chat", "run", "--device", "cpu", "--device-map", "x" * 5000]) == 2
     assert len(capsys.readouterr().err) < 1000
 
 
-def test_a_device_map_for_training_names_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_map_for_training_names_the_strategy(capsys):
     assert main(["train", "run.yaml", "--device-map", "auto"]) == 2
     assert "strategy=fsdp" in capsys.readouterr().err
 
 
-def test_no_words_are_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_words_are_help(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name:<9} {verb.help}\n" in said for name, verb in all_verbs().items())
@@ -55,7 +55,7 @@ def test_no_words_are_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == said
 
 
-def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_help_with_an_example(capsys):
     for name, verb in all_verbs().items():
         with pytest.raises(SystemExit) as caught:
             main([name, "--help"])
@@ -94,7 +94,7 @@ sys.exit(main())
         ("ResourceError", signal.SIGTERM, -signal.SIGTERM),
     ],
 )
-def test_a_signal_while_python_exits_does_not_hide_that_the_run_is_saved(error: str, number: int, code: int) -> None:
+def test_a_signal_while_python_exits_does_not_hide_that_the_run_is_saved(error, number, code):
     """A launcher signals a rank that is exiting because another has exited."""
     words = [sys.executable, "-c", EXITING, "train", error, str(int(number))]
     assert subprocess.run(words, capture_output=True, check=False).returncode == code

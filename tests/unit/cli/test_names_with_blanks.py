@@ -7,7 +7,6 @@ import shlex
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +24,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tiny, tmp_path, monkeypatch):
     """A folder of work with a model, rows and a file of settings whose names have blanks."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny.model_dir, tmp_path / "my model")
@@ -35,7 +34,7 @@ def here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_demo_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_demo_names_its_run(tmp_path, monkeypatch, capsys):
     whole = settings.demo_config
 
     def short(folder: Path, seed: int) -> settings.Config:
@@ -52,7 +51,7 @@ def test_the_demo_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("here")
-def test_files_that_are_written_are_named(capsys: Any) -> None:
+def test_files_that_are_written_are_named(capsys):
     assert main(["init", "new run.yaml", "--data", "my rows.jsonl", "--model", "my model"]) == 0
     printed = commands(capsys.readouterr().out)
     assert printed == [["plan", "new run.yaml"], ["train", "new run.yaml"]]
@@ -67,7 +66,7 @@ def test_files_that_are_written_are_named(capsys: Any) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_run_that_has_not_ended_is_named(capsys: Any) -> None:
+def test_a_run_that_has_not_ended_is_named(capsys):
     """And what it is for a model of another run; then the command resumes it."""
     assert main(["train", "my run.yaml", "batch.max_steps=2", "checkpoint.every_steps=1"]) == 0
     shutil.rmtree("my runs/a run/final")

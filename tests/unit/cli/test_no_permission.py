@@ -42,7 +42,7 @@ def as_nobody(commands: list[list[str]], cwd: Path, **env: str) -> list[tuple[in
 
 
 @pytest.fixture
-def here(tiny: Any, tmp_path: Path) -> Path:
+def here(tiny, tmp_path):
     (tmp_path / "tmp").mkdir()
     shutil.copy(tiny.chats, tmp_path / "chats.jsonl")
     return tmp_path
@@ -53,14 +53,14 @@ def words(model: Any, name: str, *more: str) -> list[str]:
     return ["train", f"model={model}", "data=chats.jsonl", f"run_dir=runs/{name}", *settings]
 
 
-def test_a_user_without_a_home_trains(tiny: Any, here: Path) -> None:
+def test_a_user_without_a_home_trains(tiny, here):
     (got,) = as_nobody([words(tiny.model_dir, "a")], here)
     assert got == (0, got[1])
     assert (here / "runs" / "a" / "final").is_dir()
     assert [path.name for path in (here / "tmp").iterdir() if path.name.startswith("flatout-")]
 
 
-def test_paths_without_permission_are_named_in_one_sentence(tiny: Any, here: Path) -> None:
+def test_paths_without_permission_are_named_in_one_sentence(tiny, here):
     locked = here / "locked"
     locked.mkdir()
     paths = [

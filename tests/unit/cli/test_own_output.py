@@ -1,10 +1,5 @@
 """A verb replaces the page that it wrote before, and no other file; a run's folders are its own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from flatout.cli.main import main
@@ -13,7 +8,7 @@ from flatout.errors import ProblemsError
 from flatout.trainer.run import train
 
 
-def test_no_file_of_a_run_is_overwritten(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_of_a_run_is_overwritten(tiny, tmp_path, capsys):
     """By any verb that writes a file; test_foreign_files has the files of others, and what may be replaced."""
     run = tmp_path / "done"
     train(tiny.config(run, batch={"max_steps": 1}))
@@ -34,9 +29,7 @@ def test_no_file_of_a_run_is_overwritten(tiny: Any, tmp_path: Path, capsys: pyte
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_what_stands_where_a_run_writes_is_named_before_anything_slow(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stands_where_a_run_writes_is_named_before_anything_slow(tiny, tmp_path, capsys):
     run = tmp_path / "run"
     (tmp_path / "run.yaml").write_text(dump_config(tiny.config(run, batch={"max_steps": 1})))
     run.mkdir()
@@ -53,9 +46,7 @@ def test_what_stands_where_a_run_writes_is_named_before_anything_slow(
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
 
 
-def test_folders_that_hold_something_else_are_refused(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_hold_something_else_are_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for settings in ("run_dir=.", "run_dir=/", "run_dir=..", f"data.root={tiny.model_dir}"):
         with pytest.raises(ProblemsError, match=settings.partition("=")[0]):

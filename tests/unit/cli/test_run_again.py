@@ -25,7 +25,7 @@ from flatout.track.notes import RunNotes, write_notes
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tiny, tmp_path_factory):
     """A folder with run.yaml and runs/run, two steps, evaluated and finished."""
     root = tmp_path_factory.mktemp("again")
     config = tiny.config(root, batch={"max_steps": 2}, eval={"fraction": 0.1, "prompts": []})
@@ -36,7 +36,7 @@ def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(trained, tmp_path, monkeypatch):
     """A copy of it, as the working folder."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ threading.Thread(target=work, daemon=True).start()
 """
 
 
-def test_a_thread_inside_torch_does_not_turn_a_finished_run_into_a_crash(here: Path) -> None:
+def test_a_thread_inside_torch_does_not_turn_a_finished_run_into_a_crash(here):
     (here / "own.py").write_text(THREADED)
     words = ["train", "run.yaml", "name=threads", "objective.path=own.py:Own", "batch.max_steps=1", "eval.fraction=0"]
     command = [sys.executable, "-m", "flatout", *words]
@@ -77,7 +77,7 @@ def test_a_thread_inside_torch_does_not_turn_a_finished_run_into_a_crash(here: P
     assert "final" in run.stdout
 
 
-def test_other_settings_end_in_two_commands_that_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_end_in_two_commands_that_work(here, capsys):
     before = contents(here / "runs" / "run")
     assert main(["train", "run.yaml", "optim.lr=1e-4"]) == 4
     new, restart, _ = ways_out(capsys.readouterr().err)
@@ -98,9 +98,7 @@ def test_other_settings_end_in_two_commands_that_work(here: Path, capsys: pytest
     assert "already complete" in capsys.readouterr().out
 
 
-def test_a_restart_of_nothing_starts_and_of_a_held_folder_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_restart_of_nothing_starts_and_of_a_held_folder_is_refused(here, capsys):
     assert main(["train", "run.yaml", "name=new", "--restart"]) == 0
     assert not (here / "runs" / "new.old-1").exists()
     with RunLock(here / "runs" / "run"):
@@ -109,7 +107,7 @@ def test_a_restart_of_nothing_starts_and_of_a_held_folder_is_refused(
     assert not (here / "runs" / "run.old-1").exists()
 
 
-def test_a_restart_takes_nothing_out_of_the_run_it_moves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_takes_nothing_out_of_the_run_it_moves(here, capsys):
     before = contents(here / "runs" / "run")
     for words in (["lora.continue_from=runs/run/final"], ["model.name=runs/run/final"]):
         assert main(["train", "run.yaml", *words, "--restart"]) == 2
@@ -140,9 +138,7 @@ TOGETHER = (
 )
 
 
-def test_a_restart_moves_no_path_away_that_the_settings_name(
-    tiny: Any, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_restart_moves_no_path_away_that_the_settings_name(tiny, here, capsys):
     config, inside, outside = flatout.load("run").config, here / "runs" / "run" / "inputs", here / "inputs"
     (outside / "media").mkdir(parents=True)
     (outside / "own.py").write_text(OWN)
@@ -174,9 +170,7 @@ def _words(words: str, path: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("named", ["the file of settings", "an override", "a .py file", "a .py file's own code"])
-def test_a_restart_keeps_the_files_of_settings_where_they_are(
-    here: Path, capsys: pytest.CaptureFixture[str], named: str
-) -> None:
+def test_a_restart_keeps_the_files_of_settings_where_they_are(here, capsys, named):
     folder, overrides = here / "runs" / "run", ["strategy=deepspeed"]  # which one process needs no package for
     values, file = yaml.safe_load((here / "run.yaml").read_text()), "again.yaml"
     if ".py" in named:
@@ -205,7 +199,7 @@ def test_a_restart_keeps_the_files_of_settings_where_they_are(
     assert "already complete" in capsys.readouterr().out
 
 
-def test_a_restart_builds_its_data_again_where_the_earlier_run_had_it(here: Path) -> None:
+def test_a_restart_builds_its_data_again_where_the_earlier_run_had_it(here):
     words = ["train", "run.yaml", "data.root=runs/run/data", "--restart"]
     assert [main(words), main(words)] == [0, 0]
     assert (here / "runs" / "run.old-2" / "data").is_dir()
@@ -228,9 +222,7 @@ REFUSED_AT_START = {
 }
 
 
-def test_what_a_start_would_refuse_leaves_the_earlier_run_where_it_is(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_start_would_refuse_leaves_the_earlier_run_where_it_is(here, capsys):
     (here / "odd.csv").write_text("alpha,beta\n1,2\n")
     (here / "theirs").mkdir()
     before = contents(here / "runs" / "run") | {".lock": b""}
@@ -241,9 +233,7 @@ def test_what_a_start_would_refuse_leaves_the_earlier_run_where_it_is(
         assert not (here / "runs" / "run.old-1").exists()
 
 
-def test_a_restart_with_other_rows_and_columns_that_are_taken_moves_the_run_once(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_restart_with_other_rows_and_columns_that_are_taken_moves_the_run_once(here, capsys):
     (here / "qa.csv").write_text("Question,Response\n" + "".join(f"q {n},a {n}\n" for n in range(40)))
     words = ["train", "run.yaml", "data.name=qa", "data.sources=[{path: qa.csv}]", "--restart"]
     assert main(words) == 3
@@ -255,9 +245,7 @@ def test_a_restart_with_other_rows_and_columns_that_are_taken_moves_the_run_once
     assert flatout.load("run").log.state == "complete"
 
 
-def test_a_launcher_that_starts_the_command_again_must_not_start_over(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_that_starts_the_command_again_must_not_start_over(here, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert main(["train", "run.yaml", "--restart"]) == 2
     assert "SLURM_RESTART_COUNT is set by a launcher" in capsys.readouterr().err
@@ -266,13 +254,13 @@ def test_a_launcher_that_starts_the_command_again_must_not_start_over(
     assert main(["train", "run.yaml", "--restart"]) == 0
 
 
-def test_the_settings_of_a_run_folder_can_start_it_over(here: Path) -> None:
+def test_the_settings_of_a_run_folder_can_start_it_over(here):
     assert main(["train", "runs/run/config.yaml", "batch.max_steps=3", "--restart"]) == 0
     assert flatout.load("run").config.batch.max_steps == 3
     assert flatout.load("run.old-1").config.batch.max_steps == 2
 
 
-def test_python_is_told_in_python_and_starts_over(here: Path) -> None:
+def test_python_is_told_in_python_and_starts_over(here):
     with pytest.raises(CheckpointError) as raised:
         flatout.train("run.yaml", lr=1e-4)
     said = str(raised.value)
@@ -283,7 +271,7 @@ def test_python_is_told_in_python_and_starts_over(here: Path) -> None:
     assert flatout.load("run.old-1").log.state == "complete"
 
 
-def test_torch_is_imported_after_its_variables_are_set(here: Path) -> None:
+def test_torch_is_imported_after_its_variables_are_set(here):
     code = (
         "import os, sys, flatout\n"
         "class Watch:\n"
@@ -300,7 +288,7 @@ def test_torch_is_imported_after_its_variables_are_set(here: Path) -> None:
     assert re.fullmatch(r"expandable_segments:True,.* True\n", done.stdout)
 
 
-def test_runs_are_listed_sorted_and_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_sorted_and_as_json(here, capsys):
     shutil.copytree(here / "runs" / "run", here / "runs" / "b" / "inner")
     (here / "runs" / "b" / "inner" / "end.json").unlink()
     (here / "runs" / "no-run").mkdir()
@@ -327,9 +315,7 @@ def _listed(folder: Path, list_of: Any) -> Any:
     return list_of(folder)
 
 
-def test_a_damaged_run_does_not_hide_the_others(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_run_does_not_hide_the_others(here, capsys, monkeypatch):
     shutil.copytree(here / "runs" / "run", here / "runs" / "broken")
     (here / "runs" / "broken" / "start.json").write_text("{")
     # a folder that cannot be listed, for root too
@@ -343,7 +329,7 @@ def test_a_damaged_run_does_not_hide_the_others(
     assert states == {"run": "complete", "broken": "damaged"}
 
 
-def test_runs_are_found_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_found_by_name(here, capsys):
     for words, printed in (
         ("report run --format md", "# run: complete"),
         ("watch run", "summary    complete, 2 of 2 steps"),
@@ -360,13 +346,13 @@ def test_runs_are_found_by_name(here: Path, capsys: pytest.CaptureFixture[str]) 
         assert "did you mean run?" in capsys.readouterr().err
 
 
-def test_a_quote_in_a_name_is_no_end_of_the_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quote_in_a_name_is_no_end_of_the_answer(here, capsys):
     shutil.copytree(here / "runs" / "run", here / "runs" / "bob-1")
     assert main(["report", "bob's-1"]) == 2
     assert "no run of that name; did you mean bob-1?" in capsys.readouterr().err
 
 
-def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_ends_like_a_file_is_a_file(here, capsys):
     assert main(["chat", "model.gguf", "--prompt", "x"]) == 2
     assert "there is no file model.gguf" in capsys.readouterr().err
     assert main(["chat", "runs/run/final/adapter_model.safetensors", "--prompt", "x"]) == 2
@@ -375,9 +361,7 @@ def test_a_name_that_ends_like_a_file_is_a_file(here: Path, capsys: pytest.Captu
     assert "runs/run/final" in error
 
 
-def test_results_of_a_run_are_waited_for_while_it_trains_and_else_come_from_resuming_it(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_a_run_are_waited_for_while_it_trains_and_else_come_from_resuming_it(here, capsys):
     shutil.rmtree(here / "runs" / "run" / "final")
     for words in ("merge run --out x", "chat run --prompt a", "push run me/x"):
         with RunLock(here / "runs" / "run"):  # as while it trains
@@ -393,16 +377,14 @@ def test_results_of_a_run_are_waited_for_while_it_trains_and_else_come_from_resu
     assert (here / "runs" / "run" / "final").is_dir()
 
 
-def test_no_other_run_is_proposed_to_a_verb_that_changes_or_sends_one(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_other_run_is_proposed_to_a_verb_that_changes_or_sends_one(here, capsys):
     for words in ("runs --tag nope X", "runs --note nope X", "push nope me/x", "push runs/rune me/x", "track nope"):
         assert main(words.split()) == 2
         assert ways_out(capsys.readouterr().err) == []
     assert main(["runs", "--tag", "run", "X"]) == 0
 
 
-def test_a_run_that_fails_early_is_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_early_is_a_run(here, capsys):
     assert main(["train", "run.yaml", "name=early", "model.revision=x"]) != 0
     assert (here / "runs" / "early" / "run.json").is_file()
     assert main(["runs"]) == 0
@@ -410,7 +392,7 @@ def test_a_run_that_fails_early_is_a_run(here: Path, capsys: pytest.CaptureFixtu
     assert main(["train", "run.yaml", "name=early"]) == 0
 
 
-def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_have_notes_and_tags_that_every_page_shows(here, capsys):
     before = contents(here / "runs" / "run")
     shutil.copytree(here / "runs" / "run", here / "runs" / "other")
     assert main(["runs"]) == 0
@@ -447,7 +429,7 @@ def test_runs_have_notes_and_tags_that_every_page_shows(here: Path, capsys: pyte
     assert (here / "runs" / "run.old-1" / "notes.json").exists()
 
 
-def test_what_cannot_be_a_note_or_tag_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_a_note_or_tag_is_said(here, capsys):
     for words, said in (
         (["--tag", "rum", "a"], "did you mean run?"),
         (["--tag", "run"], "--tag run"),
@@ -462,9 +444,7 @@ def test_what_cannot_be_a_note_or_tag_is_said(here: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["start.json", "end.json", "notes.json"])
-def test_a_damaged_side_file_is_said_in_one_line_and_hides_nothing_else(
-    here: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_damaged_side_file_is_said_in_one_line_and_hides_nothing_else(here, capsys, name):
     folder = here / "runs" / "run"
     write_notes(folder, RunNotes(), note="first try", add=["baseline"])
     assert not flatout.load("run").log.problems

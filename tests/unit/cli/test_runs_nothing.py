@@ -278,7 +278,7 @@ def commands(foreign: str) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tiny, tmp_path_factory):
     """A folder with a model, rows, settings, a built data set and a finished run."""
     root = tmp_path_factory.mktemp("world")
     shutil.copytree(tiny.model_dir, root / "model")
@@ -308,9 +308,7 @@ def made(kind: str, here: Path, canary: Path, world: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OF_THE_WORLD])
-def test_no_verb_runs_a_foreign_file(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_no_verb_runs_a_foreign_file(world, tmp_path, monkeypatch, capfd, kind):
     here = tmp_path / "here"
     shutil.copytree(world, here)
     monkeypatch.chdir(here)
@@ -331,7 +329,7 @@ def test_no_verb_runs_a_foreign_file(
     assert [line for line in ran if line not in documented] == []
 
 
-def test_canaries_sing_when_their_file_is_executed(tmp_path: Path, world: Path) -> None:
+def test_canaries_sing_when_their_file_is_executed(tmp_path, world):
     """What other tools do with such files: an interpreter, a shell, pickle, YAML's unsafe loader, a plain template."""
     import jinja2
 
@@ -392,9 +390,7 @@ def test_canaries_sing_when_their_file_is_executed(tmp_path: Path, world: Path) 
     assert {*KINDS, *OF_THE_WORLD} - ways.keys() <= {"makefile"}
 
 
-def test_what_is_asked_for_runs(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_asked_for_runs(world, tmp_path, monkeypatch, capfd):
     """A configuration in Python and a loss of one's own are code, by the verbs whose pages say so."""
     here, canary = tmp_path / "here", tmp_path / CANARIES
     shutil.copytree(world, here)
@@ -420,7 +416,7 @@ def test_what_is_asked_for_runs(
         assert not canary.exists(), words
 
 
-def test_modules_of_the_working_folder_are_not_imported(world: Path, tmp_path: Path) -> None:
+def test_modules_of_the_working_folder_are_not_imported(world, tmp_path):
     """`python -m flatout` and the processes that it starts, in a folder with modules of our libraries' names."""
     here, canary = tmp_path / "here", tmp_path / CANARIES
     shutil.copytree(world, here)

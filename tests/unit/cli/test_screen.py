@@ -42,7 +42,7 @@ def test_a_module_is_imported_without_the_collector_and_frozen_once(module, is_o
 
 
 @pytest.mark.parametrize(("flag", "code"), [("-OO", 2), ("-O", 0)])
-def test_python_without_docstrings_is_refused_by_name(flag: str, code: int) -> None:
+def test_python_without_docstrings_is_refused_by_name(flag, code):
     """transformers reads them, and would blame the model; -O alone drops assertions only."""
     program = "import sys; from flatout.cli.main import main; sys.exit(main(['doctor']))"
     if code == 0:

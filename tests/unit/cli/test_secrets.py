@@ -1,7 +1,5 @@
 """A password or token in an address is used, and never shown or written down."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.io.redact import redacted
-from tests.conftest import Tiny
 
 ADDRESS = "https:/anna:hunter2@data.example/rows?token=s3same&part=1.jsonl"
 SECRETS = ("hunter2", "s3same")
@@ -26,13 +23,11 @@ SECRETS = ("hunter2", "s3same")
         ("org/set", "org/set"),
     ],
 )
-def test_only_the_secret_parts_of_an_address_go(text: object, expected: object) -> None:
+def test_only_the_secret_parts_of_an_address_go(text, expected):
     assert redacted(text) == expected
 
 
-def test_no_verb_shows_or_writes_the_secret_of_a_source(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_verb_shows_or_writes_the_secret_of_a_source(tiny, tmp_path, monkeypatch, capfd):
     """The address is a file here, as its folders are named so; its last row is bad, and told."""
     monkeypatch.chdir(tmp_path)
     rows = Path(ADDRESS)

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ WAYS = {"head": "| head -n 1", "head with two ranks": "| head -n 1", "closed wit
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way == "head with two ranks" else pytest.mark.exhaustive) for way in WAYS]
 )
-def test_training_goes_on_when_nobody_reads(tiny: Any, tmp_path: Path, way: str) -> None:
+def test_training_goes_on_when_nobody_reads(tiny, tmp_path, way):
     more = {"gpus": [0, 1]} if "ranks" in way else {}
     config = tiny.config(tmp_path / "caf\u00e9", batch={"max_steps": 2}, **more)
     (tmp_path / "run.yaml").write_text(dump_config(config))
@@ -32,7 +30,7 @@ def test_training_goes_on_when_nobody_reads(tiny: Any, tmp_path: Path, way: str)
     assert (config.folder / "final" / "adapter_model.safetensors").exists()
 
 
-def test_samples_that_nobody_reads_any_more_are_not_rendered(tiny: Any, tmp_path: Path) -> None:
+def test_samples_that_nobody_reads_any_more_are_not_rendered(tiny, tmp_path):
     words = ["--name", "chats", "--root", str(tmp_path), "--tokenizer", str(tiny.model_dir)]
     assert main(["data", "build", str(tiny.chats), *words]) == 0
     command = f"{sys.executable} -m flatout data"

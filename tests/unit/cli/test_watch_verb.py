@@ -4,7 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ STEP = StepRecord(
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> RunFolderWriter:
+def writer(tmp_path):
     """A run of two ranks that no process trains any more, after 20 of 40 steps."""
     folder = RunFolderWriter(tmp_path / "run")
     for step in range(1, 21):
@@ -49,9 +49,7 @@ ESCAPE, SHOWN = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e", r"\x1b]0;owned\x07\x1b[2
 
 
 @pytest.mark.parametrize("verb", ["watch", "report", "repr"])
-def test_nothing_that_files_say_controls_the_terminal(
-    writer: RunFolderWriter, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_that_files_say_controls_the_terminal(writer, tmp_path, verb, capsys):
     from flatout.api.run import Run
 
     run = tmp_path / "run"
@@ -70,7 +68,7 @@ def test_nothing_that_files_say_controls_the_terminal(
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Iterator[RunLock]:
+def lock(tmp_path):
     """Held as by a training."""
     with RunLock(tmp_path / "run") as held:
         yield held
@@ -88,7 +86,7 @@ def at_each_pause(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> 
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: left.pop(0)())
 
 
-def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, lock: RunLock, tmp_path: Path) -> None:
+def test_a_run_is_drawn_from_its_files_on_60_columns(writer, lock, tmp_path):
     console = Console(width=60, record=True, file=(tmp_path / "screen").open("w"))
     console.print(watch.view(read_run(tmp_path / "run"), 60))
     text = console.export_text()
@@ -102,13 +100,7 @@ def test_a_run_is_drawn_from_its_files_on_60_columns(writer: RunFolderWriter, lo
     assert "running, last news 0 s ago" in text
 
 
-def test_news_are_printed_in_a_pipe_until_the_run_ends(
-    writer: RunFolderWriter,
-    lock: RunLock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_news_are_printed_in_a_pipe_until_the_run_ends(writer, lock, tmp_path, monkeypatch, capsys):
     def go_on() -> None:
         for step in range(21, 41):
             writer.on_step(replace(STEP, step=step, loss=1.0))
@@ -130,9 +122,7 @@ def test_news_are_printed_in_a_pipe_until_the_run_ends(
     assert max(len(line) for line in lines if " flatout " not in line) <= 80
 
 
-def test_a_killed_run_is_shown_as_killed_at_once_and_its_watcher_ends(
-    writer: RunFolderWriter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_is_shown_as_killed_at_once_and_its_watcher_ends(writer, tmp_path, capsys):
     run = tmp_path / "run"
     # a forked child keeps the lock for longer than the run lives
     code = (
@@ -159,12 +149,7 @@ def test_a_killed_run_is_shown_as_killed_at_once_and_its_watcher_ends(
     assert f"\nnext       flatout train {run}/config.yaml\n" in out
 
 
-def test_a_run_between_two_attempts_lives_until_its_launcher_ends(
-    writer: RunFolderWriter,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_between_two_attempts_lives_until_its_launcher_ends(writer, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     writer.on_end(RunEnd("failed", 7, 1.0, "rank 1 was lost"))
     with RunLock(launcher_folder(run)) as launcher:
@@ -180,9 +165,7 @@ def test_a_run_between_two_attempts_lives_until_its_launcher_ends(
     assert "why        rank 1 was lost" in out
 
 
-def test_a_folder_that_another_verb_holds_is_not_running(
-    writer: RunFolderWriter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_another_verb_holds_is_not_running(writer, tmp_path, capsys):
     run = tmp_path / "run"
     with RunLock(run, "track"):
         assert "state killed" in shown(run)
@@ -191,9 +174,7 @@ def test_a_folder_that_another_verb_holds_is_not_running(
     assert "(`flatout track`)" in capsys.readouterr().out
 
 
-def test_of_a_run_on_another_host_is_said_what_is_known(
-    writer: RunFolderWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_run_on_another_host_is_said_what_is_known(writer, tmp_path, monkeypatch, capsys):
     run, now_s = tmp_path / "run", watch.time.time()
     with RunLock(run):
         held = json.loads((run / ".lock").read_text())
@@ -206,13 +187,7 @@ def test_of_a_run_on_another_host_is_said_what_is_known(
     assert "summary    not ended, 20 of 40" in out
 
 
-def test_a_run_whose_start_is_damaged_is_watched(
-    writer: RunFolderWriter,
-    lock: RunLock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_whose_start_is_damaged_is_watched(writer, lock, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     for text in ("", '{"name": 1}', "[]", '{"name"'):
         (run / "start.json").write_text(text)
@@ -224,13 +199,7 @@ def test_a_run_whose_start_is_damaged_is_watched(
     assert f"{run / 'start.json'}:" in "".join(said.split())
 
 
-def test_folders_that_are_no_runs(
-    writer: RunFolderWriter,
-    lock: RunLock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_folders_that_are_no_runs(writer, lock, tmp_path, monkeypatch, capsys):
     run, empty = tmp_path / "run", tmp_path / "empty"
     empty.mkdir()
     assert main(["watch", str(empty)]) == 3
@@ -247,13 +216,7 @@ def test_folders_that_are_no_runs(
     assert f"error: {run} was deleted while it was watched" in capsys.readouterr().err
 
 
-def test_foreign_lines_are_counted_and_ctrl_c_leaves_the_run_alone(
-    writer: RunFolderWriter,
-    lock: RunLock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_foreign_lines_are_counted_and_ctrl_c_leaves_the_run_alone(writer, lock, tmp_path, monkeypatch, capsys):
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": "x"}) + '\nnot json\n{"kind": "st')
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir())

@@ -1,7 +1,6 @@
 """A DeepSpeed JSON: what our settings fill, what they refuse, and where the file is found."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def config_of(given: Any, **sections: Any) -> Config:
     return make_config({**values, **sections})
 
 
-def test_our_values_fill_auto_and_what_is_left_out() -> None:
+def test_our_values_fill_auto_and_what_is_left_out():
     config = config_of(AUTO, optim={"max_grad_norm": 0.5})
     filled = fill(config, num_ranks=4, precision="bf16")
     assert filled["gradient_clipping"] == 0.5
@@ -64,7 +63,7 @@ def test_our_values_fill_auto_and_what_is_left_out() -> None:
     assert config.deepspeed == AUTO
 
 
-def test_nothing_given_is_stage_2_and_never_clips_without_a_limit() -> None:
+def test_nothing_given_is_stage_2_and_never_clips_without_a_limit():
     config = config_of(None, optim={"max_grad_norm": None}, comm={"compress": "bf16"})
     filled = fill(config, num_ranks=2, precision="fp32")
     assert (filled["zero_optimization"], filled["gradient_clipping"]) == ({"stage": 2}, 0.0)
@@ -73,7 +72,7 @@ def test_nothing_given_is_stage_2_and_never_clips_without_a_limit() -> None:
     assert (stage_of(None), offloads(None), offloads(AUTO)) == (2, False, True)
 
 
-def test_autocast_keeps_fp32_weights() -> None:
+def test_autocast_keeps_fp32_weights():
     given = {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     filled = fill(config_of(given), num_ranks=2, precision="bf16")
     assert filled["bf16"]["enabled"] is False
@@ -105,14 +104,14 @@ def test_autocast_keeps_fp32_weights() -> None:
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "model.precision")),
     ],
 )
-def test_a_value_that_contradicts_ours_names_both(entry: dict[str, Any], named: tuple[str, ...]) -> None:
+def test_a_value_that_contradicts_ours_names_both(entry, named):
     with pytest.raises(UsageError) as caught:
         config_of({"zero_optimization": {"stage": 2}, **entry})
     for text in named:
         assert text in str(caught.value)
 
 
-def test_equal_values_are_no_contradiction() -> None:
+def test_equal_values_are_no_contradiction():
     given = {
         "gradient_clipping": 1,
         "train_batch_size": 32,
@@ -126,7 +125,7 @@ def test_equal_values_are_no_contradiction() -> None:
     assert fill(config, num_ranks=2, precision="bf16")["zero_optimization"] == {"stage": 1}
 
 
-def test_precision_auto_is_decided_by_the_device() -> None:
+def test_precision_auto_is_decided_by_the_device():
     given = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     config = config_of(given, model={"name": "m"})
     with pytest.raises(ValueError, match=r"bf16.enabled is True, but model.precision is 'fp32'"):
@@ -136,17 +135,14 @@ def test_precision_auto_is_decided_by_the_device() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        (
-            {"strategy": "ddp", "deepspeed": {}},
-            "deepspeed needs a strategy of its own, not ddp",
-        ),
+        ({"strategy": "ddp", "deepspeed": {}}, "deepspeed needs a strategy of its own, not ddp"),
         ({"strategy": "deepspeed", "sharding": {"prefetch": 2}}, "sharding has no effect with strategy: deepspeed"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp64"}}, "deepspeed keeps fp32 weights"),
         ({"strategy": "deepspeed", "model": {"name": "m", "precision": "fp16"}}, "fp16"),
         ({"strategy": "deepspeed", "deepspeed": "nowhere.json"}, "nowhere.json: the file is missing"),
     ],
 )
-def test_settings_that_do_not_go_together(values: dict[str, Any], named: str) -> None:
+def test_settings_that_do_not_go_together(values, named):
     with pytest.raises(UsageError, match=named):
         make_config({"model": {"name": "m"}, **values})
 
@@ -163,11 +159,11 @@ def test_settings_that_do_not_go_together(values: dict[str, Any], named: str) ->
         {"strategy": "fsdp", "sharding": {"prefetch": 2}},
     ],
 )  # fmt: skip
-def test_settings_that_go_together(values: dict[str, Any]) -> None:
+def test_settings_that_go_together(values):
     assert make_config({"model": {"name": "m"}, **values}).strategy == values["strategy"]
 
 
-def test_the_file_is_found_beside_the_yaml(tmp_path: Path) -> None:
+def test_the_file_is_found_beside_the_yaml(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     (tmp_path / "run.yaml").write_text("model: {name: m}\nstrategy: deepspeed\ndeepspeed: ds.json\n")
     assert load_config(tmp_path / "run.yaml").deepspeed == {"zero_optimization": {"stage": 1}}
@@ -191,17 +187,17 @@ def test_the_file_is_found_beside_the_yaml(tmp_path: Path) -> None:
         ({"scheduler": {"type": {"a": 1}}}, "scheduler.type is"),
     ],
 )
-def test_sections_of_another_kind_are_named(given: dict[str, Any], named: str) -> None:
+def test_sections_of_another_kind_are_named(given, named):
     with pytest.raises(UsageError, match=named):
         make_config({"model": {"name": "m", "precision": "fp32"}, "strategy": "deepspeed", "deepspeed": given})
 
 
-def test_a_very_long_path_is_no_file() -> None:
+def test_a_very_long_path_is_no_file():
     with pytest.raises(UsageError, match="File name too long"):
         make_config({"model": {"name": "m"}, "strategy": "deepspeed", "deepspeed": "x" * 5000})
 
 
-def test_a_section_of_null_is_one_left_out() -> None:
+def test_a_section_of_null_is_one_left_out():
     settings = {"model": {"name": "m"}, "strategy": "deepspeed", "method": "full"}
     filled = [
         fill(make_config({**settings, "deepspeed": given}), num_ranks=2, precision="bf16")

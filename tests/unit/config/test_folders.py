@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +15,14 @@ from flatout.trainer.run import train
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tiny, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("folders") / "run"
     train(tiny.config(folder, batch={"max_steps": 2}))
     return folder
 
 
 @pytest.mark.parametrize("name", ["", "notes.txt", "data/rows.jsonl", "slurm-7.log", "final/"])
-def test_a_folder_without_such_files_becomes_a_runs(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_such_files_becomes_a_runs(name, tmp_path):
     folder = tmp_path / "proj"
     if name.endswith("/"):
         (folder / name).mkdir(parents=True)
@@ -37,14 +36,14 @@ def test_a_folder_without_such_files_becomes_a_runs(name: str, tmp_path: Path) -
     assert json.loads((folder / "run.json").read_text())["run_id"] == run_id
 
 
-def test_a_run_is_recognised_and_holds_nothing_foreign(trained: Path) -> None:
+def test_a_run_is_recognised_and_holds_nothing_foreign(trained):
     assert is_run_folder(trained)
     assert foreign_entries(trained) == []
     assert not is_run_folder(trained / "final")
     assert not is_run_folder(trained.parent)
 
 
-def test_what_a_person_put_into_a_run_is_listed(trained: Path, tmp_path: Path) -> None:
+def test_what_a_person_put_into_a_run_is_listed(trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     mine = ["a.yaml", "eval/mine.json", "final/notes.md", "merged", "report.html"]
@@ -56,7 +55,7 @@ def test_what_a_person_put_into_a_run_is_listed(trained: Path, tmp_path: Path) -
     assert [str(path.relative_to(run)) for path in foreign_entries(run)] == sorted([*mine, "link"])
 
 
-def test_settings_of_an_earlier_version_that_were_off_are_dropped_in_a_run_alone(tmp_path: Path) -> None:
+def test_settings_of_an_earlier_version_that_were_off_are_dropped_in_a_run_alone(tmp_path):
     run, plain = tmp_path / "run", tmp_path / "plain.yaml"
     run_identity(run)
     off = "name: run\nmodel: {name: m}\ndata: {sources: [{path: a.jsonl}], allowed_media_domains: []}\n"

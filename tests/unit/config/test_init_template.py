@@ -13,7 +13,6 @@ from flatout.config.read import load_config, make_config
 from flatout.config.schema import Config, DataConfig, SourceConfig
 from flatout.config.template import ADVANCED, changed_settings, render_template
 from flatout.data.build import open_or_build
-from tests.conftest import Tiny
 
 CHANGED = {
     "name": "changed",
@@ -40,7 +39,7 @@ def rendered(config: Config, folder: Path) -> str:
     return text
 
 
-def test_defaults_round_trip_and_every_setting_is_there(tmp_path: Path) -> None:
+def test_defaults_round_trip_and_every_setting_is_there(tmp_path):
     values = yaml.safe_load(rendered(make_config({"model": {"name": "m"}}), tmp_path))
     for name in dotted_names():
         if name.startswith("data.sources."):
@@ -51,7 +50,7 @@ def test_defaults_round_trip_and_every_setting_is_there(tmp_path: Path) -> None:
             place = place[part]
 
 
-def test_changed_values_round_trip_and_their_defaults_are_told(tmp_path: Path) -> None:
+def test_changed_values_round_trip_and_their_defaults_are_told(tmp_path):
     text = rendered(make_config(CHANGED), tmp_path)
     assert "default 1.0e-08]" in text
     assert "default lora]" in text
@@ -68,7 +67,7 @@ def sections(section: type[BaseModel] = Config) -> list[type[BaseModel]]:
     return [section, *(deeper for kind in found for deeper in sections(kind))]
 
 
-def test_every_setting_has_help_and_the_file_has_all_of_it() -> None:
+def test_every_setting_has_help_and_the_file_has_all_of_it():
     text = " ".join(render_template(make_config({"model": {"name": "m"}})).replace("#", " ").split())
     for section in [*sections(), SourceConfig]:
         help_text = " ".join((section.__doc__ or "?").partition("\n\n")[0].split())
@@ -89,9 +88,7 @@ def leaves(text: str) -> set[str]:
     return names(yaml.safe_load(text)).intersection(dotted_names())
 
 
-def test_all_shows_sixty_settings_and_advanced_the_others_with_their_reasons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_shows_sixty_settings_and_advanced_the_others_with_their_reasons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in ("", "--all", "--advanced"):
         words = ["init", f"run{option}.yaml", "--data", "d", "--model", "m", option]
@@ -104,7 +101,7 @@ def test_all_shows_sixty_settings_and_advanced_the_others_with_their_reasons(
     assert all(f"Advanced: {why}." in told for why in ADVANCED.values())
 
 
-def test_init_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_refuses_to_overwrite(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("mine")
     assert main(["init", str(path), "--data", "d", "--model", "m"]) == 2
@@ -113,7 +110,7 @@ def test_init_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["init", str(tmp_path / "no" / "run.yaml"), "--data", "d", "--model", "m"]) == 2
 
 
-def test_init_with_data_and_model_writes_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_with_data_and_model_writes_no_demo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "my run.yaml", "--data", "built-1", "--model", "org/model"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["my run.yaml"]
@@ -128,16 +125,14 @@ def test_init_with_data_and_model_writes_no_demo(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("named", ["chat.jsonl", "org/set", "rows/*.json", "./here", "folder"])
-def test_data_that_is_no_name_becomes_a_source(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_no_name_becomes_a_source(named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     assert [source.path for source in starting_config("r", data=named, model="m").data.sources] == [named]
 
 
 @pytest.mark.exhaustive
-def test_init_alone_plans_and_trains_unmodified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_alone_plans_and_trains_unmodified(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
     assert main(["plan", "run.yaml"]) == 0
@@ -146,7 +141,7 @@ def test_init_alone_plans_and_trains_unmodified(
     assert "wrote demo/" in capsys.readouterr().out
 
 
-def test_a_first_file_is_short_and_all_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_file_is_short_and_all_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"text": "a"}\n')
     given = ["--data", "rows.jsonl", "--model", "org/model"]
@@ -169,9 +164,7 @@ def test_a_first_file_is_short_and_all_is_asked_for(tmp_path: Path, monkeypatch:
     assert "deepspeed" not in first
 
 
-def test_a_built_data_set_names_its_model(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_built_data_set_names_its_model(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "run.yaml", "--data", "chats"]) == 2
     assert "--data chats: also give --model" in capsys.readouterr().err
@@ -184,7 +177,7 @@ def test_a_built_data_set_names_its_model(
     assert not Path("demo").exists()
 
 
-def test_schema_is_the_models_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_is_the_models_own(tmp_path, capsys):
     assert main(["init", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == Config.model_json_schema()
@@ -193,7 +186,7 @@ def test_schema_is_the_models_own(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads((tmp_path / "flatout.schema.json").read_text()) == schema
 
 
-def test_the_way_back_to_the_defaults_is_complete() -> None:
+def test_the_way_back_to_the_defaults_is_complete():
     config = make_config(CHANGED)
     back = [f"{name}={default}" for name, default in changed_settings(config)]
     assert make_config(config.model_dump(mode="json"), back) == make_config({"model": {"name": "org/model"}})
@@ -209,14 +202,8 @@ def test_the_way_back_to_the_defaults_is_complete() -> None:
     ],
 )  # fmt: skip
 def test_a_csv_of_questions_and_answers_needs_two_commands(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tiny: Tiny,
-    header: str,
-    columns: dict[str, str],
-    options: list[str],
-) -> None:
+    tmp_path, monkeypatch, capsys, tiny, header, columns, options
+):
     monkeypatch.chdir(tmp_path)
     cells = header.split(",")
     rows = "".join(",".join(f"{cell} {number}" for cell in cells) + "\n" for number in range(40))

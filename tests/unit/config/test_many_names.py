@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,7 @@ def csv_columns(names: list[str], folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("read", "error"), [(csv_columns, DataError), (new_tokens, ProblemsError), (json_keys, JSONSyntaxError)]
 )
-def test_one_repeated_name_among_many_is_found_at_once(
-    read: Callable[[list[str], Path], Any], error: type[Exception], tmp_path: Path
-) -> None:
+def test_one_repeated_name_among_many_is_found_at_once(read, error, tmp_path):
     started_s = time.process_time()
     assert list(read(NAMES, tmp_path)) == NAMES
     if read is not new_tokens:

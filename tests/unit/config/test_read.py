@@ -30,13 +30,13 @@ def refusal_of(folder: Path, text: str, *overrides: str) -> ProblemsError:
     return caught.value
 
 
-def test_defaults_and_overrides(tmp_path: Path) -> None:
+def test_defaults_and_overrides(tmp_path):
     config = load_config(write(tmp_path, MINIMAL), ["lora.rank=32", "optim.lr=1e-4", "batch.max_steps=7"])
     assert (config.lora.rank, config.optim.lr, config.batch.max_steps) == (32, 1e-4, 7)
     assert config.folder == Path("runs/run")
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_told_at_once(tmp_path):
     text = MINIMAL + "lora: {rnak: 8, alpha: -1}\nbatch: {samples_per_step: 0}\n"
     refusal = refusal_of(tmp_path, text, "nonsense", "optim.lr=fast")
     assert [problem.partition(":")[0].partition(" is")[0] for problem in refusal.problems] == [
@@ -70,7 +70,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         (MINIMAL + "run_dir: [a]\n", "run_dir: expected"),
     ],
 )
-def test_bad_values_name_the_field(tmp_path: Path, text: str, core: str) -> None:
+def test_bad_values_name_the_field(tmp_path, text, core):
     assert any(core in problem for problem in refusal_of(tmp_path, text).problems)
 
 
@@ -91,7 +91,7 @@ def test_bad_values_name_the_field(tmp_path: Path, text: str, core: str) -> None
         ("strategy: zero4", {"strategy": "zero3"}),
     ],
 )
-def test_what_mends_a_file_is_accepted_with_it(tmp_path: Path, text: str, fix: dict[str, Any]) -> None:
+def test_what_mends_a_file_is_accepted_with_it(tmp_path, text, fix):
     refusal = refusal_of(tmp_path, MINIMAL + text + "\n")
     assert refusal.fixes[0].settings == fix
     path, words = tmp_path / "run.yaml", [f"{name}={as_text(value)}" for name, value in fix.items()]
@@ -102,7 +102,7 @@ def test_what_mends_a_file_is_accepted_with_it(tmp_path: Path, text: str, fix: d
     load_config(path, words)
 
 
-def test_every_number_refuses_nonsense(tmp_path: Path) -> None:
+def test_every_number_refuses_nonsense(tmp_path):
     """Each numeric setting x {negative, NaN, text} is refused with its own dotted name."""
     defaults = make_config({"model": {"name": "m"}})
     numeric = [
@@ -123,7 +123,7 @@ def test_every_number_refuses_nonsense(tmp_path: Path) -> None:
 @pytest.mark.parametrize("objective", ["cross_entropy", "classify"])
 @pytest.mark.parametrize("value", [5, [1, 2], "5", True, None, {"modules_to_save": None}])
 @pytest.mark.parametrize("section", ["lora", "optim", "batch"])
-def test_what_is_no_section_is_refused_as_such_with_every_objective(section: str, value: Any, objective: str) -> None:
+def test_what_is_no_section_is_refused_as_such_with_every_objective(section, value, objective):
     wrong = "lora.modules_to_save: expected" if isinstance(value, dict) and section == "lora" else section
     values = {"model": "m", "objective": objective, section: value}
     with pytest.raises(ProblemsError, match=rf"- {re.escape(wrong)}"):
@@ -135,12 +135,12 @@ def test_what_is_no_section_is_refused_as_such_with_every_objective(section: str
 
 
 @pytest.mark.parametrize("name", ["data", "run_dir", "name", "method", "objective"])
-def test_python_refuses_another_value_of_a_wrong_type_in_a_sentence(name: str) -> None:
+def test_python_refuses_another_value_of_a_wrong_type_in_a_sentence(name):
     with pytest.raises(UsageError, match=rf"\b{name}: "):
         flatout.train({"model": "m", name: 5})
 
 
-def test_a_section_that_is_one_gets_the_score_that_an_objective_trains(tmp_path: Path) -> None:
+def test_a_section_that_is_one_gets_the_score_that_an_objective_trains(tmp_path):
     path = write(tmp_path, MINIMAL + "objective: classify\n")
     for words in ([], ["lora={rank: 8}"], ["lora.modules_to_save=[score]"]):
         assert load_config(path, words).lora.modules_to_save == ["score"]
@@ -148,13 +148,13 @@ def test_a_section_that_is_one_gets_the_score_that_an_objective_trains(tmp_path:
     assert Config(model="m", objective="classify", lora={}, rank=8).lora.rank == 8  # type: ignore[call-arg, arg-type]
 
 
-def test_config_is_frozen(tmp_path: Path) -> None:
+def test_config_is_frozen(tmp_path):
     config = load_config(write(tmp_path, MINIMAL))
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3  # type: ignore[misc]
 
 
-def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
+def test_resolved_config_reads_back_equal(tmp_path):
     config = load_config(write(tmp_path, MINIMAL), ["lora.targets=[q_proj]", "run_dir=x/y", "eval.fraction=0.1"])
     assert load_config(write(tmp_path, dump_config(config), "again.yaml")) == config
 
@@ -179,7 +179,7 @@ def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         ("data: !!omap [a: 1]\n", UsageError, "line 1: !!omap is no kind of setting"),
     ],
 )
-def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: type[UsageError], core: str) -> None:
+def test_hostile_or_broken_files_are_refused(tmp_path, text, error, core):
     with pytest.raises(error, match=core):
         load_config(write(tmp_path, text))
 
@@ -192,13 +192,13 @@ def test_hostile_or_broken_files_are_refused(tmp_path: Path, text: str, error: t
         (MINIMAL.encode() + "name: \u00e9\n".encode("latin-1"), r"run\.yaml:2: .* it is not UTF-8"),
     ],
 )
-def test_other_encodings_are_named(tmp_path: Path, content: bytes, what: str) -> None:
+def test_other_encodings_are_named(tmp_path, content, what):
     (tmp_path / "run.yaml").write_bytes(content)
     with pytest.raises(UsageError, match=what):
         load_config(tmp_path / "run.yaml")
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
     assert load_config(tmp_path / "run.yaml").model.name == "m"
 
@@ -212,19 +212,19 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
         ("import flatout\nconfig = 1\ndef f(): f()\nf()\n", r"run\.py:3: .*RecursionError"),
     ],
 )
-def test_python_that_fails_is_told_with_its_line(tmp_path: Path, code: str, what: str) -> None:
+def test_python_that_fails_is_told_with_its_line(tmp_path, code, what):
     with pytest.raises(UsageError, match=what):
         load_config(write(tmp_path, code, "run.py"))
 
 
-def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+def test_a_long_value_is_shown_in_part(tmp_path):
     (problem,) = refusal_of(tmp_path, MINIMAL + f"strategy: {'x' * 5000}\n").problems
     assert "got 'xxx" in problem
     assert len(problem) < 300
 
 
 @pytest.mark.parametrize("brackets", ["[]", "{}"])
-def test_alias_bomb_is_refused_at_once(tmp_path: Path, brackets: str) -> None:
+def test_alias_bomb_is_refused_at_once(tmp_path, brackets):
     keys = ["" if brackets == "[]" else f"k{i}: " for i in range(10)]
 
     def level(value: str) -> str:
@@ -238,11 +238,11 @@ def test_alias_bomb_is_refused_at_once(tmp_path: Path, brackets: str) -> None:
     assert time.process_time() - started < 2
 
 
-def test_a_target_key_imports_nothing(tmp_path: Path) -> None:
+def test_a_target_key_imports_nothing(tmp_path):
     assert refusal_of(tmp_path, MINIMAL + "_target_: os.system\n").problems[0].startswith("_target_: unknown key")
 
 
-def test_python_config_runs_only_as_a_py_file(tmp_path: Path) -> None:
+def test_python_config_runs_only_as_a_py_file(tmp_path):
     code = (
         "from flatout.config.schema import Config, ModelConfig\nconfig = Config(model=ModelConfig(name='m'), seed=7)\n"
     )
@@ -251,7 +251,7 @@ def test_python_config_runs_only_as_a_py_file(tmp_path: Path) -> None:
         load_config(write(tmp_path, "x = 1\n", "bad.py"))
 
 
-def test_a_bare_off_is_off(tmp_path: Path) -> None:
+def test_a_bare_off_is_off(tmp_path):
     """YAML reads off as false."""
     assert load_config(write(tmp_path, MINIMAL + "compile: off\n")).compile == "off"
     assert load_config(write(tmp_path, MINIMAL), ["compile=off"]).compile == "off"
@@ -291,7 +291,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("words", SENSELESS)
-def test_a_setting_without_effect_or_sense_is_refused_and_its_like_is_not(words: str) -> None:
+def test_a_setting_without_effect_or_sense_is_refused_and_its_like_is_not(words):
     def make(words: str) -> Config:
         return make_config({"model": {"name": "m"}}, re.findall(r"\S+=(?:\[[^]]*\]|\S+)", words))
 
@@ -302,13 +302,13 @@ def test_a_setting_without_effect_or_sense_is_refused_and_its_like_is_not(words:
     make(like)
 
 
-def test_changes_of_a_setting_or_of_a_section_may_be_allowed() -> None:
+def test_changes_of_a_setting_or_of_a_section_may_be_allowed():
     config = make_config({"model": {"name": "m"}}, ["checkpoint.allow_change=[optim.lr, lora, data, model]"])
     assert config.checkpoint.allow_change == ["optim.lr", "lora", "data", "model"]
 
 
 @pytest.mark.parametrize(("method", "lr"), [("lora", 2e-4), ("full", 1e-5)])
-def test_the_learning_rate_follows_the_method_unless_it_is_given(method: str, lr: float) -> None:
+def test_the_learning_rate_follows_the_method_unless_it_is_given(method, lr):
     values: dict[str, Any] = {"model": {"name": "m"}, "method": method}
     assert make_config(values).optim.lr == lr
     assert make_config(values, ["optim.lr=auto"]).optim.lr == lr
@@ -320,5 +320,5 @@ def test_the_learning_rate_follows_the_method_unless_it_is_given(method: str, lr
     assert yaml.safe_load(dump_config(make_config(values)))["optim"]["lr"] == lr
 
 
-def test_every_suggestion_is_a_setting() -> None:
+def test_every_suggestion_is_a_setting():
     assert {name.partition(":")[0] for name in FOREIGN_NAMES.values()} <= set(dotted_names())

@@ -14,12 +14,7 @@ from flatout.config.schema import Config
 
 SOURCE = Path(flatout.__file__).parent
 # what a section is called where its settings are read, besides its own name and `config`
-CALLED = {
-    "data.sources": ("source",),
-    "objective.reference": ("reference",),
-    "eval": ("eval_config",),
-    "": ("self",),
-}
+CALLED = {"data.sources": ("source",), "objective.reference": ("reference",), "eval": ("eval_config",), "": ("self",)}
 # read through a property of the settings, and that property
 THROUGH = {
     "run_dir": "folder",
@@ -73,22 +68,22 @@ def unread(names: list[str], found: set[tuple[str, str]]) -> list[str]:
     return [name for name in names if not is_read(name)]
 
 
-def test_every_setting_is_read_outside_of_the_configuration() -> None:
+def test_every_setting_is_read_outside_of_the_configuration():
     assert unread(settings(), set(reads())) == []
 
 
-def test_a_setting_that_nothing_reads_is_found() -> None:
+def test_a_setting_that_nothing_reads_is_found():
     found = set(reads())
     assert unread(["lora.zebra"], found) == ["lora.zebra"]
     without = {(owner, name) for owner, name in found if name != "min_delta"}
     assert unread(settings(), without) == ["eval.min_delta"]
 
 
-def test_every_setting_has_an_effect_on_a_resumed_run() -> None:
+def test_every_setting_has_an_effect_on_a_resumed_run():
     assert set(RESUME_EFFECTS) == {name for name in settings() if not name.startswith("data.sources.")}
 
 
-def test_every_setting_changes_the_resolved_settings() -> None:
+def test_every_setting_changes_the_resolved_settings():
     """The dumped configuration, which a checkpoint compares by RESUME_EFFECTS, holds every setting under its own
     name."""
     config = Config.model_validate({"model": {"name": "m"}, "data": {"sources": [{"path": "a"}]}}).model_dump()

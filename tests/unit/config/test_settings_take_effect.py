@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,7 @@ def changed(tiny: Any, setting: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Outcome]:
+def runs(tiny, tmp_path_factory):
     """Runs with the tiny model; equal settings run once, and equal settings of data are built once."""
     done: dict[str, Outcome] = {}
     roots: dict[str, Path] = {}
@@ -199,7 +198,7 @@ def runs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[
 
 
 @pytest.mark.parametrize("setting", TRAINS)
-def test_a_setting_changes_what_a_run_trains_or_writes(setting: str, tiny: Any, runs: Any) -> None:
+def test_a_setting_changes_what_a_run_trains_or_writes(setting, tiny, runs):
     value, needed = TRAINS[setting]
     if setting == "data.sources.weight":
         needed = changed(tiny, setting, 1.0)
@@ -212,16 +211,14 @@ def test_a_setting_changes_what_a_run_trains_or_writes(setting: str, tiny: Any, 
     assert not (same_weights and before.metrics == after.metrics and before.files == after.files)
 
 
-def test_equal_settings_train_and_write_the_same(tiny: Any, tmp_path: Path, runs: Any) -> None:
+def test_equal_settings_train_and_write_the_same(tiny, tmp_path, runs):
     before, after = runs({}), run(tiny, tmp_path, {})
     assert all(torch.equal(tensor, after.weights[name]) for name, tensor in before.weights.items())
     assert (before.metrics, before.files) == (after.metrics, after.files)
 
 
 @pytest.mark.parametrize("setting", SAYS)
-def test_a_setting_changes_what_a_run_says(
-    setting: str, tiny: Any, tmp_path: Path, runs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_changes_what_a_run_says(setting, tiny, tmp_path, runs, monkeypatch):
     monkeypatch.chdir(tmp_path)
     value, needed, text = SAYS[setting]
     before = runs(needed)
@@ -235,7 +232,7 @@ def test_a_setting_changes_what_a_run_says(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_deterministic_runs_are_equal_to_the_bit(tiny: Any, tmp_path: Path) -> None:
+def test_deterministic_runs_are_equal_to_the_bit(tiny, tmp_path):
     sections = {"device": "cuda", "deterministic": True}
     one, two = (run(tiny, tmp_path / name, sections) for name in ("one", "two"))
     assert one.weights, one.text
@@ -243,11 +240,11 @@ def test_deterministic_runs_are_equal_to_the_bit(tiny: Any, tmp_path: Path) -> N
     assert not torch.are_deterministic_algorithms_enabled(), "the next run is as it was"
 
 
-def test_several_gpus_are_refused_in_one_process(tiny: Any, tmp_path: Path) -> None:
+def test_several_gpus_are_refused_in_one_process(tiny, tmp_path):
     assert "gpus: [0, 1] needs one process per GPU" in run(tiny, tmp_path, {"gpus": [0, 1]}).text
 
 
-def test_a_folder_with_checkpoints_is_not_started_anew(tiny: Any, tmp_path: Path) -> None:
+def test_a_folder_with_checkpoints_is_not_started_anew(tiny, tmp_path):
     each = {"checkpoint": {"every_steps": 1}}
     assert run(tiny, tmp_path, each).weights
     assert "checkpoint.resume is never" in run(tiny, tmp_path, merged(each, {"checkpoint": {"resume": "never"}})).text

@@ -39,12 +39,12 @@ from flatout.errors import (
          'storage="nf4", base={"compute": "model"}', "base.storage: nf4, base.compute: model"),
     ],
 )  # fmt: skip
-def test_each_door_spells_a_fix(settings: dict[str, Any], command: str, python: str, studio: str) -> None:
+def test_each_door_spells_a_fix(settings, command, python, studio):
     fix = Fix(settings)
     assert (str(fix), in_python(fix), in_studio(fix)) == (command, python, studio)
 
 
-def test_a_data_set_is_built_with_options() -> None:
+def test_a_data_set_is_built_with_options():
     assert as_data_options(Fix({"data.max_tokens": 512})) == "--max-tokens 512"
     assert as_data_options(Fix({"data.keys": {"bad": "masked", "meta": "ignored"}})) == (
         "--key bad=masked --key meta=ignored"
@@ -59,7 +59,7 @@ def test_a_data_set_is_built_with_options() -> None:
         {"lora.targets": ["q_proj", "v_proj"]}, {"data.sources": [{"path": "a b.jsonl"}]},
     ],
 )  # fmt: skip
-def test_what_is_spelled_is_accepted_and_means_the_fix(settings: dict[str, Any]) -> None:
+def test_what_is_spelled_is_accepted_and_means_the_fix(settings):
     fix, name = Fix(settings), next(iter(settings))
     words = str(fix).strip("'")
 
@@ -77,7 +77,7 @@ def test_what_is_spelled_is_accepted_and_means_the_fix(settings: dict[str, Any])
     assert yaml.safe_load(in_studio(fix).partition(": ")[2]) is not ...
 
 
-def test_an_error_is_spelled_for_its_door_and_keeps_its_values() -> None:
+def test_an_error_is_spelled_for_its_door_and_keeps_its_values():
     error = UsageError("rank 0 is too small", [Fix({"lora.rank": 8}, "the default"), Fix({"--restart": True})])
     assert str(error) == "rank 0 is too small\n  try lora.rank=8  # the default\n  try --restart"
     with pytest.raises(UsageError) as caught, spelled_for(in_studio):
@@ -87,7 +87,7 @@ def test_an_error_is_spelled_for_its_door_and_keeps_its_values() -> None:
     assert str(error).startswith("rank 0")
 
 
-def test_an_error_of_another_process_is_made_again() -> None:
+def test_an_error_of_another_process_is_made_again():
     """Also of classes that are made of more than a text, and of those that other modules derive."""
 
     class OwnError(DataError):
@@ -104,7 +104,7 @@ def test_an_error_of_another_process_is_made_again() -> None:
     assert type(of_kind("ValueError", "a")) is FlatoutError
 
 
-def test_a_way_out_that_is_no_setting_is_told_after_those_that_are() -> None:
+def test_a_way_out_that_is_no_setting_is_told_after_those_that_are():
     other = Fix({}, "choose another model")
     assert str(UsageError("no", [other])) == "no; choose another model"
     assert str(UsageError("no", [Fix({"method": "lora"}), other])) == "no\n  try method=lora\n  or choose another model"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
+def shared():
     """Real tokenizers, templates and data, where there are any."""
     if not SHARED.is_dir():
         pytest.skip("no shared data beside the repository")
@@ -23,7 +22,7 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_tokenizer_dir(tmp_path_factory):
     """A byte-level BPE of 400 tokens with ChatML's specials, eos <|im_end|>, no chat template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,12 +40,12 @@ def small_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_tokenizer(small_tokenizer_dir: Path) -> PreTrainedTokenizerFast:
+def small_tokenizer(small_tokenizer_dir):
     return PreTrainedTokenizerFast.from_pretrained(small_tokenizer_dir)
 
 
 @pytest.fixture(scope="session")
-def template_of(small_tokenizer: PreTrainedTokenizerFast) -> Callable[[str], ChatTemplate]:
+def template_of(small_tokenizer):
     """A checked template of the small tokenizer, from its text."""
     return lambda source: ChatTemplate.checked("inline", source, small_tokenizer)
 
@@ -69,7 +68,7 @@ def _chat(*turns: Message, tools: bool = False) -> Conversation:
 
 
 @pytest.fixture(scope="session")
-def chats() -> dict[str, Conversation]:
+def chats():
     """The conversations that golden masks are written for."""
 
     def user(text: str) -> Message:

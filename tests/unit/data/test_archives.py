@@ -70,14 +70,14 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_every_packed_type_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+def test_every_packed_type_gives_the_same_rows(tmp_path, kind):
     path = tmp_path / kind
     WRITERS[kind](path)
     assert rows_of(path) == ROWS
     assert rows_of(tmp_path) == ROWS, "also from the folder that holds it"
 
 
-def test_files_of_one_webdataset_sample_are_one_row_with_its_number(tmp_path: Path) -> None:
+def test_files_of_one_webdataset_sample_are_one_row_with_its_number(tmp_path):
     write_tar(tmp_path / "shard.tar", {**sample(1), **sample(2), "s/0003.json": b'{"id": 3}'})
     source = open_source(SourceConfig(path=str(tmp_path / "shard.tar")))
     assert [(str(row.origin), row.columns) for row in source.rows()] == [
@@ -87,7 +87,7 @@ def test_files_of_one_webdataset_sample_are_one_row_with_its_number(tmp_path: Pa
     ]
 
 
-def test_rows_of_an_archive_are_named_by_archive_and_file(tmp_path: Path) -> None:
+def test_rows_of_an_archive_are_named_by_archive_and_file(tmp_path):
     write_zip(tmp_path / "x.zip", {"a/b.jsonl": b'{"text": "a"}\n{"text": \n{"text": "c"}\n'})
     bad: list[str] = []
     source = open_source(SourceConfig(path=str(tmp_path / "x.zip")))
@@ -96,7 +96,7 @@ def test_rows_of_an_archive_are_named_by_archive_and_file(tmp_path: Path) -> Non
     assert [message.partition(": ")[0] for message in bad] == [f"{tmp_path}/x.zip/a/b.jsonl:2:10"]
 
 
-def test_a_bad_sample_is_one_bad_row_and_the_next_is_read(tmp_path: Path) -> None:
+def test_a_bad_sample_is_one_bad_row_and_the_next_is_read(tmp_path):
     bad_text = {"2.json": b'{"id": 2}', "2.txt": b"caf\xe9"}
     twice = {"3.json": b'{"text": "a"}', "3.txt": b"b"}
     write_tar(tmp_path / "x.tar", {"1.json": b'{"id": }', "1.txt": b"one", **bad_text, **twice, "4.txt": b"four"})
@@ -128,7 +128,7 @@ def cut(write: Any, tmp_path: Path, name: str, files: Mapping[str, bytes]) -> by
     return (tmp_path / name).read_bytes()[:-200]
 
 
-def test_damaged_archives_are_named(tmp_path: Path) -> None:
+def test_damaged_archives_are_named(tmp_path):
     wrong = tmp_path / "wrong"
     wrong.mkdir()
     content = {
@@ -166,7 +166,7 @@ UNKNOWN = ["x.bin", "b/y.bin", "z.sqlite"]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A folder of rows, files about them, and three files that nobody reads."""
     for name in ("rows.jsonl", "README.md", "LICENSE", "load.py", ".gitattributes", *UNKNOWN):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pattern", ["", "**/*"])
-def test_files_of_unknown_types_beside_rows_are_named_and_stop_until_told(folder: Path, pattern: str) -> None:
+def test_files_of_unknown_types_beside_rows_are_named_and_stop_until_told(folder, pattern):
     path = str(folder / pattern)
     with pytest.raises(DataError) as caught:
         rows_of(path)
@@ -190,7 +190,7 @@ def test_files_of_unknown_types_beside_rows_are_named_and_stop_until_told(folder
     assert source.unread.said() == "3 files are not read: 2 .bin (y.bin), 1 .sqlite (z.sqlite)"
 
 
-def test_files_about_rows_need_no_word(folder: Path) -> None:
+def test_files_about_rows_need_no_word(folder):
     for name in UNKNOWN:
         (folder / name).unlink()
     assert rows_of(folder) == ROWS
@@ -198,7 +198,7 @@ def test_files_about_rows_need_no_word(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_zip, write_tar])
-def test_files_of_unknown_types_in_archives_too(tmp_path: Path, write: Any) -> None:
+def test_files_of_unknown_types_in_archives_too(tmp_path, write):
     path = tmp_path / ("x.zip" if write is write_zip else "x.tar")
     write(path, {"0.jsonl": LINES, "1.jpg": b"picture", "2.jpg": b"picture", "in.zip": b"PK", "README.md": b"!"})
     with pytest.raises(DataError, match=r"file.? of types that flatout does not read: .*\(1\.jpg\)"):
@@ -209,9 +209,7 @@ def test_files_of_unknown_types_in_archives_too(tmp_path: Path, write: Any) -> N
         assert source.unread.said() == "3 files are not read: 2 .jpg (1.jpg), 1 .zip (in.zip)"
 
 
-def test_the_command_names_unread_files_and_goes_on_when_told(
-    folder: Path, tmp_path: Path, small_tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_unread_files_and_goes_on_when_told(folder, tmp_path, small_tokenizer_dir, capfd):
     words = ["data", "build", str(folder), "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--root"]
     assert main([*words, str(tmp_path / "root")]) == 3
     assert "3 files of types that flatout does not read" in capfd.readouterr().err

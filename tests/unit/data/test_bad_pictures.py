@@ -242,7 +242,7 @@ def wrong() -> Iterator[tuple[str, Case]]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("bad_pictures")
     (root / "good.png").write_bytes(draw(20, 24, 1))
     make_picture_model(root / "model", "qwen2_5_vl")
@@ -250,7 +250,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(world: Path) -> dict[str, Case]:
+def cases(world):
     return {name: case for part in (damaged(), odd(), hostile(), elsewhere(world), wrong()) for name, case in part}
 
 
@@ -261,7 +261,7 @@ def build(world: Path, name: str, rows: list[dict[str, Any]], **settings: Any) -
     return open_or_build(DataConfig(**values | settings), str(world / "model"))
 
 
-def test_bad_pictures_are_counted_and_the_rest_is_trained(world: Path, cases: dict[str, Case], capfd: Any) -> None:
+def test_bad_pictures_are_counted_and_the_rest_is_trained(world, cases, capfd):
     assert len(cases) >= 150
     store = build(world, "all", [row for row, _ in cases.values()], on_bad_row="skip")
     kept = {int(number) - 1 for number in store.rows}
@@ -281,7 +281,7 @@ def test_bad_pictures_are_counted_and_the_rest_is_trained(world: Path, cases: di
 
 
 @pytest.mark.exhaustive
-def test_each_alone_is_read_or_named_in_a_sentence(world: Path, cases: dict[str, Case]) -> None:
+def test_each_alone_is_read_or_named_in_a_sentence(world, cases):
     wrong = []
     for number, (name, (row, fate)) in enumerate(cases.items()):
         try:

@@ -58,7 +58,7 @@ class Maker:
 
 
 @pytest.fixture
-def maker(tmp_path: Path, small_tokenizer_dir: Path) -> Maker:
+def maker(tmp_path, small_tokenizer_dir):
     return Maker(tmp_path, small_tokenizer_dir)
 
 
@@ -71,7 +71,7 @@ def labels(store: TokenStore, tokenizer: PreTrainedTokenizerFast, index: int) ->
     return str(tokenizer.decode(ids[loss_mask].tolist()))
 
 
-def test_rows_become_samples(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_rows_become_samples(maker, small_tokenizer):
     store = maker.build([chat("q", "a"), chat("r", "b c")])
     assert texts(store, small_tokenizer)[1] == "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb c<|im_end|>\n"
     assert labels(store, small_tokenizer, 1) == "b c<|im_end|>"
@@ -85,7 +85,7 @@ def test_rows_become_samples(maker: Maker, small_tokenizer: PreTrainedTokenizerF
     assert registry.entry_dir(maker.root / "data", entry) == store.folder
 
 
-def test_plain_text_and_pairs_end_by_eos(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_plain_text_and_pairs_end_by_eos(maker, small_tokenizer):
     """C20: pad is another token here, but even eos == pad would not be masked: a real eos always carries loss."""
     store = maker.build([{"prompt": "2+2=", "completion": " 4"}], template=None)
     assert texts(store, small_tokenizer) == ["2+2= 4<|im_end|>"]
@@ -100,7 +100,7 @@ def test_plain_text_and_pairs_end_by_eos(maker: Maker, small_tokenizer: PreTrain
 TEMPLATED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
 
 
-def test_special_tokens_in_plain_text_are_asked_about(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_in_plain_text_are_asked_about(maker, small_tokenizer):
     rows = [{"text": TEMPLATED}] * 3 + [{"text": "words"}]
     with pytest.raises(DataError, match=r"3 of 4 texts contain special.*rows\.jsonl:1") as caught:
         maker.build(rows, on_bad_row="skip")
@@ -115,7 +115,7 @@ def test_special_tokens_in_plain_text_are_asked_about(maker: Maker, small_tokeni
     assert maker.build(rare).meta.counts["typed_control"] == 1
 
 
-def test_a_bos_that_is_written_out_is_the_only_one(maker: Maker, shared: Path) -> None:
+def test_a_bos_that_is_written_out_is_the_only_one(maker, shared):
     row = {"text": "<s>[INST] q [/INST] a</s>"}
     store = open_or_build(
         maker.config(maker.write([row]), template=None, special_tokens="keep"), str(shared / "tok_mistral_v3")
@@ -124,7 +124,7 @@ def test_a_bos_that_is_written_out_is_the_only_one(maker: Maker, shared: Path) -
     assert (ids[0], ids[-1], ids.count(1), ids.count(2)) == (1, 2, 1, 1)
 
 
-def test_bos_comes_once(tmp_path: Path, maker: Maker, shared: Path) -> None:
+def test_bos_comes_once(tmp_path, maker, shared):
     mistral = str(shared / "tok_mistral_v3")
     for row, template in ((chat("q", "a"), None), ({"text": "words"}, None)):
         config = maker.config(maker.write([row]), template=template)
@@ -133,7 +133,7 @@ def test_bos_comes_once(tmp_path: Path, maker: Maker, shared: Path) -> None:
         assert store.token_ids[0] == 1
 
 
-def test_token_rows_are_checked(maker: Maker) -> None:
+def test_token_rows_are_checked(maker):
     store = maker.build([{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}])
     assert [part.tolist() for part in store.sample(0).pair] == [[5, 6, 7], [False, False, True]]
     with pytest.raises(DataError, match=r"rows\.jsonl:1: token id 999 at position 1 is outside 0\.\.302"):
@@ -160,7 +160,7 @@ CASES: list[tuple[str, list[Row], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("rows", "settings", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_bad_input_stops_the_build(maker: Maker, rows: list[Row], settings: dict[str, Any], message: str) -> None:
+def test_bad_input_stops_the_build(maker, rows, settings, message):
     with pytest.raises(DataError, match=message) as caught:
         maker.build(rows, **settings)
     assert caught.value.exit_code == 3
@@ -171,7 +171,7 @@ def test_bad_input_stops_the_build(maker: Maker, rows: list[Row], settings: dict
         assert maker.build(rows, **settings | {name[5:]: value for name, value in fix.settings.items()}).num_samples
 
 
-def test_the_fix_of_one_source_keeps_the_others_as_they_are(maker: Maker) -> None:
+def test_the_fix_of_one_source_keeps_the_others_as_they_are(maker):
     files = [
         maker.write([row] * 2, f"{name}.jsonl") for name, row in (("a", chat("q", "a")), ("b", {"q": "q", "a": "a"}))
     ]
@@ -183,7 +183,7 @@ def test_the_fix_of_one_source_keeps_the_others_as_they_are(maker: Maker) -> Non
     assert open_or_build(maker.config(sources=fixed), maker.tokenizer).num_samples == 5
 
 
-def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) -> None:
+def test_malformed_rows_are_told_together_or_skipped_and_listed(maker):
     path = Path(maker.write([chat("q", "a")]))
     lines = [path.read_text().strip(), "{bad", '{"messages": []}', path.read_text().strip(), '{"messages": 5}']
     path.write_text("\n".join(lines) + "\n")
@@ -197,7 +197,7 @@ def test_malformed_rows_are_told_together_or_skipped_and_listed(maker: Maker) ->
     assert [re.search(r"rows\.jsonl:(\d)", row)[1] for row in report["bad_rows"]] == ["2", "3", "5"]  # type: ignore[index]
 
 
-def test_every_lost_or_changed_row_is_in_the_report(maker: Maker) -> None:
+def test_every_lost_or_changed_row_is_in_the_report(maker):
     rows = [chat("q", "a"), LONG, chat("the question " * 30, "a"), {"messages": [{"role": "user", "content": "q"}]},
             chat("q", "a"), chat("<|im_end|>", "b")]  # fmt: skip
     store = maker.build(rows, on_bad_row="skip", max_tokens=64, too_long="truncate", special_tokens="text")
@@ -213,9 +213,7 @@ def test_every_lost_or_changed_row_is_in_the_report(maker: Maker) -> None:
 
 
 @pytest.mark.parametrize(("policy", "lengths"), [("truncate", [32]), ("drop", []), ("split", [32, 32, 32])])
-def test_length_policies(
-    maker: Maker, policy: str, lengths: list[int], small_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_length_policies(maker, policy, lengths, small_tokenizer):
     full = maker.build([chat("q", "a"), LONG])
     whole_ids, whole_mask = (array.tolist() for array in full.sample(1).pair)
     store = maker.build([chat("q", "a"), LONG], max_tokens=32, too_long=policy)
@@ -232,7 +230,7 @@ def test_length_policies(
         assert "<|im_end|>" not in labels(store, small_tokenizer, 1)
 
 
-def test_documents_are_split_and_chats_are_cut_by_default(maker: Maker) -> None:
+def test_documents_are_split_and_chats_are_cut_by_default(maker):
     path = maker.root / "book.txt"
     path.write_text("the answer is yes no \n" * 40)
     whole = open_or_build(maker.config(str(path)), maker.tokenizer)
@@ -245,7 +243,7 @@ def test_documents_are_split_and_chats_are_cut_by_default(maker: Maker) -> None:
         assert (cut.lengths.tolist(), cut.meta.counts["truncated"]) == ([limit], 1)
 
 
-def test_losing_a_fifth_of_the_label_tokens_stops_until_told(maker: Maker) -> None:
+def test_losing_a_fifth_of_the_label_tokens_stops_until_told(maker):
     rows = [chat("q", "a"), LONG, LONG]
     with pytest.raises(
         DataError, match=r"label tokens \(\d\d\.\d%\) are lost at max_tokens=32: 2 rows truncated;.* p100 "
@@ -259,7 +257,7 @@ def test_losing_a_fifth_of_the_label_tokens_stops_until_told(maker: Maker) -> No
 
 
 @pytest.mark.parametrize("policy", ["truncate", "drop", "split"])
-def test_lost_tokens_are_told(maker: Maker, policy: str) -> None:
+def test_lost_tokens_are_told(maker, policy):
     rows = [chat("the question " * 30, "a"), chat("q", "a"), LONG]
     whole = maker.build(rows)
     store = maker.build(rows, max_tokens=32, too_long=policy, on_bad_row="skip")
@@ -273,7 +271,7 @@ def test_lost_tokens_are_told(maker: Maker, policy: str) -> None:
     assert any(lost in note for note in read_json(store.folder / "report.json")["notes"])
 
 
-def test_copies_and_windows_of_a_row_share_its_key(maker: Maker) -> None:
+def test_copies_and_windows_of_a_row_share_its_key(maker):
     sources = [{"path": maker.write([LONG, chat("q", "a"), chat("r", "b")]), "weight": 2}]
     store = open_or_build(maker.config(sources=sources, max_tokens=32, too_long="split"), maker.tokenizer)
     assert len(set(store.row_keys)) == 3
@@ -282,7 +280,7 @@ def test_copies_and_windows_of_a_row_share_its_key(maker: Maker) -> None:
     )
 
 
-def test_a_finished_fingerprint_is_reused(maker: Maker) -> None:
+def test_a_finished_fingerprint_is_reused(maker):
     config = maker.config(maker.write([chat("q", "a")]))
     first = open_or_build(config, maker.tokenizer)
     stamp = (first.folder / "manifest.json").stat().st_mtime_ns
@@ -291,9 +289,7 @@ def test_a_finished_fingerprint_is_reused(maker: Maker) -> None:
     assert again.meta == first.meta
 
 
-def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(
-    maker: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(maker, monkeypatch):
     chats, texts = maker.config(maker.write([chat("q", "a")])), maker.config(maker.write([{"text": "a"}], "t.jsonl"))
     texts = texts.model_copy(update={"name": "texts"})
     with monkeypatch.context() as earlier:
@@ -318,9 +314,7 @@ def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(
     assert not any("rules" in text for text in said)
 
 
-def test_a_setting_that_is_younger_than_a_set_has_its_default_there(
-    maker: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_that_is_younger_than_a_set_has_its_default_there(maker, monkeypatch):
     config = maker.config(maker.write([chat("q", "a")]))
     with monkeypatch.context() as earlier:
         earlier.setattr("flatout.data.build._NOT_OF_TOKENS", {*build._NOT_OF_TOKENS, "media_root", "dedupe"})
@@ -341,9 +335,7 @@ def test_a_setting_that_is_younger_than_a_set_has_its_default_there(
 
 
 @pytest.mark.parametrize(("value", "stays"), [([], True), (["a.example"], False)])
-def test_a_setting_that_is_gone_matters_only_if_it_was_used(
-    maker: Maker, monkeypatch: pytest.MonkeyPatch, value: list[str], stays: bool
-) -> None:
+def test_a_setting_that_is_gone_matters_only_if_it_was_used(maker, monkeypatch, value, stays):
     config, dump, said = maker.config(maker.write([chat("q", "a")])), DataConfig.model_dump, list[str]()
     with monkeypatch.context() as earlier:
         earlier.setattr(DataConfig, "model_dump", lambda self, **which: dump(self, **which) | {"gone": value})
@@ -357,20 +349,20 @@ def test_a_setting_that_is_gone_matters_only_if_it_was_used(
     [{"loss_type": "all"}, {"max_tokens": 14}, {"template": "zephyr"}, {"seed": 1, "num_samples": 1}, {"rows": True}],
     ids=str,
 )
-def test_the_fingerprint_follows_what_matters(maker: Maker, change: dict[str, Any]) -> None:
+def test_the_fingerprint_follows_what_matters(maker, change):
     first = maker.build([chat("q", "the answer"), chat("q", "b")])
     rows = [chat("q", "the answer"), chat("q", "c" if change.pop("rows", False) else "b")]
     second = open_or_build(maker.config(maker.write(rows), **change), maker.tokenizer)
     assert first.meta.fingerprint != second.meta.fingerprint
 
 
-def test_the_fingerprint_ignores_what_does_not(maker: Maker) -> None:
+def test_the_fingerprint_ignores_what_does_not(maker):
     one = maker.build([chat("q", "a")], num_procs=1)
     other = open_or_build(maker.config(maker.write([chat("q", "a")], "moved.jsonl"), name="e"), maker.tokenizer)
     assert one.meta.fingerprint == other.meta.fingerprint
 
 
-def test_the_template_is_kept_byte_for_byte(maker: Maker) -> None:
+def test_the_template_is_kept_byte_for_byte(maker):
     text = "{# ü #}\r\n{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}\n"
     text += "{% if add_generation_prompt %}[assistant]{% endif %}\n\n"
     (maker.root / "mine.jinja").write_bytes(text.encode())
@@ -378,7 +370,7 @@ def test_the_template_is_kept_byte_for_byte(maker: Maker) -> None:
     assert maker.build([{"text": "words"}]).meta.template_text == ""
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(maker: Maker) -> None:
+def test_a_full_disk_is_told_and_leaves_nothing(maker):
     rows = [chat("q", f"the answer {i}" * 20) for i in range(600)]
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     path = maker.write(rows)
@@ -396,21 +388,21 @@ def test_a_full_disk_is_told_and_leaves_nothing(maker: Maker) -> None:
     [("num_samples", 1), ("too_long", "drop"), ("on_bad_row", "skip"), ("seed", 1), ("max_tokens", 9),
      ("shuffle", False), ("loss_type", "all")],
 )  # fmt: skip
-def test_settings_that_a_built_set_does_not_have_are_refused(maker: Maker, setting: str, value: object) -> None:
+def test_settings_that_a_built_set_does_not_have_are_refused(maker, setting, value):
     store = maker.build([chat("q", "a"), chat("r", "b")])
     config = DataConfig.model_validate({"name": "d", "root": maker.root / "data", setting: value})
     with pytest.raises(DataError, match=f"'d' was built with {setting}={store.meta.settings[setting]}, but {value}"):
         open_or_build(config, maker.tokenizer)
 
 
-def test_a_damaged_store_is_built_again(maker: Maker) -> None:
+def test_a_damaged_store_is_built_again(maker):
     config = maker.config(maker.write([chat("q", "a")]))
     store = open_or_build(config, maker.tokenizer)
     (store.folder / "token_ids.npy").write_bytes(b"")
     assert open_or_build(config, maker.tokenizer).num_samples == 1
 
 
-def test_without_sources_the_registry_is_asked(maker: Maker, shared: Path) -> None:
+def test_without_sources_the_registry_is_asked(maker, shared):
     built = maker.build([chat("q", "a")])
     config = DataConfig(name="d", root=maker.root / "data")
     assert open_or_build(config, maker.tokenizer).meta == built.meta
@@ -427,7 +419,7 @@ def test_without_sources_the_registry_is_asked(maker: Maker, shared: Path) -> No
         open_or_build(DataConfig(name="e", root=maker.root / "data"), maker.tokenizer)
 
 
-def test_several_builders_build_once(maker: Maker) -> None:
+def test_several_builders_build_once(maker):
     config = maker.config(maker.write([chat("q", f"a{i}") for i in range(300)]))
     said: list[str] = []
     stores: list[TokenStore] = []
@@ -443,7 +435,7 @@ def test_several_builders_build_once(maker: Maker) -> None:
     assert sum(line.startswith("Reusing") for line in said) == 2
 
 
-def test_sources_are_mixed_by_weight_and_seed(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_sources_are_mixed_by_weight_and_seed(maker, small_tokenizer):
     one = maker.write([chat("one", str(i)) for i in range(10)], "one.jsonl")
     two = maker.write([chat("two", str(i)) for i in range(10)], "two.jsonl")
     sources = [{"path": one, "weight": 2.5}, {"path": two, "weight": 0.5}]
@@ -461,7 +453,7 @@ def test_sources_are_mixed_by_weight_and_seed(maker: Maker, small_tokenizer: Pre
     assert drawn == answers(num_samples=12)
 
 
-def test_drawing_is_exact() -> None:
+def test_drawing_is_exact():
     first, second = copies_of_rows([5, 3], [1.0, 2.0], None, shuffle=True, seed=0)
     assert (first.tolist(), second.tolist()) == ([1] * 5, [2] * 3)
     in_order = copies_of_rows([5, 3], [1.0, 1.0], 6, shuffle=False, seed=0)
@@ -472,7 +464,7 @@ def test_drawing_is_exact() -> None:
         assert uses[:50].max() <= 1
 
 
-def test_processes_change_nothing(maker: Maker) -> None:
+def test_processes_change_nothing(maker):
     rows = [chat("q", f"the answer {i}") for i in range(2600)]  # more chunks than are in flight at once
     alone = maker.build(rows, name="alone")
     many = maker.build(rows, name="many", num_procs=2)
@@ -484,7 +476,7 @@ def test_processes_change_nothing(maker: Maker) -> None:
 
 
 @pytest.mark.parametrize("which", ["first", "forked"])
-def test_a_killed_worker_names_its_rows(maker: Maker, small_tokenizer_dir: Path, which: str) -> None:
+def test_a_killed_worker_names_its_rows(maker, small_tokenizer_dir, which):
     """One of two processes, the one that was started or the one that it forked, while the other goes on."""
     config = maker.config("rows.jsonl")
     rows = [RawRow(Origin("rows.jsonl", i), chat("q", "a")) for i in range(1, 101)]
@@ -547,9 +539,7 @@ class Raising(dict[str, Any]):
     ("error", "num_procs", "said"),
     [("panic", 1, "index out of"), ("panic", 2, "index out of"), ("parts", 2, "no end"), ("", 2, "")],
 )
-def test_what_a_process_cannot_raise_names_its_rows(
-    maker: Maker, small_tokenizer_dir: Path, error: str, num_procs: int, said: str
-) -> None:
+def test_what_a_process_cannot_raise_names_its_rows(maker, small_tokenizer_dir, error, num_procs, said):
     rows = [RawRow(Origin("rows.jsonl", i), Raising(text="some text")) for i in range(1, 21)]
     parser = make_parser(maker.config("rows.jsonl").sources[0], rows[0])
     rows[14].columns.error = error  # type: ignore[attr-defined]
@@ -578,7 +568,7 @@ REAL = [
 
 
 @pytest.mark.parametrize("tokenizer", [pytest.param("tok_qwen3", marks=pytest.mark.exhaustive), "tok_minimind"])
-def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_real_data_builds(tokenizer, shared, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[3])
     weights = {"t0_50k": 0.002, "alpaca_5000": 0.02, "oasst1_en_val": 0.1, "gsm8k": 0.02}
     sources = [{"path": str(shared / path), "weight": weights.get(path, 0.3), **more} for path, more in REAL]
@@ -592,7 +582,7 @@ def test_all_real_data_builds(tokenizer: str, shared: Path, tmp_path: Path, monk
     assert len(set(store.files.tolist())) == len(REAL)
 
 
-def test_empty_answers_carry_no_loss_and_are_counted(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_empty_answers_carry_no_loss_and_are_counted(maker, small_tokenizer):
     two = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " \n"}]
     rows = [chat("q", "a"), {"messages": two + chat("r", "b")["messages"]}, {"messages": two}]
     store = maker.build(rows, on_bad_row="skip")
@@ -602,7 +592,7 @@ def test_empty_answers_carry_no_loss_and_are_counted(maker: Maker, small_tokeniz
         maker.build(rows)
 
 
-def test_missing_values_of_csv_are_no_answers(maker: Maker) -> None:
+def test_missing_values_of_csv_are_no_answers(maker):
     path = maker.root / "rows.csv"
     path.write_text("instruction,output\nq,a\nq,nan\nq,NaN\nq,\n")
     store = open_or_build(maker.config(str(path), on_bad_row="skip"), maker.tokenizer)
@@ -610,7 +600,7 @@ def test_missing_values_of_csv_are_no_answers(maker: Maker) -> None:
     assert "output is null, not a string" in read_json(store.folder / "report.json")["bad_rows"][0]
 
 
-def test_nulls_of_a_table_are_absent_keys(maker: Maker, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_nulls_of_a_table_are_absent_keys(maker, small_tokenizer):
     def row(arguments: dict[str, Any]) -> Row:
         call = {"function": {"name": "f", "arguments": arguments}}
         return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
@@ -629,20 +619,20 @@ def test_nulls_of_a_table_are_absent_keys(maker: Maker, small_tokenizer: PreTrai
     assert store.meta.counts["bad"] == 1  # the null row
 
 
-def test_joined_texts_are_told(maker: Maker) -> None:
+def test_joined_texts_are_told(maker):
     said: list[str] = []
     config = maker.config(maker.write([{"prompt": "2+2=", "completion": "4"}]), template=None)
     open_or_build(config, maker.tokenizer, log=said.append)
     assert "concatenated, without a chat template or separator" in said[0]
 
 
-def test_errors_cross_processes_as_they_are(maker: Maker) -> None:
+def test_errors_cross_processes_as_they_are(maker):
     rows = [chat("q", "a") for _ in range(600)]
     with pytest.raises(FlatoutError, match="has no chat template"):
         maker.build(rows, template=None, num_procs=2)
 
 
-def test_pad_equal_to_eos_masks_no_real_eos(tiny, tmp_path: Path) -> None:
+def test_pad_equal_to_eos_masks_no_real_eos(tiny, tmp_path):
     """C20: the same rows with pad == eos give the same tokens and labels, the end of each answer among them."""
     from transformers import AutoTokenizer
 
@@ -661,7 +651,7 @@ def test_pad_equal_to_eos_masks_no_real_eos(tiny, tmp_path: Path) -> None:
     assert stores[1].loss_mask[ends].sum() >= stores[1].num_samples
 
 
-def test_a_long_build_says_how_far_it_is(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_build_says_how_far_it_is(maker, monkeypatch):
     monkeypatch.setattr("flatout.data.build_report.TOLD_EVERY_S", 0.0)
     said: list[str] = []
     seen: list[tuple[int, int | None]] = []
@@ -671,7 +661,7 @@ def test_a_long_build_says_how_far_it_is(maker: Maker, monkeypatch: pytest.Monke
     assert re.fullmatch(r"tokenized 256 rows of about 600, [\d,]+ s left, [\d,]+ rows/s", said[1])
 
 
-def test_more_processes_than_a_machine_has_room_for_are_lowered(maker: Maker) -> None:
+def test_more_processes_than_a_machine_has_room_for_are_lowered(maker):
     said: list[str] = []
     config = maker.config(maker.write([chat("q", "a")]), num_procs=100_000)
     assert open_or_build(config, maker.tokenizer, log=said.append).num_samples == 1

@@ -42,7 +42,7 @@ def assert_equal(one: TokenStore, other: TokenStore) -> None:
         assert reports[0][name] == reports[1][name]
 
 
-def test_a_killed_build_goes_on_from_its_shards(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_a_killed_build_goes_on_from_its_shards(tmp_path, small_tokenizer_dir):
     """SIGKILL the command after its first shard; the same command again finishes what is left, equal to the byte.
 
     A bad row of the first shard is still counted, and rows behind it that repeat some of before are still left out.
@@ -87,7 +87,7 @@ def chats(num_rows: int, *, empty_every: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_refusal_comes_once_it_is_certain_and_keeps_what_is_done(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_a_refusal_comes_once_it_is_certain_and_keeps_what_is_done(tmp_path, small_tokenizer_dir):
     rows = write_rows(tmp_path / "rows.jsonl", chats(1500, empty_every=60))
     said: list[str] = []
     with pytest.raises(DataError, match=r"8 of the first 512 of at most 1501 rows have no answer to learn from"):
@@ -102,7 +102,7 @@ def test_a_refusal_comes_once_it_is_certain_and_keeps_what_is_done(tmp_path: Pat
     assert store.meta.counts["no_labels"] == 25
 
 
-def test_as_many_empty_rows_as_are_allowed_do_not_end_a_build(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_as_many_empty_rows_as_are_allowed_do_not_end_a_build(tmp_path, small_tokenizer_dir):
     """Beyond the limit in the first chunks, but not of all rows: nothing is certain, and the set is built."""
     rows = (
         chats(300, empty_every=60)
@@ -113,7 +113,7 @@ def test_as_many_empty_rows_as_are_allowed_do_not_end_a_build(tmp_path: Path, sm
     assert (store.num_samples, store.meta.counts["no_labels"]) == (5095, 5)
 
 
-def test_a_begun_build_of_other_rows_is_not_gone_on_with(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_a_begun_build_of_other_rows_is_not_gone_on_with(tmp_path, small_tokenizer_dir):
     rows = write_rows(tmp_path / "rows.jsonl", chats(600, empty_every=60))
     with pytest.raises(DataError, match="8 of the first 512 of"):
         open_or_build(data_config(tmp_path / "data", rows), str(small_tokenizer_dir))

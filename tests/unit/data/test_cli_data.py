@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from flatout.cli.main import main
 
 
 @pytest.fixture
-def built(tmp_path: Path, small_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def built(tmp_path, small_tokenizer_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"instruction": f"the question {i}", "input": "", "output": f"[b]yes {i}[/b]"} for i in range(20)]
     Path("rows.json").write_text(json.dumps(rows))
@@ -29,7 +28,7 @@ def _build(tokenizer: Path, *more: str) -> int:
     return main(["data", "build", "rows.json", "--tokenizer", str(tokenizer), "--template", "chatml", *more])
 
 
-def test_build_says_what_hypersloth_said(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_says_what_hypersloth_said(built, capsys):
     options = ["-n", "10", "--split", "train", "--seed", "3407", "--name", "mine", "--print_samples"]
     assert _build(built, *options) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -46,7 +45,7 @@ def test_build_says_what_hypersloth_said(built: Path, capsys: pytest.CaptureFixt
     assert json.loads(Path("data/data_config.json").read_text())[0]["num_samples"] == 10
 
 
-def test_show_and_list(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_and_list(built, capsys):
     assert _build(built, "--name", "mine") == 0
     capsys.readouterr()
     assert main(["data", "show", "mine", "-n", "2"]) == 0
@@ -61,7 +60,7 @@ def test_show_and_list(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row.split()[:3] == ["mine", "20", "response_only"]
 
 
-def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_the_configuration(built, capsys):
     more = ["--column", "instruction=output", "--column", "output=instruction", "--loss-type", "all", "--root", "other"]
     assert _build(built, "--name", "x", "--max-tokens", "0", "--num-procs", "1", *more) == 0
     meta = json.loads(Path("other/built_dataset/x/manifest.json").read_text())["meta"]
@@ -74,29 +73,23 @@ def test_options_reach_the_configuration(built: Path, capsys: pytest.CaptureFixt
     ("options", "code", "message"),
     [
         (["--name", "../x"], 2, "name: use letters, digits"),
-        (
-            ["--name", "x", "--too-long", "shrink"],
-            2,
-            "--too-long: expected one of auto, error, drop, truncate, split",
-        ),
+        (["--name", "x", "--too-long", "shrink"], 2, "--too-long: expected one of auto, error, drop, truncate, split"),
         (["--name", "x", "--weight", "1", "--weight", "2"], 2, "2 --weight for 1 sources"),
         (["--name", "x", "--column", "output"], 2, "--column 'output': write FLATOUT_NAME=YOUR_COLUMN"),
         (["--name", "x", "--template", "chatlm"], 3, "there is no template 'chatlm'; known: chatml"),
     ],
 )
-def test_mistakes_are_named(
-    options: list[str], code: int, message: str, built: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_named(options, code, message, built, capsys):
     assert _build(built, *options) == code
     assert message in capsys.readouterr().err
 
 
-def test_show_of_an_unknown_name(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_an_unknown_name(built, capsys):
     assert main(["data", "show", "nothing"]) == 3
     assert "no data set 'nothing'" in capsys.readouterr().err
 
 
-def test_data_commands_no_terminal_and_needs_no_utf8(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_commands_no_terminal_and_needs_no_utf8(built, monkeypatch):
     Path("rows.json").write_text(json.dumps([{"instruction": "q", "output": "\x1b]0;owned\x07 snow ☃"}]))
     streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
     for name, stream in streams.items():
@@ -110,7 +103,7 @@ def test_data_commands_no_terminal_and_needs_no_utf8(built: Path, monkeypatch: p
     assert "\x1b" not in out + err
 
 
-def test_a_killed_build_leaves_no_process(built: Path) -> None:
+def test_a_killed_build_leaves_no_process(built):
     rows = "".join(json.dumps({"instruction": "q", "output": "a" * 999}) + "\n" for _ in range(20000))
     Path("many.jsonl").write_text(rows)
     command = [sys.executable, "-m", "flatout", "data", "build", "many.jsonl", "--tokenizer", str(built)]
@@ -142,7 +135,7 @@ def test_a_killed_build_leaves_no_process(built: Path) -> None:
     wait_until(lambda: not any(map(alive, workers)))
 
 
-def test_another_set_of_that_name_is_replaced_only_when_asked(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_set_of_that_name_is_replaced_only_when_asked(built, capsys):
     assert _build(built, "--name", "x", "--max_tokens", "64") == 0
     assert _build(built, "--name", "x", "--max-tokens=64") == 0
     capsys.readouterr()
@@ -157,7 +150,7 @@ def test_another_set_of_that_name_is_replaced_only_when_asked(built: Path, capsy
     assert "its rows or the way they are read changed" in capsys.readouterr().err
 
 
-def test_variables_of_the_template_reach_it(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_of_the_template_reach_it(built, capsys):
     qwen = ["--template", "qwen3", "--empty-reasoning", "mask", "--template-arg", "enable_thinkin=false"]
     assert _build(built, "--name", "x", *qwen) == 3
     assert "chat template 'qwen3' does not read 'enable_thinkin'" in capsys.readouterr().err
@@ -169,9 +162,7 @@ def test_variables_of_the_template_reach_it(built: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     "head", ["question,answer", "Question,Response", "input,output", "query,response", "Prompt,Reply"]
 )
-def test_near_columns_are_named_in_the_command_and_taken_with_yes(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], head: str
-) -> None:
+def test_near_columns_are_named_in_the_command_and_taken_with_yes(tiny, tmp_path, monkeypatch, capsys, head):
     monkeypatch.chdir(tmp_path)
     Path("qa.csv").write_text(f"{head}\nWhat is it?,A thing.\nWho is it?,A cat.\n")
     build = ["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]
@@ -186,7 +177,7 @@ def test_near_columns_are_named_in_the_command_and_taken_with_yes(
     assert "Reusing" in printed.err
 
 
-def test_columns_that_mean_nothing_are_not_taken(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_mean_nothing_are_not_taken(tiny, tmp_path, capsys):
     (tmp_path / "odd.csv").write_text("alpha,beta\n1,2\n")
     build = ["data", "build", str(tmp_path / "odd.csv"), "--tokenizer", str(tiny.model_dir), "--name", "odd", "--yes"]
     assert main([*build, "--root", str(tmp_path / "data")]) == 3
@@ -194,7 +185,7 @@ def test_columns_that_mean_nothing_are_not_taken(tiny: Any, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("\n", 3)])
-def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny: Any, tmp_path: Path, typed: str, code: int) -> None:
+def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny, tmp_path, typed, code):
     (tmp_path / "qa.csv").write_text("question,answer\nWhat is it?,A thing.\n")
     words = ["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]
     ours, theirs = pty.openpty()

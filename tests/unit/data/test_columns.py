@@ -17,7 +17,7 @@ from flatout.data.add_column import add_column, write_column
 from flatout.data.columns import Column
 from flatout.data.store_writer import new_store
 from flatout.data.token_store import StoreMeta, TokenStore
-from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
+from flatout.errors import DataError, ResourceError, UsageError
 from flatout.io.durable_io import DurableIO
 
 META = StoreMeta("pairs", "f" * 32, "tok", "t" * 32, "", "", 300, sources=("a.jsonl",), files=("a.jsonl",))
@@ -81,7 +81,7 @@ def write(
 
 
 @pytest.mark.parametrize("shards", [(8,), (3, 5), (2, 1, 3, 2)])
-def test_columns_and_units_are_read_as_they_were_written(tmp_path: Path, shards: tuple[int, ...]) -> None:
+def test_columns_and_units_are_read_as_they_were_written(tmp_path, shards):
     store, values, ends = write(tmp_path / "d", shards=shards), values_of(), np.cumsum(LENGTHS)
     assert store.unit_offsets is not None
     assert store.unit_offsets.tolist() == [0, 2, 3, 6, 8]
@@ -104,7 +104,7 @@ def test_columns_and_units_are_read_as_they_were_written(tmp_path: Path, shards:
     assert len({column["fingerprint"] for column in recorded.values()}) == len(recorded)
 
 
-def test_a_store_without_units_has_units_of_one(tmp_path: Path) -> None:
+def test_a_store_without_units_has_units_of_one(tmp_path):
     store = write(tmp_path / "d", {}, units=False)
     assert store.unit_offsets is None
     assert store.units_of(np.array([3, 1])).tolist() == [3, 1]
@@ -112,7 +112,7 @@ def test_a_store_without_units_has_units_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "index"), [("weight", 7), ("ref_logprob", None), ("kind", None)])
 @pytest.mark.parametrize("later", [False, True])
-def test_a_damaged_column_is_named(tmp_path: Path, name: str, index: int | None, later: bool) -> None:
+def test_a_damaged_column_is_named(tmp_path, name, index, later):
     column = COLUMNS[name]
     store = write(tmp_path / "d", {} if later else {name: column}, shards=(3, 5))
     if later:
@@ -125,7 +125,7 @@ def test_a_damaged_column_is_named(tmp_path: Path, name: str, index: int | None,
         TokenStore.open(store.folder).sample(index or 0)
 
 
-def test_a_column_is_added_later_and_replaced(tmp_path: Path) -> None:
+def test_a_column_is_added_later_and_replaced(tmp_path):
     plain = write(tmp_path / "d", {}, shards=(3, 5))
     before = {name: column.fingerprint for name, column in plain.columns.items()}
     marks = []
@@ -148,7 +148,7 @@ def test_a_column_is_added_later_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["die", "torn", BROKEN_DISK, FULL_DISK])
-def test_a_column_is_whole_or_not_there_whenever_a_write_ends(tmp_path: Path, fault: str | int) -> None:
+def test_a_column_is_whole_or_not_there_whenever_a_write_ends(tmp_path, fault):
     store, first, second = write(tmp_path / "d", {}), *(values_of(seed=seed)["ref_logprob"] for seed in (1, 2))
 
     def put(values: np.ndarray, disk: FaultyDisk) -> None:
@@ -198,9 +198,7 @@ def check(folder: Path, name: str, values: Any, per: str) -> TokenStore:
         ("prefix_tokens", "unit", [3, 0, 4, 0], [3.0, 0, 4, 0], UsageError, "expected integers per unit, got float64"),
     ],
 )
-def test_values_that_fit_are_taken_and_others_are_refused(
-    tmp_path: Path, name: str, per: str, right: Any, wrong: Any, kind: type[FlatoutError], message: str
-) -> None:
+def test_values_that_fit_are_taken_and_others_are_refused(tmp_path, name, per, right, wrong, kind, message):
     store = write(tmp_path / "d", {})
     with pytest.raises(kind, match=message):
         check(store.folder, name, wrong, per)
@@ -208,7 +206,7 @@ def test_values_that_fit_are_taken_and_others_are_refused(
     assert np.array_equal(check(store.folder, name, right, per).extra[name], right)
 
 
-def test_only_a_partial_column_may_lack_values(tmp_path: Path) -> None:
+def test_only_a_partial_column_may_lack_values(tmp_path):
     store, values = write(tmp_path / "d", {}), np.where(np.arange(8) % 2, 1.5, np.nan)
     column = Column("float64", "sample", "m", partial=True)
     with pytest.raises(DataError, match="expected finite values"):
@@ -217,14 +215,14 @@ def test_only_a_partial_column_may_lack_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("loss_mask", "mask"), ("../x", "x_2"), ("Weight", "weight")])
-def test_a_name_that_is_taken_or_no_name_is_refused(tmp_path: Path, wrong: str, right: str) -> None:
+def test_a_name_that_is_taken_or_no_name_is_refused(tmp_path, wrong, right):
     store = write(tmp_path / "d", {})
     with pytest.raises(UsageError, match="a column cannot be called"):
         check(store.folder, wrong, np.ones(8), "sample")
     assert right in check(store.folder, right, np.ones(8), "sample").extra
 
 
-def test_a_missing_column_is_named_with_the_data_set_and_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_column_is_named_with_the_data_set_and_what_to_do(tmp_path):
     store = write(tmp_path / "d", {"kind": COLUMNS["kind"]})
     store.require_columns(["kind"], "objective dpo")
     with pytest.raises(DataError, match=r"'pairs' has no column 'ref_logprob', which objective dpo needs.*add_column"):
@@ -240,7 +238,7 @@ def test_a_missing_column_is_named_with_the_data_set_and_what_to_do(tmp_path: Pa
         ({"columns": {"kind": np.zeros(3, np.int8)}}, r"shape \[3\]; expected one for each unit: \[2\]"),
     ],
 )
-def test_samples_that_do_not_make_whole_units_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_samples_that_do_not_make_whole_units_are_refused(tmp_path, change, message):
     one = np.ones(3, np.int64)
     right: dict[str, Any] = {"units": np.array([2, 1]), "columns": {"kind": np.zeros(2, np.int8)}}
     with new_store(tmp_path / "d", 300, columns={"kind": COLUMNS["kind"]}) as writer:

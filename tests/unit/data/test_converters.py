@@ -36,7 +36,7 @@ HELP = Message("system", "You help.")
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -88,7 +88,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_a_function_gives_rows_of_any_format(given: str, small_tokenizer_dir: Path) -> None:
+def test_a_function_gives_rows_of_any_format(given, small_tokenizer_dir):
     write(RIDDLES)
     Path("own.py").write_text(f"def rows(row):\n    return {given}\n")
     store = build(small_tokenizer_dir, "own.py:rows", on_bad_row="skip")
@@ -108,7 +108,7 @@ def test_a_function_gives_rows_of_any_format(given: str, small_tokenizer_dir: Pa
         ("yield 1 / 0", "own.py:2 failed with ZeroDivisionError"),
     ],
 )
-def test_what_is_no_row_is_refused(body: str, named: str, small_tokenizer_dir: Path) -> None:
+def test_what_is_no_row_is_refused(body, named, small_tokenizer_dir):
     write(RIDDLES)
     Path("own.py").write_text(f"def rows(row):\n    {body}\n")
     with pytest.raises(DataError) as caught:
@@ -124,7 +124,7 @@ def test_what_is_no_row_is_refused(body: str, named: str, small_tokenizer_dir: P
         ("own.py:N", "is no"),
     ],
 )
-def test_what_is_no_converter_is_refused(file: str, named: str, small_tokenizer_dir: Path) -> None:
+def test_what_is_no_converter_is_refused(file, named, small_tokenizer_dir):
     write(RIDDLES)
     Path("own.py").write_text("N = 1\n\n\ndef rows(row):\n    return {'text': row['riddle']}\n")
     with pytest.raises(UsageError) as caught:
@@ -148,7 +148,7 @@ def rows(source):
 """
 
 
-def test_a_generator_gets_all_rows_and_what_it_leaves_out_is_counted() -> None:
+def test_a_generator_gets_all_rows_and_what_it_leaves_out_is_counted():
     Path("own.py").write_text(PAIRS)
     found, bad, notes = read(RIDDLES, "own.py:rows")
     assert [conversation.messages[0].content for conversation in found] == ["what is 0", "what is 2"]
@@ -157,7 +157,7 @@ def test_a_generator_gets_all_rows_and_what_it_leaves_out_is_counted() -> None:
     assert notes == ["own.py:rows left out 1 rows: 1 without a question"]
 
 
-def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokenizer_dir: Path) -> None:
+def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokenizer_dir):
     write(RIDDLES)
     Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
     first = build(small_tokenizer_dir, "own.py:rows").meta.fingerprint
@@ -172,7 +172,7 @@ def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokeniz
 
 
 @pytest.mark.parametrize("body", ["return {'text': 'a'}", "yield from ((each, {'text': 'a'}) for each in row)"])
-def test_an_error_of_reading_is_not_the_converters(body: str) -> None:
+def test_an_error_of_reading_is_not_the_converters(body):
     def read_one(bad_row: BadRow) -> Iterator[RawRow]:
         yield RawRow(Origin("rows.jsonl", 1), {"riddle": "a"})
         if is_gone:
@@ -189,7 +189,7 @@ def test_an_error_of_reading_is_not_the_converters(body: str) -> None:
         list(source.rows())
 
 
-def test_names_of_classes_stay_where_a_converter_leaves_the_column() -> None:
+def test_names_of_classes_stay_where_a_converter_leaves_the_column():
     names = {"label": ["no", "yes"], "kind": ["a", "b"]}
     write(RIDDLES)
     Path("own.py").write_text("def rows(row):\n    return {'text': 'x', 'label': row['label'], 'kind': 'c'}\n")
@@ -200,14 +200,12 @@ def test_names_of_classes_stay_where_a_converter_leaves_the_column() -> None:
 
 
 @pytest.mark.parametrize("value", [["messages"], {"a": 1}, 3])
-def test_a_format_that_is_no_text_is_refused(value: Any) -> None:
+def test_a_format_that_is_no_text_is_refused(value):
     with pytest.raises(ValidationError, match="format"):
         SourceConfig.model_validate({"path": "rows.jsonl", "format": value})
 
 
-def test_no_process_of_studio_runs_it(
-    small_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_of_studio_runs_it(small_tokenizer_dir, tmp_path, monkeypatch):
     write(RIDDLES)
     Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
     with monkeypatch.context() as studio:
@@ -217,14 +215,14 @@ def test_no_process_of_studio_runs_it(
     assert build(small_tokenizer_dir, "own.py:rows").num_samples == 4
 
 
-def test_lines_that_are_no_json_cost_no_other_row(small_tokenizer_dir: Path) -> None:
+def test_lines_that_are_no_json_cost_no_other_row(small_tokenizer_dir):
     Path("rows.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n{"text": "c"}\n')
     source = {"path": "rows.jsonl", "weight": 2.0}
     store = build(small_tokenizer_dir, "auto", sources=[source], on_bad_row="skip", template=None)
     assert (store.num_samples, store.meta.counts["bad"]) == (6, 1)
 
 
-def test_it_runs_in_a_build_alone(small_tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_in_a_build_alone(small_tokenizer_dir, capsys):
     write(RIDDLES)
     text = "from pathlib import Path\n\nPath('ran').touch()\n\n\ndef rows(row):\n    return {'text': row['riddle']}\n"
     Path("own.py").write_text(text)
@@ -303,7 +301,7 @@ READ: dict[str, tuple[str, Row, tuple[Message, ...], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_the_row_of_another_system_becomes_a_conversation(name: str) -> None:
+def test_the_row_of_another_system_becomes_a_conversation(name):
     converter, row, messages, tools = READ[name]
     (found,), bad, _ = read([row], f"{EXAMPLES / converter}.py:rows")
     assert (found.messages, found.tools, bad) == (messages, tools, [])
@@ -320,7 +318,7 @@ def test_the_row_of_another_system_becomes_a_conversation(name: str) -> None:
         ("Union[int, str]", {"description": "(type: Union[int, str])"}, True),
     ],
 )
-def test_types_of_xlam_become_those_of_json(written: str, wanted: Row, is_required: bool) -> None:
+def test_types_of_xlam_become_those_of_json(written, wanted, is_required):
     row = XLAM | {"tools": [{"name": "get", "parameters": {"x": {"type": written}}}]}
     (found,), _, _ = read([row], f"{EXAMPLES}/xlam.py:rows")
     schema = {"type": "object", "properties": {"x": wanted}, "required": ["x"] * is_required}
@@ -343,7 +341,7 @@ REFUSED: list[tuple[str, Row, str]] = [
 
 
 @pytest.mark.parametrize(("converter", "row", "named"), REFUSED)
-def test_what_such_a_row_cannot_mean_is_named(converter: str, row: Row, named: str) -> None:
+def test_what_such_a_row_cannot_mean_is_named(converter, row, named):
     found, (bad,), _ = read([READ[converter][1], row], f"{EXAMPLES / converter}.py:rows")
     assert len(found) == 1
     assert bad.startswith("rows.jsonl:2: ")
@@ -373,7 +371,7 @@ def messages(tree: list[tuple[Any, ...]]) -> list[Row]:
     return [dict(zip(MESSAGE, node, strict=True)) for node in tree]
 
 
-def test_each_path_to_a_last_reply_is_a_conversation_and_each_message_is_learned_once() -> None:
+def test_each_path_to_a_last_reply_is_a_conversation_and_each_message_is_learned_once():
     conversations, bad, notes = read(messages(TREE), OASST, system="s")
     assert [[(m.content, m.train) for m in c.messages[1:]] for c in conversations] == [
         [("question", None), ("best", None), ("and then?", None), ("then this", None)],
@@ -388,7 +386,7 @@ def test_each_path_to_a_last_reply_is_a_conversation_and_each_message_is_learned
     assert notes == [f"oasst.py:rows left out 5 rows: {left}"]
 
 
-def test_bad_messages_are_named_and_the_rest_is_threaded() -> None:
+def test_bad_messages_are_named_and_the_rest_is_threaded():
     tree = [
         ("q", None, "prompter", "t", None, False),
         ("a", "q", "assistant", None, None, False),
@@ -403,7 +401,7 @@ def test_bad_messages_are_named_and_the_rest_is_threaded() -> None:
     assert all(told.startswith(f"rows.jsonl:{start}") for told, start in zip(bad, named, strict=True))
 
 
-def test_circles_are_left_out_and_deep_trees_need_no_recursion() -> None:
+def test_circles_are_left_out_and_deep_trees_need_no_recursion():
     circle = [("q", None, "prompter", "t", None, False), ("x", "y", "assistant", "t", None, False)]
     circle += [("y", "x", "prompter", "t", None, False), ("a", "q", "assistant", "t", None, False)]
     found, _, notes = read(messages(circle), OASST)
@@ -414,7 +412,7 @@ def test_circles_are_left_out_and_deep_trees_need_no_recursion() -> None:
     assert [len(each.messages) for each in read(messages(deep), OASST)[0]] == [5000]
 
 
-def test_whole_trees_make_the_same_conversations() -> None:
+def test_whole_trees_make_the_same_conversations():
     def message(node: tuple[Any, ...]) -> Row:
         own = {name: value for name, value in zip(MESSAGE, node, strict=True) if name != "parent_id"}
         return own | {"replies": [message(child) for child in TREE if child[1] == node[0]]}
@@ -433,7 +431,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("named", [True, False])
-def test_rows_of_other_systems_name_their_converter(name: str, named: bool, small_tokenizer_dir: Path) -> None:
+def test_rows_of_other_systems_name_their_converter(name, named, small_tokenizer_dir):
     write(FOREIGN[name])
     with pytest.raises((FlatoutError, ValueError)) as caught:
         build(small_tokenizer_dir, name if named else "auto")

@@ -50,9 +50,7 @@ def text_of(seed: int, num_words: int) -> str:
     return " ".join(f"{draw.choice('bcdfghklm')}{draw.choice('aeiou')}{draw.randrange(1000)}" for _ in range(num_words))
 
 
-def test_the_command_drops_equal_rows_of_all_sources_and_says_so(
-    tmp_path: Path, small_tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_drops_equal_rows_of_all_sources_and_says_so(tmp_path, small_tokenizer_dir, capsys):
     """The first of equal rows stays, as often as its source's weight says; rows that differ in the mask alone stay."""
     one = [chat("q", "a"), chat("q", "b"), chat("q", "a"), chat("q", "b", train=False), chat("r", "a")]
     two = [chat("r", "a"), chat("s", "a"), chat("q", "a", "be good"), chat("s", "a")]
@@ -88,7 +86,7 @@ def test_the_command_drops_equal_rows_of_all_sources_and_says_so(
     assert not set(store.hashes[train]) & set(store.hashes[held_out])
 
 
-def test_off_keeps_all_rows_and_names_the_setting(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_off_keeps_all_rows_and_names_the_setting(tmp_path, small_tokenizer_dir):
     said: list[str] = []
     file = write_rows(tmp_path / "rows.jsonl", [chat("q", "a"), chat("q", "a")])
     store = open_or_build(data_config(tmp_path, file), str(small_tokenizer_dir), log=said.append)
@@ -107,7 +105,7 @@ def many(num_rows: int) -> list[Row]:
     return rows
 
 
-def test_any_number_of_processes_keeps_the_same_rows(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_any_number_of_processes_keeps_the_same_rows(tmp_path, small_tokenizer_dir):
     rows = many(800)
     file = write_rows(tmp_path / "rows.jsonl", rows)
     one, three = (
@@ -128,9 +126,7 @@ TOKEN_ROWS = st.lists(
 
 @given(rows=TOKEN_ROWS)
 @hypothesis_settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_exact_drops_no_row_whose_ids_or_mask_differ(
-    tmp_path: Path, small_tokenizer_dir: Path, rows: list[list[tuple[int, bool]]]
-) -> None:
+def test_exact_drops_no_row_whose_ids_or_mask_differ(tmp_path, small_tokenizer_dir, rows):
     """What stays is the first of each different row, in the order of the file."""
     lines = [
         {"input_ids": [token for token, _ in row] + [9], "labels": [t if m else -100 for t, m in row] + [9]}
@@ -154,7 +150,7 @@ def reasoned(*turns: tuple[str, str]) -> Row:
     return {"messages": messages}
 
 
-def test_rows_are_compared_whole_where_each_becomes_several_samples(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_rows_are_compared_whole_where_each_becomes_several_samples(tmp_path, small_tokenizer_dir):
     """Two conversations that begin alike share a sample and both stay; a repeated one goes with all its samples."""
     rows = [reasoned(("a", "b"), ("c", "d")), reasoned(("a", "b"), ("e", "f")), reasoned(("a", "b"), ("c", "d"))]
     file = write_rows(tmp_path / "rows.jsonl", rows)
@@ -174,7 +170,7 @@ def test_rows_are_compared_whole_where_each_becomes_several_samples(tmp_path: Pa
         split_held_out(store.row_keys, 0.3, 0, store.hashes)
 
 
-def test_settings_are_told_apart(tmp_path: Path, small_tokenizer_dir: Path) -> None:
+def test_settings_are_told_apart(tmp_path, small_tokenizer_dir):
     """By the fingerprint, and by name where a built set is opened; rows in memory are as good as a file."""
     rows, tokenizer = [chat("q", "a"), chat("q", "a"), chat("q", "b")], str(small_tokenizer_dir)
     settings: dict[str, Any] = {"root": tmp_path, "template": "chatml"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ LETTERS = [
 
 
 @pytest.mark.parametrize("name", ["tok_gpt2", "tok_minimind", pytest.param("tok_qwen3", marks=pytest.mark.exhaustive)])
-def test_ids_and_masks_are_those_of_the_plain_call(name: str, shared: Path) -> None:
+def test_ids_and_masks_are_those_of_the_plain_call(name, shared):
     tokenizer = load_tokenizer(str(shared / name))
     alone, ahead = Encoder(tokenizer), Encoder(tokenizer)
     rng, num_masked = random.Random(0), 0
@@ -51,7 +50,7 @@ def test_ids_and_masks_are_those_of_the_plain_call(name: str, shared: Path) -> N
     assert num_masked > 1000
 
 
-def test_truncation_and_padding_that_a_tokenizer_was_left_with_change_nothing(shared: Path) -> None:
+def test_truncation_and_padding_that_a_tokenizer_was_left_with_change_nothing(shared):
     tokenizer = load_tokenizer(str(shared / "tok_gpt2"))
     texts = ["hello world, hello", "a"]
     plain = [tokenizer(text)["input_ids"] for text in texts]
@@ -66,7 +65,7 @@ def test_truncation_and_padding_that_a_tokenizer_was_left_with_change_nothing(sh
         assert all(one.loss_mask.all() for one in found)
 
 
-def test_a_range_that_ends_inside_a_token_cuts_it(shared: Path) -> None:
+def test_a_range_that_ends_inside_a_token_cuts_it(shared):
     tokenizer = load_tokenizer(str(shared / "tok_gpt2"))
     encoder, text = Encoder(tokenizer), "hello world, hello"
     encoder.encode_ahead([text])
@@ -94,7 +93,7 @@ WORDS = {letter: i for i, letter in enumerate("▁abcex")}
 @pytest.mark.parametrize(
     "text", ["cafe\u0301 a", "e\u0301", "tie\u0302\u0301ng", "a\u0301\u0301", "\u1112\u1161\u11ab", "caf\u00e9", "a b"]
 )
-def test_characters_that_a_normalizer_joins_are_encoded(text: str) -> None:
+def test_characters_that_a_normalizer_joins_are_encoded(text):
     tokenizer = tokenizer_of(models.BPE(BYTES, []), normalizers.NFC(), is_bytes=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     encoded = Encoder(tokenizer).encode(text, [(0, len(text))])
@@ -105,7 +104,7 @@ def test_characters_that_a_normalizer_joins_are_encoded(text: str) -> None:
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.Prepend("▁")])
 @pytest.mark.parametrize("text", ["abyc", "aye\u0301x", "aby"])
-def test_characters_without_a_token_are_refused(normalizer: Any, text: str) -> None:
+def test_characters_without_a_token_are_refused(normalizer, text):
     encoder = Encoder(tokenizer_of(models.BPE(WORDS, []), normalizer, is_bytes=False))
     assert len(encoder.encode("abcx", [(0, 4)]).token_ids) >= 4
     with pytest.raises(UnencodableError, match="has no token for"):

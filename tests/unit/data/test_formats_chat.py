@@ -161,20 +161,20 @@ SHAPES: list[tuple[str, dict[str, Any], tuple[Message, ...]]] = [
 
 
 @pytest.mark.parametrize(("row", "messages"), [shape[1:] for shape in SHAPES], ids=[shape[0] for shape in SHAPES])
-def test_shapes(row: dict[str, Any], messages: tuple[Message, ...]) -> None:
+def test_shapes(row, messages):
     before = json.dumps(row)
     assert parsed(row).messages == messages
     assert json.dumps(row) == before, "parsing leaves the raw row as it is"
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_under_each_of_its_names(key: str) -> None:
+def test_reasoning_under_each_of_its_names(key):
     row = {"messages": [QUESTION, ANSWER | {key: "hm "}]}
     assert parsed(row).messages == (U, Message("assistant", "a", reasoning="hm "))
 
 
 @pytest.mark.parametrize(("role", "name"), [(role, name) for role, names in _NAMES.items() for name in names])
-def test_every_role_name_in_any_case_and_shape(role: str, name: str) -> None:
+def test_every_role_name_in_any_case_and_shape(role, name):
     text = json.dumps(CALL) if role == "function_call" else "t"
     wanted = "assistant" if role == "function_call" else role
     start = turns(("assistant", "")) if role == "tool" else []
@@ -182,7 +182,7 @@ def test_every_role_name_in_any_case_and_shape(role: str, name: str) -> None:
         assert parsed({"messages": start + turns((spelled, text))}).messages[-1].role == wanted
 
 
-def test_roles_setting_adds_names_and_goes_first() -> None:
+def test_roles_setting_adds_names_and_goes_first():
     row = {"messages": turns(("Agent", "t"), ("bot", "u"))}
     conversation = parsed(row, roles={"Agent": "assistant", "bot": "user"})
     assert conversation.messages == (Message("assistant", "t"), Message("user", "u"))
@@ -191,16 +191,16 @@ def test_roles_setting_adds_names_and_goes_first() -> None:
 @pytest.mark.parametrize(
     "tools", [[SCHEMA], [WRAPPED], json.dumps([SCHEMA]), json.dumps([WRAPPED]), [json.dumps(WRAPPED)]]
 )
-def test_tools_are_wrapped_once(tools: object) -> None:
+def test_tools_are_wrapped_once(tools):
     assert parsed({"messages": [QUESTION], "tools": tools}).tools == (WRAPPED,)
 
 
 @pytest.mark.parametrize("tools", [None, "", [], "[]"])
-def test_no_tools(tools: object) -> None:
+def test_no_tools(tools):
     assert parsed({"messages": [QUESTION], "tools": tools}).tools == ()
 
 
-def test_columns_setting_renames_row_columns_and_turn_keys() -> None:
+def test_columns_setting_renames_row_columns_and_turn_keys():
     gsm = {"question": "q", "answer": "a", "instruction": "not this"}
     assert parsed(gsm, columns={"instruction": "question", "output": "answer"}).messages == (U, A)
     odd = {"chat": [{"speaker": "user", "words": "q"}, {"speaker": "assistant", "words": "a"}]}
@@ -220,7 +220,7 @@ PREFERENCES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", PREFERENCES)
-def test_preference_rows_are_pairs_unless_the_chosen_answer_is_named(row: dict[str, Any]) -> None:
+def test_preference_rows_are_pairs_unless_the_chosen_answer_is_named(row):
     raw = RawRow(ORIGIN, row)
     assert isinstance(make_parser(SourceConfig(path="x.jsonl"), raw).parse(raw), PreferenceRow)
     chat_format = "sharegpt" if "conversations" in row else "messages" if "messages" in row else "prompt_completion"
@@ -233,7 +233,7 @@ def test_preference_rows_are_pairs_unless_the_chosen_answer_is_named(row: dict[s
 
 
 @pytest.mark.parametrize("label", [False, "false"])
-def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label: object) -> None:
+def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label):
     row = {"messages": [QUESTION, ANSWER], "label": label}
     with pytest.raises(DataError, match=r"x\.jsonl:7: label is false") as caught:
         parsed(row)
@@ -246,12 +246,12 @@ def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label
 
 
 @pytest.mark.parametrize("label", [True, 1, "true", None, "", "positive", 2, 0.5, ["a"]])
-def test_other_labels_are_no_reason_to_refuse_an_answer(label: object) -> None:
+def test_other_labels_are_no_reason_to_refuse_an_answer(label):
     for row in ({"messages": [QUESTION, ANSWER]}, {"instruction": "q", "output": "a"}):
         assert parsed(row | {"label": label}).messages == parsed(row).messages
 
 
-def test_the_sources_system_prompt_fills_in_only_where_there_is_none() -> None:
+def test_the_sources_system_prompt_fills_in_only_where_there_is_none():
     rows = [
         {"messages": [QUESTION]},
         {"messages": turns(("system", "own"), ("user", "q"))},
@@ -262,7 +262,7 @@ def test_the_sources_system_prompt_fills_in_only_where_there_is_none() -> None:
     assert alpaca.messages == (Message("system", "src"), U, A)
 
 
-def test_a_parser_is_a_value_that_other_processes_can_get() -> None:
+def test_a_parser_is_a_value_that_other_processes_can_get():
     raw = RawRow(ORIGIN, {"messages": [QUESTION, ANSWER], "id": 3})
     parser = make_parser(SourceConfig(path="x.jsonl", roles={"Agent": "user"}), raw)
     assert pickle.loads(pickle.dumps(parser)).parse(raw) == parser.parse(raw)

@@ -116,7 +116,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("row", "message"), [case[1:] for case in ROWS], ids=[f"{c[0]}-{n}" for n, c in enumerate(ROWS)]
 )
-def test_bad_rows(row: dict[str, Any], message: str) -> None:
+def test_bad_rows(row, message):
     raw = RawRow(Origin("train.jsonl", 8), row)
     parser = make_parser(SourceConfig(path="train.jsonl"), raw)
     with pytest.raises(DataError) as caught:
@@ -124,7 +124,7 @@ def test_bad_rows(row: dict[str, Any], message: str) -> None:
     assert caught.value.text.startswith(f"train.jsonl:8: {message}")
 
 
-def test_a_role_of_ones_own_is_mapped_by_the_fix() -> None:
+def test_a_role_of_ones_own_is_mapped_by_the_fix():
     raw = RawRow(Origin("train.jsonl", 8), chat(Q, {"role": "Agent", "content": "a"}))
     with pytest.raises(DataError) as caught:
         make_parser(SourceConfig(path="train.jsonl"), raw).parse(raw)
@@ -180,7 +180,7 @@ LIKE_ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", LIKE_ROWS, ids=range(len(LIKE_ROWS)))
-def test_rows_like_the_bad_ones_are_read(row: dict[str, Any]) -> None:
+def test_rows_like_the_bad_ones_are_read(row):
     raw = RawRow(Origin("train.jsonl", 8), row)
     assert make_parser(SourceConfig(path="train.jsonl"), raw).parse(raw)
 
@@ -208,9 +208,7 @@ FIRST_ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, str]]
 
 
 @pytest.mark.parametrize(("row", "settings", "names", "columns"), [case[1:] for case in FIRST_ROWS])
-def test_first_rows_that_fit_no_format(
-    row: dict[str, Any], settings: dict[str, Any], names: str, columns: dict[str, str]
-) -> None:
+def test_first_rows_that_fit_no_format(row, settings, names, columns):
     raw = RawRow(Origin("train.jsonl", 1), row)
     with pytest.raises(DataError, match=re.escape(names)) as caught:
         make_parser(SourceConfig(path="train.jsonl", **settings), raw)
@@ -223,7 +221,7 @@ def test_first_rows_that_fit_no_format(
         assert make_parser(SourceConfig(**source), raw).parse(raw)
 
 
-def test_rows_in_memory_are_named_by_their_number_and_renamed() -> None:
+def test_rows_in_memory_are_named_by_their_number_and_renamed():
     raw = RawRow(Origin("/a/data/in_memory/data-0f/rows.jsonl", 3), {"question": "q", "answer": "a"})
     with pytest.raises(DataError, match=r"^row 3 of your data: .*rename the key `question` to `instruction`") as caught:
         make_parser(SourceConfig(path=raw.origin.source), raw)
@@ -250,9 +248,7 @@ MIXED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("first", "other", "message"), MIXED)
-def test_mixed_schemas_name_both_places_and_the_field(
-    first: dict[str, Any], other: dict[str, Any], message: str
-) -> None:
+def test_mixed_schemas_name_both_places_and_the_field(first, other, message):
     rows = [
         RawRow(Origin("a.jsonl", 1), first),
         RawRow(Origin("b.jsonl", 1), other),

@@ -1,7 +1,6 @@
 """Text, prompt/completion and rows already tokenized; and which format a row is taken for."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def parsed(row: dict[str, Any], **settings: Any) -> Sample:
     return make_parser(SourceConfig(path="x.jsonl", **settings), raw).parse(raw)
 
 
-def test_text_and_prompt_completion_keep_every_character() -> None:
+def test_text_and_prompt_completion_keep_every_character():
     assert parsed({"text": "  a\r\n", "id": 1}) == PlainText("  a\r\n", ORIGIN)
     assert parsed({"prompt": " p ", "completion": " c"}) == PlainText(" c", ORIGIN, prompt=" p ")
     chosen = {"prompt": "p", "chosen": "c", "rejected": "r"}
@@ -42,7 +41,7 @@ def test_text_and_prompt_completion_keep_every_character() -> None:
         ({"assistant_masks": [0, 0.0, 1.0], "labels": None}, (False, False, True)),
     ],
 )
-def test_tokenized_rows(columns: dict[str, Any], trained: tuple[bool, ...]) -> None:
+def test_tokenized_rows(columns, trained):
     assert parsed({"input_ids": [7, 8, 9]} | columns) == TokenRow((7, 8, 9), trained, ORIGIN)
 
 
@@ -64,17 +63,17 @@ TURN = {"role": "user", "content": "q"}
         ("text", {"text": "t", "role": "x"}),
     ],
 )
-def test_detection(name: str, row: dict[str, Any]) -> None:
+def test_detection(name, row):
     assert make_parser(SourceConfig(path="x.jsonl"), RawRow(ORIGIN, row)).format == name
 
 
-def test_the_setting_goes_before_detection() -> None:
+def test_the_setting_goes_before_detection():
     row = {"messages": [TURN], "text": "t"}
     assert parsed(row, format="text") == PlainText("t", ORIGIN)
 
 
 @pytest.mark.parametrize("names", [("question", "answer"), ("query", "response"), ("input", "output")])
-def test_the_columns_to_set_are_named_and_work(names: tuple[str, str]) -> None:
+def test_the_columns_to_set_are_named_and_work(names):
     row = dict(zip(names, ("q", "a"), strict=True))
     with pytest.raises(DataError) as caught:
         parsed(row)
@@ -85,7 +84,7 @@ def test_the_columns_to_set_are_named_and_work(names: tuple[str, str]) -> None:
     assert [message.content for message in sample.messages] == ["q", "a"]  # the input is the question, not both
 
 
-def test_messages_written_as_json_text_are_read() -> None:
+def test_messages_written_as_json_text_are_read():
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     for value in (json.dumps(turns), [json.dumps(turn) for turn in turns], json.dumps(shared)):
@@ -94,7 +93,7 @@ def test_messages_written_as_json_text_are_read() -> None:
         assert [message.content for message in sample.messages] == ["q", "a"]
 
 
-def test_segments_say_what_carries_loss(small_tokenizer_dir: Path) -> None:
+def test_segments_say_what_carries_loss(small_tokenizer_dir):
     pieces = [("<|im_start|>q", False), ("yes<|im_end|>", True), ("\nthink", False), ("hello", True)]
     row = {"segments": [{"text": text, "label": label} for text, label in pieces]}
     tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "", None, special_tokens="keep"))

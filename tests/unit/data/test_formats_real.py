@@ -93,7 +93,7 @@ CHATS = [
 
 
 @pytest.mark.parametrize("chats", CHATS, ids=lambda chats: chats.name)
-def test_every_row_of_a_chat_set_parses(chats: Chats) -> None:
+def test_every_row_of_a_chat_set_parses(chats):
     rows = plain(chats.name)
     start = time.process_time()
     samples = read(chats.name, columns=chats.columns)
@@ -105,7 +105,7 @@ def test_every_row_of_a_chat_set_parses(chats: Chats) -> None:
         assert [message.content for message in sample.messages] == chats.texts(row)
 
 
-def test_bad_examples_of_kto_are_left_out() -> None:
+def test_bad_examples_of_kto_are_left_out():
     name = f"{DEMO}/kto_en_demo.json"
     kept, bad = parsed(SourceConfig(path=str(DATA / name)))
     labels = [row["label"] for row in plain(name)]
@@ -114,7 +114,7 @@ def test_bad_examples_of_kto_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), [("dpo_en_demo", {}), ("kto_en_demo", {"format": "kto"})])
-def test_every_pair_and_every_labelled_answer_parses(name: str, settings: dict[str, Any]) -> None:
+def test_every_pair_and_every_labelled_answer_parses(name, settings):
     rows = plain(f"{DEMO}/{name}.json")
     samples, bad = parsed(SourceConfig(path=str(DATA / f"{DEMO}/{name}.json"), **settings))
     assert (len(samples), bad) == (len(rows), [])
@@ -129,7 +129,7 @@ def test_every_pair_and_every_labelled_answer_parses(name: str, settings: dict[s
         assert dict(sample.columns) == ({} if "chosen" in row else {"label": (int(row["label"]),)})
 
 
-def test_tool_calls_come_out_as_they_were_written() -> None:
+def test_tool_calls_come_out_as_they_were_written():
     name = f"{DEMO}/glaive_toolcall_zh_demo.json"
     written = [
         json.loads(m["value"]) for row in plain(name) for m in row["conversations"] if m["from"] == "function_call"
@@ -142,7 +142,7 @@ def test_tool_calls_come_out_as_they_were_written() -> None:
     ]
 
 
-def test_typed_parts_come_out_as_they_were_written() -> None:
+def test_typed_parts_come_out_as_they_were_written():
     name = f"{DEMO}/reason_tool_use_demo_50.jsonl"
     written: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
     for row in plain(name):
@@ -155,12 +155,12 @@ def test_typed_parts_come_out_as_they_were_written() -> None:
     assert calls == [json.loads(value) for value in written["tool_call"]]
 
 
-def test_loss_weights_become_train_flags() -> None:
+def test_loss_weights_become_train_flags():
     flags = [m.train for s in read(f"{DEMO}/v1_sft_demo.jsonl") if isinstance(s, Conversation) for m in s.messages]
     assert flags == [False, True] * 500
 
 
-def test_oasst_threads_agree_with_a_recursive_reading() -> None:
+def test_oasst_threads_agree_with_a_recursive_reading():
     rows = [row for row in plain("oasst1_en_val/en-validation.jsonl") if not row["deleted"]]
     children: dict[str | None, Rows] = {}
     for row in rows:
@@ -183,7 +183,7 @@ def test_oasst_threads_agree_with_a_recursive_reading() -> None:
     assert len(learned) == sum(num_replies(root) for root in children[None]), "each reply is learned once"
 
 
-def test_plain_text_is_one_document() -> None:
+def test_plain_text_is_one_document():
     samples = read(f"{DEMO}/wiki_demo.txt")
     assert [s.text for s in samples if isinstance(s, PlainText)] == [
         (DATA / DEMO / "wiki_demo.txt").read_bytes().decode()

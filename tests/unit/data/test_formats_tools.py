@@ -74,7 +74,7 @@ ROWS: list[tuple[str, dict[str, Any], str, tuple[Message, ...], tuple[Any, ...]]
 
 
 @pytest.mark.parametrize(("row", "name", "messages", "tools"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_rows_are_detected_and_read(row: dict[str, Any], name: str, messages: Any, tools: Any) -> None:
+def test_rows_are_detected_and_read(row, name, messages, tools):
     raw = RawRow(Origin("x.jsonl", 7), row)
     parser = make_parser(SourceConfig(path="x.jsonl"), raw)
     assert parser.summary.startswith(f"{name} rows (")
@@ -110,12 +110,12 @@ LIKE_REFUSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", LIKE_REFUSED)
-def test_what_is_like_it_is_read(row: dict[str, Any]) -> None:
+def test_what_is_like_it_is_read(row):
     assert parsed(row).messages
 
 
 @pytest.mark.parametrize(("row", "message"), REFUSED)
-def test_what_these_formats_cannot_mean_is_named(row: dict[str, Any], message: str) -> None:
+def test_what_these_formats_cannot_mean_is_named(row, message):
     with pytest.raises(DataError) as caught:
         parsed(row)
     assert str(caught.value).startswith("x.jsonl:7: ")

@@ -62,9 +62,7 @@ def trained(tokenizer: PreTrainedTokenizerFast, name: str, **changes: Any) -> li
 
 
 @pytest.mark.parametrize("name", list(TRAINED))
-def test_a_row_is_trained_in_the_spelling_that_its_template_takes(
-    name: str, small_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_row_is_trained_in_the_spelling_that_its_template_takes(name, small_tokenizer):
     source, turns, _, args, has, learnt = TRAINED[name]
     [(text, labels)] = trained(small_tokenizer, name)
     assert has in text
@@ -87,24 +85,19 @@ REFUSED = {
         {"source": INSIDE.replace("<think>", "")},
         r"messages\[1\] \(assistant\): the chat template drops its reasoning",
     ),
-    "a begun answer": (
-        {"args": {"thinking": False}},
-        "drops its reasoning; give thinking to these rows alone",
-    ),
+    "a begun answer": ({"args": {"thinking": False}}, "drops its reasoning; give thinking to these rows alone"),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_no_spelling_shows_is_refused(name: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_no_spelling_shows_is_refused(name, small_tokenizer):
     changes, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
         trained(small_tokenizer, name, **changes)
 
 
 @pytest.mark.parametrize("name", ["an opened prompt", "a begun answer"])
-def test_reasoning_that_is_cut_in_every_answer_gives_a_sample_for_each(
-    name: str, small_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_reasoning_that_is_cut_in_every_answer_gives_a_sample_for_each(name, small_tokenizer):
     first, second = trained(small_tokenizer, name, turns=(ASK, THOUGHT, ASK, THOUGHT))
     [(alone, learnt)] = trained(small_tokenizer, name)
     assert first == (alone, learnt)

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def table(rows: list[dict[str, Any]]) -> bytes:
 
 
 @pytest.fixture
-def hub() -> Iterator[Files]:
+def hub():
     with store_stand_in() as found:
         yield found
 
@@ -56,9 +55,7 @@ def run(
     )
 
 
-def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(
-    hub: Files, tmp_path: Path, small_tokenizer_dir: Path
-) -> None:
+def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(hub, tmp_path, small_tokenizer_dir):
     """The commit is in the manifest and in each file's name; a branch that moved is said, and its rows are built."""
     home, root = tmp_path / "home", tmp_path / "data"
     readme = b"---\nlicense: mit\n---\n"
@@ -130,7 +127,7 @@ for given in map(json.loads, sys.argv[1:]):
 """
 
 
-def test_splits_subsets_and_sets_of_any_kind(hub: Files, tmp_path: Path) -> None:
+def test_splits_subsets_and_sets_of_any_kind(hub, tmp_path):
     """What the set's page says of subsets holds; a set that only `datasets` reads is loaded at the same commit."""
     page = b"""---
 configs:
@@ -187,7 +184,7 @@ configs:
     assert sum("/org/texts/resolve/main/" in path for _, path, _ in hub.calls) == 1
 
 
-def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(hub: Files, tmp_path: Path) -> None:
+def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(hub, tmp_path):
     asked = {"path": "org/gone", "subset": "en", "revision": "v9"}
     done = run(hub, tmp_path, "-c", CODE, json.dumps(asked), HF_HUB_OFFLINE="1")
     [[code, text]] = map(json.loads, done.stdout.splitlines())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ def learnt(tokenizer: PreTrainedTokenizerFast, piece: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("keeps", list(KEEPS))
-def test_each_sample_is_what_inference_shows(keeps: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_each_sample_is_what_inference_shows(keeps, small_tokenizer):
     source = KEEPS[keeps]
     # (end of the sample, its answers): for each question, or for each answer if only the very last keeps its reasoning
     expected = [(3, [2]), (5, [4]), (7, [6]), (9, [8])] if keeps == "last" else [(3, [2]), (7, [4, 6]), (9, [8])]
@@ -97,7 +96,7 @@ def test_each_sample_is_what_inference_shows(keeps: str, small_tokenizer: PreTra
 
 
 @pytest.mark.parametrize("keeps", list(KEEPS))
-def test_mask_and_train_keep_one_sample(keeps: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_mask_and_train_keep_one_sample(keeps, small_tokenizer):
     masked, trained = (tokenized(small_tokenizer, KEEPS[keeps], lost_reasoning=policy) for policy in ("mask", "train"))
     assert masked.outcome.noticed["reasoning_masked"] == trained.outcome.noticed["reasoning_dropped"] == 3
     assert learnt(small_tokenizer, masked.pieces[0]) == ["the answer<|im_end|>"]
@@ -106,7 +105,7 @@ def test_mask_and_train_keep_one_sample(keeps: str, small_tokenizer: PreTrainedT
     assert np.array_equal(masked.pieces[0].token_ids, trained.pieces[0].token_ids)
 
 
-def test_what_loses_nothing_with_loss_stays_whole(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_loses_nothing_with_loss_stays_whole(small_tokenizer):
     source = KEEPS["question"]
     kept = tokenized(small_tokenizer, source.replace("ns.seen == ns.ask", "true"))
     assert len(kept.pieces) == 1
@@ -132,9 +131,7 @@ REWRITTEN = {  # an earlier answer ends otherwise, or the tools stand before the
 
 
 @pytest.mark.parametrize("name", list(REWRITTEN))
-def test_answers_that_a_later_question_rewrites_are_split_too(
-    name: str, small_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_answers_that_a_later_question_rewrites_are_split_too(name, small_tokenizer):
     turn, with_tools = REWRITTEN[name]
     source = f"{{% for m in messages %}}{turn}\n{{% endfor %}}"
     source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -154,7 +151,7 @@ def test_answers_that_a_later_question_rewrites_are_split_too(
         assert len(to_tokens(Conversation(turns, Origin("rows.jsonl", 1))).pieces) == 1
 
 
-def test_every_token_is_a_label_once_with_loss_on_all(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_token_is_a_label_once_with_loss_on_all(small_tokenizer):
     pieces = tokenized(small_tokenizer, KEEPS["question"], loss_type="all").pieces
     texts = ["".join(learnt(small_tokenizer, piece)) for piece in pieces]
     assert [text.partition("\n")[0] for text in texts[1:]] == ["two<|im_end|>", "three<|im_end|>"]
@@ -163,7 +160,7 @@ def test_every_token_is_a_label_once_with_loss_on_all(small_tokenizer: PreTraine
     assert not any("hello" in text or "yes" in text for text in texts[1:])
 
 
-def test_one_count_for_what_the_samples_of_a_row_lose(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_one_count_for_what_the_samples_of_a_row_lose(small_tokenizer):
     whole = tokenized(small_tokenizer, KEEPS["question"])
     limit = len(whole.pieces[0].token_ids) + 1
     cut = tokenized(small_tokenizer, KEEPS["question"], max_tokens=limit)
@@ -177,7 +174,7 @@ def test_one_count_for_what_the_samples_of_a_row_lose(small_tokenizer: PreTraine
 
 
 @pytest.fixture
-def thinking(tiny: Any, tmp_path: Path) -> Path:
+def thinking(tiny, tmp_path):
     """A run on chats of three questions with reasoning, under a template that keeps only that of the last."""
     (tmp_path / "own.jinja").write_text(KEEPS["question"])
     rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()]
@@ -203,9 +200,7 @@ def thinking(tiny: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_says_it_and_computes_what_is_shared_once(
-    thinking: Path, tiny: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_it_and_computes_what_is_shared_once(thinking, tiny, capsys):
     build = ["data", "build", "chats.jsonl", "--tokenizer", str(tiny.model_dir), "--template", "own.jinja"]
     build = [str(thinking / part) if part in ("chats.jsonl", "own.jinja") else part for part in build]
     for policy, told in {
@@ -235,7 +230,7 @@ def test_the_command_says_it_and_computes_what_is_shared_once(
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 400])
-def test_samples_of_a_row_follow_each_other_in_every_epoch(num_rows: int) -> None:
+def test_samples_of_a_row_follow_each_other_in_every_epoch(num_rows):
     sizes = np.arange(num_rows) % 4 + 1
     keys = np.repeat(np.arange(num_rows) * 10, sizes)
     batch = BatchConfig(samples_per_step=3, epochs=2.0)

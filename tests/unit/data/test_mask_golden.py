@@ -41,12 +41,7 @@ GOLDEN: dict[str, dict[str, list[str]]] = {
         "system": [f"{_EMPTY}hello<|im_end|>"],
         "tool": [f"{_QWEN_CALL}<|im_end|>", f"{_EMPTY}sunny<|im_end|>"],
         "think": ["hello<|im_end|>", "<think>\nyes\n</think>\n\nc<|im_end|>"],
-        "rounds": [
-            f"{_QWEN_CALL}<|im_end|>",
-            "sunny<|im_end|>",
-            f"{_QWEN_CALL}<|im_end|>",
-            f"{_EMPTY}done<|im_end|>",
-        ],
+        "rounds": [f"{_QWEN_CALL}<|im_end|>", "sunny<|im_end|>", f"{_QWEN_CALL}<|im_end|>", f"{_EMPTY}done<|im_end|>"],
     },
     "qwen3_5_think": {  # the generation prompt opens <think>, which the model is then not to write
         "multi": ["hello<|im_end|>", "\n</think>\n\nsee you<|im_end|>"],
@@ -63,10 +58,7 @@ GOLDEN: dict[str, dict[str, list[str]]] = {
         "tool": [f"{_LLAMA_CALL}<|eot_id|>", "sunny<|eot_id|>"],
         "rounds": [f"{_LLAMA_CALL}<|eot_id|>", "sunny<|eot_id|>", f"{_LLAMA_CALL}<|eot_id|>", "done<|eot_id|>"],
     },
-    "gemma3": {
-        "multi": ["hello<end_of_turn>", "see you<end_of_turn>"],
-        "system": ["hello<end_of_turn>"],
-    },
+    "gemma3": {"multi": ["hello<end_of_turn>", "see you<end_of_turn>"], "system": ["hello<end_of_turn>"]},
     "phi3": {  # ends the whole text by eos, which belongs to no turn
         "multi": ["hello<|end|>", "see you<|end|>"],
         "system": ["hello<|end|>"],
@@ -120,25 +112,25 @@ def _load(shared: Path, name: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_real_template(name: str, shared: Path, chats: dict[str, Conversation]) -> None:
+def test_real_template(name, shared, chats):
     template = _load(shared, name)
     assert {chat: _trained(template, chats[chat]) for chat in GOLDEN[name]} == GOLDEN[name]
 
 
 @pytest.mark.parametrize("folder", OWN)
-def test_own_template_of_a_real_tokenizer(folder: str, shared: Path, chats: dict[str, Conversation]) -> None:
+def test_own_template_of_a_real_tokenizer(folder, shared, chats):
     template = choose_template(load_tokenizer(str(shared / folder)), None, folder)
     assert {chat: _trained(template, chats[chat]) for chat in OWN[folder]} == OWN[folder]
 
 
-def test_a_template_whose_turns_cannot_be_proved_is_refused(shared: Path, chats: dict[str, Conversation]) -> None:
+def test_a_template_whose_turns_cannot_be_proved_is_refused(shared, chats):
     # DeepSeek's counts tool calls over the whole conversation, so varying one turn changes later ones
     with pytest.raises(DataError, match=r"t\.jsonl:3: .*deepseekv3.*messages\[\d\] .*cannot be proved"):
         _trained(_load(shared, "deepseekv3"), chats["rounds"])
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
-def test_a_role_that_the_template_drops_is_refused(name: str, shared: Path, chats: dict[str, Conversation]) -> None:
+def test_a_role_that_the_template_drops_is_refused(name, shared, chats):
     own = choose_template(load_tokenizer(str(shared / "tok_mistral_v3")), None, "mistral")
     template = own if name == "mistral" else _load(shared, name)
     answered = replace(chats["tool"], messages=(*chats["multi"].messages, chats["tool"].messages[2]), tools=())
@@ -146,6 +138,6 @@ def test_a_role_that_the_template_drops_is_refused(name: str, shared: Path, chat
         _trained(template, answered)
 
 
-def test_tool_calls_that_the_template_drops_are_refused(shared: Path, chats: dict[str, Conversation]) -> None:
+def test_tool_calls_that_the_template_drops_are_refused(shared, chats):
     with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): the chat template drops its tool call"):
         _trained(_load(shared, "llama3_training"), chats["tool"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ def _template(shared: Path, name: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.parametrize("chat", ["multi", "system", "tool", "think", "rounds"])
-def test_equals_transformers_assistant_mask(name: str, chat: str, shared: Path, chats: dict[str, Conversation]) -> None:
+def test_equals_transformers_assistant_mask(name, chat, shared, chats):
     template = _template(shared, name)
     conversation = chats[chat]
     try:
@@ -65,7 +64,7 @@ def test_equals_transformers_assistant_mask(name: str, chat: str, shared: Path, 
         assert len(theirs["input_ids"]) < len(ours.token_ids)
 
 
-def test_most_families_need_no_cut(shared: Path, chats: dict[str, Conversation]) -> None:
+def test_most_families_need_no_cut(shared, chats):
     same = 0
     for name in TRAINING:
         template = _template(shared, name)
@@ -76,7 +75,7 @@ def test_most_families_need_no_cut(shared: Path, chats: dict[str, Conversation])
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma3", "llama3", "qwen3", "qwen3_instruct_2507"])
-def test_prefix_rendering_finds_what_the_marks_say(name: str, shared: Path, chats: dict[str, Conversation]) -> None:
+def test_prefix_rendering_finds_what_the_marks_say(name, shared, chats):
     marked = _template(shared, name)
     unmarked = ChatTemplate(
         name, re.sub(r"\{%-? *(end)?generation *-?%\}", "{%- if 1 -%}{%- endif -%}", marked.source), marked.tokenizer
@@ -101,14 +100,14 @@ MARKED = (
 )
 
 
-def test_white_space_around_marks_is_transformers_own(template_of: Callable[[str], ChatTemplate]) -> None:
+def test_white_space_around_marks_is_transformers_own(template_of):
     chat = Conversation((Message("user", "q"), Message("assistant", "r")), Origin("t", 1))
     masked = Masker(template_of(MARKED)).mask(chat)
     assert masked.text == template_of(MARKED).render(template_of(MARKED).raw_messages(chat.messages))
     assert [masked.text[a:b] for a, b in masked.spans] == ["r;\n"]
 
 
-def test_a_comment_about_marks_is_no_mark(template_of: Callable[[str], ChatTemplate]) -> None:
+def test_a_comment_about_marks_is_no_mark(template_of):
     source = (
         "{#- no {% generation %} here -#}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -118,12 +117,12 @@ def test_a_comment_about_marks_is_no_mark(template_of: Callable[[str], ChatTempl
     assert [masked.text[a:b] for a, b in masked.spans] == ["r<|im_end|>"]
 
 
-def test_a_row_with_the_mark_characters_is_refused(template_of: Callable[[str], ChatTemplate]) -> None:
+def test_a_row_with_the_mark_characters_is_refused(template_of):
     chat = Conversation((Message("user", "q\U000f5a01"), Message("assistant", "r")), Origin("t", 9))
     with pytest.raises(DataError, match=r"t:9: .*private-use"):
         Masker(template_of(MARKED)).mask(chat)
 
 
-def test_marks_tell_the_end_of_turn(template_of: Callable[[str], ChatTemplate]) -> None:
+def test_marks_tell_the_end_of_turn(template_of):
     assert Masker(template_of(MARKED)).end_of_turn() == ";"
     assert np.all([mark not in Masker(template_of(MARKED)).end_of_turn() for mark in "\U000f5a01\U000f5a02"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.loss_mask.mask import Masker
@@ -52,9 +51,7 @@ LOST = [
 
 @pytest.mark.parametrize(("part", "chat", "message"), [case[1:] for case in LOST], ids=[case[0] for case in LOST])
 @pytest.mark.parametrize("acts_on_text", [False, True])
-def test_a_part_that_vanishes_is_named_though_its_text_stands_elsewhere(
-    part: str, chat: Conversation, message: str, acts_on_text: bool, template_of: Callable[[str], ChatTemplate]
-) -> None:
+def test_a_part_that_vanishes_is_named_though_its_text_stands_elsewhere(part, chat, message, acts_on_text, template_of):
     whole = WHOLE
     if acts_on_text:  # so that marks change the text: what is left out is then found by replacing each part
         whole = WHOLE.replace("[{{ m.role }}]", "{{ m.content | length if m.role == 'user' }}[{{ m.role }}]")
@@ -63,7 +60,7 @@ def test_a_part_that_vanishes_is_named_though_its_text_stands_elsewhere(
         Masker(template_of(whole.replace(part, ""))).mask(chat)
 
 
-def test_reasoning_before_the_last_question_is_counted(template_of: Callable[[str], ChatTemplate]) -> None:
+def test_reasoning_before_the_last_question_is_counted(template_of):
     """Templates such as Qwen3's drop it there by design."""
     only_last = WHOLE.replace(THOUGHT, THOUGHT.replace("{% if m", "{% if loop.last and m"))
     first = (Message("user", "q"), Message("assistant", "a", reasoning="r"))
@@ -84,7 +81,7 @@ class _Counting(ChatTemplate):
         return super().render(messages, *args, **more)
 
 
-def test_long_chats_take_few_renderings(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_long_chats_take_few_renderings(small_tokenizer):
     template = _Counting("whole", WHOLE, small_tokenizer, counted=([],))
     masker = Masker(template)
     turns = [Message("user", "q"), CALL, Message("tool", "42"), Message("assistant", "a", reasoning="r")] * 90
@@ -107,9 +104,7 @@ PIECES = ["a", " ", "  ", "\n", "\n\n", "é", "hello", "the answer", ".", "{", '
 
 
 @pytest.mark.parametrize("source", [*OURS, "whole"])
-def test_turns_found_by_their_parts_are_those_that_are_proved(
-    source: str, small_tokenizer: PreTrainedTokenizerFast, template_of: Callable[[str], ChatTemplate]
-) -> None:
+def test_turns_found_by_their_parts_are_those_that_are_proved(source, small_tokenizer, template_of):
     """Every turn on its own: see turns.TurnFinder, which renders a row for each of them."""
     template = template_of(WHOLE) if source == "whole" else choose_template(small_tokenizer, source, "small")
     masker, finder = Masker(template), TurnFinder(template)
@@ -140,16 +135,14 @@ def _text(rng: random.Random) -> str:
 @pytest.mark.parametrize(
     "text", ["\U000f5a03\U000f5a04", "\U000f5a0399\U000f5a04", "\U000f5a05", "\U000f5a100\U000f5a11"]
 )
-def test_private_use_characters_are_text(text: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_private_use_characters_are_text(text, small_tokenizer):
     masker = Masker(choose_template(small_tokenizer, "chatml", "small"))
     masked = masker.mask(_chat(Message("user", text), Message("assistant", text + "a")))
     assert [masked.text[a:b] for a, b in masked.spans] == [text + "a<|im_end|>"]
 
 
 @pytest.mark.parametrize("text", ["\U000f5a03 7\U000f5a04<|im_end|>", "<|im_end|>\U000f5a101\U000f5a11"])
-def test_private_use_characters_beside_control_tokens_are_refused(
-    text: str, small_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_private_use_characters_beside_control_tokens_are_refused(text, small_tokenizer):
     """They could pass for the stand-ins of special tokens."""
     options = TokenizeOptions("small", *template_text(small_tokenizer, "chatml", "small"))
     tokenizer = SampleTokenizer(options, small_tokenizer)

@@ -139,7 +139,7 @@ KTO: dict[str, tuple[Row, Row, list[Row], list[list[Row]], Row]] = {
 
 
 @pytest.fixture
-def build(tmp_path: Path, small_tokenizer_dir: Path) -> Build:
+def build(tmp_path, small_tokenizer_dir):
     """Builds rows in process."""
     told: list[str] = []
 
@@ -170,9 +170,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, prompt: list[Row], answer: list
 
 
 @pytest.mark.parametrize("form", [*PAIR, *(f"kto: {name}" for name in KTO)])
-def test_a_row_becomes_what_a_plain_rendering_gives(
-    build: Build, small_tokenizer: PreTrainedTokenizerFast, form: str
-) -> None:
+def test_a_row_becomes_what_a_plain_rendering_gives(build, small_tokenizer, form):
     row, source, prompt, answers, columns = PAIR[form] if form in PAIR else KTO[form.removeprefix("kto: ")]
     store = build([row, row], source=source)
     wanted = [rendered(small_tokenizer, prompt, answer) for answer in answers] * 2
@@ -191,7 +189,7 @@ TOOLS = [{"type": "function", "function": {"name": "get", "description": "d", "p
 CALL = {"type": "function", "id": "c1", "function": {"name": "get", "arguments": {"city": "Rome"}}}
 
 
-def test_calls_results_and_tools_of_both_answers(build: Build, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_calls_results_and_tools_of_both_answers(build, small_tokenizer):
     """Only assistant turns behind the prompt are learnt, as of the same conversation in a supervised set."""
     called = [
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -230,10 +228,7 @@ WRONG: list[tuple[Row, str]] = [
     ({"prompt": None}, "chosen begins with an answer, and there is no prompt"),
     ({"prompt": [*Q, *G]}, r"prompt\[1\] is an assistant turn, but the answers follow it"),
     ({"prompt": [*Q[:0], {**G[0], "train": True}, *Q]}, r"prompt\[0\] asks for loss in the prompt"),
-    (
-        {"chosen": [*Q, *G], "rejected": turns("other", "no")},
-        r"chosen\[0\]: the answers have no first message",
-    ),
+    ({"chosen": [*Q, *G], "rejected": turns("other", "no")}, r"chosen\[0\]: the answers have no first message"),
     (
         {"chosen": [*Q, *G, *turns("a", "b")], "rejected": [*Q, *G, *turns("c", "d")]},
         r"chosen\[2\] \(user\) is where the answers part, so they follow different prompts",
@@ -247,7 +242,7 @@ WRONG: list[tuple[Row, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_a_row_that_is_no_pair_is_bad_and_counted(build: Build, change: Row, message: str) -> None:
+def test_a_row_that_is_no_pair_is_bad_and_counted(build, change, message):
     good = GOOD_LISTS if isinstance(change.get("chosen"), list) else GOOD_PAIR
     if isinstance(change.get("prompt"), list):
         good = {**good, "prompt": Q}
@@ -271,7 +266,7 @@ CHAT_PAIR = {"messages": [*Q, *G], "rejected_response": "no"}
         ({"messages": G}, r"messages\[0\] begins with an answer, and there is no prompt"),
     ],
 )
-def test_a_chat_that_is_no_pair_is_bad_and_counted(build: Build, change: Row, message: str) -> None:
+def test_a_chat_that_is_no_pair_is_bad_and_counted(build, change, message):
     rows = [CHAT_PAIR, {**CHAT_PAIR, **change}, CHAT_PAIR]
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: {message}"):
         build(rows)
@@ -280,7 +275,7 @@ def test_a_chat_that_is_no_pair_is_bad_and_counted(build: Build, change: Row, me
     assert build([CHAT_PAIR] * 3).num_samples == 6
 
 
-def test_scores_that_contradict_the_pair_and_equal_tokens_are_bad(build: Build, tmp_path: Path) -> None:
+def test_scores_that_contradict_the_pair_and_equal_tokens_are_bad(build, tmp_path):
     scored = {**GOOD_PAIR, "score_chosen": 2, "score_rejected": 1}
     with pytest.raises(DataError, match="score_chosen is 2 and score_rejected 3, so the rejected answer is the better"):
         build([scored, {**scored, "score_rejected": 3}])
@@ -305,7 +300,7 @@ LABELS = [
 ]  # fmt: skip
 
 
-def test_labels_of_all_spellings(build: Build) -> None:
+def test_labels_of_all_spellings(build):
     for labels in (LABELS[:6], LABELS[6:]):  # a source has one type
         rows = [{"prompt": "hello", "completion": "yes", "kto_tag": label} for label, _ in labels]
         store = build(rows)
@@ -326,9 +321,7 @@ def test_labels_of_all_spellings(build: Build) -> None:
         ("all", [("a", "b", 1), ("a", "c", 1), ("a", "d", 3), ("b", "d", 2), ("c", "d", 2)]),
     ],
 )
-def test_several_answers_make_the_pairs_that_are_asked_for(
-    build: Build, small_tokenizer: PreTrainedTokenizerFast, pairs: str, wanted: list[tuple[str, str, float]]
-) -> None:
+def test_several_answers_make_the_pairs_that_are_asked_for(build, small_tokenizer, pairs, wanted):
     row = {"prompt": "hello", "responses": ["d", "b", "a", "c"], "scores": [0, 2, 3, 2]}
     store = build([row], source={"pairs": pairs})
     texts = [small_tokenizer.decode(ids[mask]).removesuffix("<|im_end|>") for ids, mask in all_samples(store)]
@@ -346,7 +339,7 @@ def test_several_answers_make_the_pairs_that_are_asked_for(
         build([row | {"scores": [1, 2]}], source={"pairs": pairs})
 
 
-def test_a_unit_over_the_limit_falls_out_whole(build: Build) -> None:
+def test_a_unit_over_the_limit_falls_out_whole(build):
     long = {**GOOD_PAIR, "rejected": "the answer is " * 40}
     with pytest.raises(DataError, match=r"1 of 2 rows are over max_tokens=64 .*rows\.jsonl:2"):
         build([GOOD_PAIR, long], {"max_tokens": 64, "too_long": "error"})
@@ -372,9 +365,7 @@ def test_a_unit_over_the_limit_falls_out_whole(build: Build) -> None:
     assert (kept.meta.counts["pairs"], kept.meta.counts["lost_pairs"], kept.extra["margin"].tolist()) == (1, 2, [2])
 
 
-def test_settings_that_would_spoil_a_comparison_are_refused(
-    build: Build, tmp_path: Path, small_tokenizer_dir: Path
-) -> None:
+def test_settings_that_would_spoil_a_comparison_are_refused(build, tmp_path, small_tokenizer_dir):
     with pytest.raises(DataError, match="loss_type=all gives loss to prompts"):
         build([GOOD_PAIR], {"loss_type": "all"})
     other = tmp_path / "chats.jsonl"
@@ -386,7 +377,7 @@ def test_settings_that_would_spoil_a_comparison_are_refused(
     assert build([GOOD_PAIR], {"loss_type": "response_only"}).num_samples == 2
 
 
-def test_repeated_pairs_are_left_out_whole_and_swapped_ones_stay(build: Build) -> None:
+def test_repeated_pairs_are_left_out_whole_and_swapped_ones_stay(build):
     words = "think the answer is yes there no hello system user assistant " * 3
     pair = {"prompt": "hello there", "chosen": f"{words} yes", "rejected": f"{words[20:]} no"}
     swapped = {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
@@ -399,7 +390,7 @@ def test_repeated_pairs_are_left_out_whole_and_swapped_ones_stay(build: Build) -
     assert build(judged, {"dedupe": "exact"}).extra["label"].tolist() == [1, 0]
 
 
-def test_copies_by_weight_and_the_held_out_side_keep_units_whole(build: Build) -> None:
+def test_copies_by_weight_and_the_held_out_side_keep_units_whole(build):
     rows = [{"prompt": f"hello {k}", "responses": ["a", "b", f"c {k}"], "scores": [3, 2, 1]} for k in range(12)]
     store = build(rows, source={"pairs": "all", "weight": 2.0})
     assert store.unit_offsets is not None
@@ -413,7 +404,7 @@ def test_copies_by_weight_and_the_held_out_side_keep_units_whole(build: Build) -
     assert not {store.rows[s] for s in sides[0]} & {store.rows[s] for s in sides[1]}
 
 
-def test_an_interrupted_build_of_pairs_goes_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_of_pairs_goes_on(build, monkeypatch):
     monkeypatch.setattr(store_writer, "SHARD_TOKENS", 3000)
     rows = [{**GOOD_PAIR, "chosen": f"yes {k}", "margin": k / 8} for k in range(700)]
 
@@ -433,9 +424,7 @@ def test_an_interrupted_build_of_pairs_goes_on(build: Build, monkeypatch: pytest
     assert store.columns == whole.columns
 
 
-def test_a_margin_that_one_source_lacks_is_left_out_and_said(
-    build: Build, tmp_path: Path, small_tokenizer_dir: Path
-) -> None:
+def test_a_margin_that_one_source_lacks_is_left_out_and_said(build, tmp_path, small_tokenizer_dir):
     files = [tmp_path / "with.jsonl", tmp_path / "without.jsonl"]
     for file, more in zip(files, ({"margin": 1}, {}), strict=True):
         file.write_text(json.dumps(GOOD_PAIR | more) + "\n")
@@ -447,9 +436,7 @@ def test_a_margin_that_one_source_lacks_is_left_out_and_said(
     assert any("column margin is left out" in line and "without.jsonl" in line for line in told)
 
 
-def test_show_prints_both_answers_side_by_side(
-    tmp_path: Path, small_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_both_answers_side_by_side(tmp_path, small_tokenizer_dir, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [
         {"prompt": "hello there " * 12, "chosen": "yes it is\n" * 4, "rejected": "no", "margin": 2.5},

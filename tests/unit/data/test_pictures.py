@@ -36,7 +36,7 @@ Build = Callable[..., TokenStore]
 
 
 @pytest.fixture(scope="session")
-def readers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def readers(tmp_path_factory):
     root, made = tmp_path_factory.mktemp("readers"), set[str]()
 
     def reader(family: str) -> Path:
@@ -49,7 +49,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def build(readers: Callable[[str], Path], tmp_path: Path) -> Build:
+def build(readers, tmp_path):
     """Build rows beside the pictures a.png and b.png, with settings of `data`."""
 
     def build(rows: Any, family: str = "qwen2_5_vl", **settings: Any) -> TokenStore:
@@ -106,7 +106,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_picture_is_the_same_sample(build: Build, readers: Any, form: str) -> None:
+def test_every_form_of_a_picture_is_the_same_sample(build, readers, form):
     store = build([FORMS[form]])
     assert store.pictures(0) == [CONTENT]
     assert load_tokenizer(str(readers("qwen2_5_vl"))).decode(store.sample(0).token_ids) == (
@@ -116,7 +116,7 @@ def test_every_form_of_a_picture_is_the_same_sample(build: Build, readers: Any, 
     assert store.extra["picture_tokens"].tolist() == [8]
 
 
-def test_a_set_whose_pictures_have_changed_is_built_again(readers: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_set_whose_pictures_have_changed_is_built_again(readers, tmp_path):
     picture, name = tmp_path / PATH, str(readers("qwen2_5_vl"))
     picture.write_bytes(CONTENT)
     (tmp_path / "b.png").write_bytes(OTHER)
@@ -155,9 +155,7 @@ def test_a_set_whose_pictures_have_changed_is_built_again(readers: Callable[[str
     assert pictures(reads_again=True) == [OTHER]
 
 
-def test_a_list_of_picture_files_that_somebody_wrote_reads_no_device(
-    readers: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_list_of_picture_files_that_somebody_wrote_reads_no_device(readers, tmp_path):
     (tmp_path / PATH).write_bytes(CONTENT)
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS["image"]))
     config, told = DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], root=tmp_path / "data"), list[str]()
@@ -167,7 +165,7 @@ def test_a_list_of_picture_files_that_somebody_wrote_reads_no_device(
         assert open_or_build(config, str(readers("qwen2_5_vl")), log=told.append).pictures(0) == [CONTENT]
 
 
-def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build: Build, tmp_path: Path) -> None:
+def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build, tmp_path):
     image = Image.open(io.BytesIO(CONTENT))
     rows = [{"messages": [{"role": "user", "content": [{"type": "image", "image": image}, ASKED]}, ANSWER]}]
     (stored,) = build(data_file(rows, tmp_path / "in"), name="memory").pictures(0)
@@ -179,7 +177,7 @@ def test_pictures_in_memory_and_in_parquet_are_the_same_sample(build: Build, tmp
     assert build(data_file(table, tmp_path / "in"), name="parquet").pictures(0) == [CONTENT]
 
 
-def test_relative_paths_are_below_media_root(build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_below_media_root(build, tmp_path, monkeypatch):
     (tmp_path / "media").mkdir()
     (tmp_path / "media" / "c.png").write_bytes(OTHER)
     rows = [row({"type": "image", "path": "c.png"}, ASKED)]
@@ -260,7 +258,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_picture_is_named_and_counted(build: Build, name: str) -> None:
+def test_a_bad_picture_is_named_and_counted(build, name):
     found, says = BAD[name]
     with pytest.raises(DataError) as refused:
         build([found])
@@ -275,7 +273,7 @@ def test_a_bad_picture_is_named_and_counted(build: Build, name: str) -> None:
 
 @pytest.mark.parametrize("num_sizes", [8, pytest.param(2000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, family: str, num_sizes: int) -> None:
+def test_what_stands_for_a_picture_is_what_the_processor_writes(readers, family, num_sizes):
     """Of a blank picture, for any other pixels of its size."""
     from flatout.data.pictures.processor import PictureProcessor
 
@@ -302,7 +300,7 @@ def test_what_stands_for_a_picture_is_what_the_processor_writes(readers: Any, fa
         ("NoSuchProcessor", "Idefics2ImageProcessor", "which the installed transformers does not have"),
     ],
 )
-def test_processors_that_cannot_be_used_are_refused(tmp_path: Path, processor: str, images: str, says: str) -> None:
+def test_processors_that_cannot_be_used_are_refused(tmp_path, processor, images, says):
     from flatout.data.pictures.processor import PictureProcessor
 
     make_reader(tmp_path, "idefics3")
@@ -312,7 +310,7 @@ def test_processors_that_cannot_be_used_are_refused(tmp_path: Path, processor: s
         PictureProcessor(str(tmp_path), load_tokenizer(str(tmp_path))).standing(20, 30)
 
 
-def test_a_picture_on_its_side_is_read_upright(build: Build) -> None:
+def test_a_picture_on_its_side_is_read_upright(build):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     pixels = np.asarray(Image.open(io.BytesIO(CONTENT)))
@@ -326,7 +324,7 @@ def test_a_picture_on_its_side_is_read_upright(build: Build) -> None:
     assert np.array_equal(np.asarray(decoded(turned.pictures(0)[0])), pixels)
 
 
-def test_a_row_with_pictures_is_dropped_whole_or_stays(build: Build) -> None:
+def test_a_row_with_pictures_is_dropped_whole_or_stays(build):
     length = len(build([FORMS["path"]]).sample(0).token_ids)
     texts = [{"messages": [{"role": "user", "content": f"q{number}"}, ANSWER]} for number in range(40)]
     rows = [FORMS["path"], *texts]
@@ -339,7 +337,7 @@ def test_a_row_with_pictures_is_dropped_whole_or_stays(build: Build) -> None:
         build(rows, max_tokens=length - 1, too_long="error")
 
 
-def test_files_are_stored_once_and_equal_texts_ask_about_different_pictures(build: Build) -> None:
+def test_files_are_stored_once_and_equal_texts_ask_about_different_pictures(build):
     rows = [FORMS["path"], row({"type": "image", "path": "b.png"}, ASKED), FORMS["base64"]]
     store = build(rows)
     assert [store.pictures(index) for index in range(3)] == [[CONTENT], [OTHER], [CONTENT]]
@@ -350,14 +348,14 @@ def test_files_are_stored_once_and_equal_texts_ask_about_different_pictures(buil
     assert build(rows).hashes[0] == build(rows).hashes[2] != build(rows).hashes[1]
 
 
-def test_pictures_carry_no_loss(build: Build, readers: Any) -> None:
+def test_pictures_carry_no_loss(build, readers):
     pad = load_tokenizer(str(readers("qwen2_5_vl"))).convert_tokens_to_ids("<|image_pad|>")
     ids, loss_mask = build([FORMS["path"]], loss_type="all").sample(0).pair
     assert not loss_mask[ids == pad].any()
     assert loss_mask[1:][ids[1:] != pad].all()
 
 
-def test_what_cannot_read_pictures_is_refused(build: Build, small_tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_what_cannot_read_pictures_is_refused(build, small_tokenizer_dir, tmp_path):
     build([FORMS["path"]])
     sources = [{"path": str(tmp_path / "rows.jsonl")}]
     config = DataConfig(name="text", root=tmp_path / "data", sources=sources, template="chatml")
@@ -368,7 +366,7 @@ def test_what_cannot_read_pictures_is_refused(build: Build, small_tokenizer_dir:
         build([pair])
 
 
-def test_samples_are_shown_with_their_pictures(build: Build, tmp_path: Path, capsys: Any) -> None:
+def test_samples_are_shown_with_their_pictures(build, tmp_path, capsys):
     from flatout.cli.main import main
 
     build([row(*[{"type": "image", "base64": base64.b64encode(draw(64, 64)).decode()}], ASKED), FORMS["path"]])
@@ -385,7 +383,7 @@ def test_samples_are_shown_with_their_pictures(build: Build, tmp_path: Path, cap
 
 
 @pytest.mark.exhaustive
-def test_the_example_learns_from_images_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_learns_from_images_in_memory(tmp_path, monkeypatch):
     make_picture_model(tmp_path / "model", "qwen2_5_vl")
     monkeypatch.chdir(tmp_path)
     example = Path(__file__).parents[3] / "examples" / "pictures_in_memory.py"

@@ -1,14 +1,11 @@
 """What the files of rows and tokenizer tell is refused before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ print(codes, "torch" in sys.modules)
 
 
 @pytest.fixture
-def folder(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tiny, tmp_path, monkeypatch):
     """A working folder with rows and a model `bare` whose tokenizer has no chat template."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny.model_dir, "bare")
@@ -42,7 +39,7 @@ def folder(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_files_tell_is_refused_before_torch_is_imported(folder: Path, tiny: Any) -> None:
+def test_what_files_tell_is_refused_before_torch_is_imported(folder, tiny):
     refused = [
         ("chats.jsonl", "bare", "tokenizer 'bare' has no chat template"),
         ("odd.jsonl", str(tiny.model_dir), "odd.jsonl:1"),
@@ -61,11 +58,11 @@ def test_what_files_tell_is_refused_before_torch_is_imported(folder: Path, tiny:
 
 
 @pytest.mark.parametrize("change", ["data.template=chatml", "data.sources=[{path: text.jsonl}]"])
-def test_a_template_or_rows_that_need_none_are_taken(folder: Path, change: str) -> None:
+def test_a_template_or_rows_that_need_none_are_taken(folder, change):
     assert main(["plan", "model=bare", "data=chats.jsonl", "device=cpu", change]) == 0
 
 
-def test_a_list_is_parsed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_parsed_once(folder, monkeypatch):
     chats = [json.loads(line) for line in Path("chats.jsonl").read_text().splitlines()]
     parsed, parse = list[str](), read.parse_json
     monkeypatch.setattr(read, "parse_json", lambda text: parsed.append(text) or parse(text))

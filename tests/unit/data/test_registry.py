@@ -23,7 +23,7 @@ ENTRY = Entry(
 )
 
 
-def test_upsert_then_find_gives_the_entry_back(tmp_path: Path) -> None:
+def test_upsert_then_find_gives_the_entry_back(tmp_path):
     root = tmp_path / "deep" / "data"
     upsert(root, ENTRY)
     assert find(root, "finetom-1k") == ENTRY
@@ -32,7 +32,7 @@ def test_upsert_then_find_gives_the_entry_back(tmp_path: Path) -> None:
     assert load(tmp_path / "nothing") == {}
 
 
-def test_upsert_replaces_in_place_and_leaves_what_people_wrote(tmp_path: Path) -> None:
+def test_upsert_replaces_in_place_and_leaves_what_people_wrote(tmp_path):
     foreign = {"name": "by-hand", "path_to_text_dataset": "x", "ünï": [1, {"z": 1, "a": 2}]}
     last = {"note": "no name at all"}
     old = {"name": "finetom-1k", "path": "old"}
@@ -45,14 +45,14 @@ def test_upsert_replaces_in_place_and_leaves_what_people_wrote(tmp_path: Path) -
     assert raws[1]["num_samples"] == 1000
 
 
-def test_unknown_keys_of_an_entry_are_no_error(tmp_path: Path) -> None:
+def test_unknown_keys_of_an_entry_are_no_error(tmp_path):
     upsert(tmp_path, ENTRY)
     file = tmp_path / "data_config.json"
     file.write_text(file.read_text().replace('"name"', '"comment": "mine", "name"'))
     assert find(tmp_path, "finetom-1k") == ENTRY
 
 
-def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_known_ones(tmp_path):
     with pytest.raises(DataError, match=r"build one with `flatout data build chats.jsonl"):
         find(tmp_path, "finetom")
     upsert(tmp_path, ENTRY)
@@ -64,17 +64,14 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    (
-        '[{"name": "a",}]',
-        ": not readable as JSON: 1:15: expected a key in double quotes; remove the comma before it",
-    ),
+    ('[{"name": "a",}]', ": not readable as JSON: 1:15: expected a key in double quotes; remove the comma before it"),
     ("{}", ": expected a list of entries; repair it by hand, or move it away and build again"),
     ("[5]", ": entry 1 is not an object with a name; remove it"),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN)
-def test_a_damaged_file_is_named_and_never_overwritten(tmp_path: Path, text: str, message: str) -> None:
+def test_a_damaged_file_is_named_and_never_overwritten(tmp_path, text, message):
     file = tmp_path / "data_config.json"
     file.write_text(text)
     for action in (lambda: load(tmp_path), lambda: upsert(tmp_path, ENTRY)):
@@ -84,7 +81,7 @@ def test_a_damaged_file_is_named_and_never_overwritten(tmp_path: Path, text: str
     assert file.read_text() == text
 
 
-def test_a_wrong_field_is_named_with_its_entry(tmp_path: Path) -> None:
+def test_a_wrong_field_is_named_with_its_entry(tmp_path):
     upsert(tmp_path, ENTRY)
     file = tmp_path / "data_config.json"
     good = file.read_text()
@@ -116,7 +113,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dangerous_names_are_refused(tmp_path: Path, name: str) -> None:
+def test_dangerous_names_are_refused(tmp_path, name):
     for action in (
         lambda: built_dir(tmp_path, name),
         lambda: find(tmp_path, name),
@@ -128,7 +125,7 @@ def test_dangerous_names_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc", "built_dataset/../../out", "a\0b", "link"])
-def test_paths_out_of_the_root_are_refused(tmp_path: Path, path: str) -> None:
+def test_paths_out_of_the_root_are_refused(tmp_path, path):
     root = tmp_path / "root"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
@@ -142,7 +139,7 @@ def test_paths_out_of_the_root_are_refused(tmp_path: Path, path: str) -> None:
         find(root, "finetom-1k")
 
 
-def test_a_link_out_of_the_root_is_refused_and_one_inside_is_not(tmp_path: Path) -> None:
+def test_a_link_out_of_the_root_is_refused_and_one_inside_is_not(tmp_path):
     root = tmp_path / "root"
     (root / "built_dataset").mkdir(parents=True)
     (root / "built_dataset" / "evil").symlink_to(tmp_path)
@@ -160,7 +157,7 @@ def _upsert_some(root: str, worker: int) -> None:
         upsert(Path(root), replace(ENTRY, name=f"w{worker}-{number}"))
 
 
-def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_upsert_some, args=(str(tmp_path), worker)) for worker in range(4)]
     for worker in workers:
@@ -171,7 +168,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     assert set(load(tmp_path)) == {f"w{worker}-{number}" for worker in range(4) for number in range(10)}
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     upsert(tmp_path, ENTRY)
 
     def full(descriptor: int) -> None:

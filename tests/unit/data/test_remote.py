@@ -6,19 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from store_stand_in import COMMIT, Files, store_stand_in
+from store_stand_in import COMMIT, store_stand_in
 
 from flatout.cli.main import main
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.sources import open_source
-from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
+from flatout.errors import DataError, ResourceError, UsageError
 
 pytest.importorskip("aiohttp")
 ROWS = [{"text": f"row {number} " + "word " * 40} for number in range(200)]
@@ -32,7 +30,7 @@ def table() -> bytes:
 
 
 @pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+def files(monkeypatch):
     with store_stand_in() as found:
         monkeypatch.setenv("AWS_ENDPOINT_URL", found.address)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", found.address)
@@ -50,7 +48,7 @@ def rows_of(path: str, told: list[str] | None = None, **settings: Any) -> list[d
 
 @pytest.mark.parametrize("name", ["1.jsonl", "2.parquet", "3.jsonl.gz"])
 @pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_files_at_addresses_give_their_rows(files: Files, scheme: str, name: str) -> None:
+def test_files_at_addresses_give_their_rows(files, scheme, name):
     address = f"{files.address}/b/x/{name}" if scheme == "http" else f"{scheme}://b/x/{name}"
     told: list[str] = []
     source = open_source(SourceConfig(path=address), told.append)
@@ -61,7 +59,7 @@ def test_files_at_addresses_give_their_rows(files: Files, scheme: str, name: str
     assert "known by ETag" in told[0] if scheme == "http" else "known by size and date" in told[0]
 
 
-def test_folders_and_patterns_of_buckets(files: Files) -> None:
+def test_folders_and_patterns_of_buckets(files):
     scheme = "s3"
     assert len(rows_of(f"{scheme}://b/x/")) == 600
     assert len(rows_of(f"{scheme}://b/x")) == 600
@@ -73,7 +71,7 @@ def test_folders_and_patterns_of_buckets(files: Files) -> None:
 
 
 @pytest.mark.parametrize("name", ["1.jsonl", "2.parquet"])
-def test_a_cut_connection_is_taken_up_again(files: Files, name: str) -> None:
+def test_a_cut_connection_is_taken_up_again(files, name):
     files.cuts += [5000, 5000]
     told: list[str] = []
     assert rows_of(f"{files.address}/b/x/{name}", told) == ROWS
@@ -82,7 +80,7 @@ def test_a_cut_connection_is_taken_up_again(files: Files, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1.jsonl", "2.parquet"])
-def test_servers_without_ranges_sizes_or_marks(files: Files, name: str) -> None:
+def test_servers_without_ranges_sizes_or_marks(files, name):
     digests = {next(iter(open_source(SourceConfig(path=f"{files.address}/b/x/{name}")).files.values()))}
     files.has_ranges = False
     assert rows_of(f"{files.address}/b/x/{name}") == ROWS
@@ -106,9 +104,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("statuses", "kind", "code", "message"), FAILURES)
 @pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_failures_are_one_sentence_with_the_address_and_no_secret(
-    files: Files, scheme: str, statuses: list[int], kind: type[FlatoutError], code: int, message: str
-) -> None:
+def test_failures_are_one_sentence_with_the_address_and_no_secret(files, scheme, statuses, kind, code, message):
     files.fails["b/x"] = list(statuses)
     files.fails["b"] = list(statuses)
     address = f"{files.address}/b/x/1.jsonl?X-Amz-Signature=topsecret" if scheme == "http" else "s3://b/x/1.jsonl"
@@ -125,7 +121,7 @@ def test_failures_are_one_sentence_with_the_address_and_no_secret(
     assert rows_of(address) == ROWS
 
 
-def test_what_is_no_address_of_rows_is_refused(files: Files) -> None:
+def test_what_is_no_address_of_rows_is_refused(files):
     for path, kind, message in (
         ("ftp://host/x.jsonl", UsageError, "addresses begin with https://, http://, s3://, gs://, hf://; found ftp://"),
         ("https://me:pw123456@host/x.jsonl", UsageError, "no passwords in addresses"),
@@ -147,9 +143,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("address", ODD)
-def test_what_is_no_address_is_refused_before_anybody_is_asked(
-    address: str, tmp_path: Path, small_tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_address_is_refused_before_anybody_is_asked(address, tmp_path, small_tokenizer_dir, capfd):
     words = ["data", "build", address, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--root", str(tmp_path)]
     assert main(words) == 2
     said = capfd.readouterr().err
@@ -167,9 +161,7 @@ class Changing(dict[str, bytes]):
         return super().__getitem__(key) + f'{{"text": "answer {self.times:04} of this server"}}\n'.encode()
 
 
-def test_the_rows_of_a_server_that_says_nothing_are_those_that_were_hashed(
-    files: Files, tmp_path: Path, small_tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rows_of_a_server_that_says_nothing_are_those_that_were_hashed(files, tmp_path, small_tokenizer_dir, capfd):
     files.objects, files.has_marks = Changing(files.objects), False
     address = f"{files.address}/b/x/1.jsonl"
     source = open_source(SourceConfig(path=address))
@@ -186,7 +178,7 @@ def test_the_rows_of_a_server_that_says_nothing_are_those_that_were_hashed(
     assert "Reusing" in " ".join(capfd.readouterr().err.split())
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(files: Files) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(files):
     source = open_source(SourceConfig(path=f"{files.address}/b/x/1.jsonl"))
     rows = source.rows()
     next(rows)
@@ -195,9 +187,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(files: Files) -> None:
         list(rows)
 
 
-def test_the_command_builds_from_an_address_and_writes_no_secret(
-    files: Files, tmp_path: Path, small_tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_builds_from_an_address_and_writes_no_secret(files, tmp_path, small_tokenizer_dir, capfd):
     address = f"{files.address}/b/x/1.jsonl?token=topsecret"
     words = ["data", "build", address, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--root", str(tmp_path)]
     assert main(words) == 0
@@ -238,13 +228,13 @@ def told_of(*paths: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_google_buckets(files: Files) -> None:
+def test_google_buckets(files):
     told = told_of("gs://b/x/1.jsonl", "gs://b/x/2.parquet", "gs://b/x", "gs://b/x/[12].*", "gs://b/none.jsonl")
     assert [line.split(" gs://")[0] for line in told[:4]] == ["200 True", "200 True", "600 True", "400 True"]
     assert told[4] == "3 gs://b/none.jsonl: nothing is there; check the address"
 
 
-def test_hub_addresses_are_pinned_to_a_commit(files: Files, tmp_path: Path) -> None:
+def test_hub_addresses_are_pinned_to_a_commit(files, tmp_path):
     files.objects = {"org/set/data/1.jsonl": LINES, "org/set/2.parquet": table(), "org/set/README.md": b"hello"}
     variables = {"HF_ENDPOINT": files.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
     set_, pinned = "hf://datasets/org/set", f"hf://datasets/org/set@{COMMIT}"

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from flatout.trainer.run import train
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
+def files(tmp_path):
     """Two files of pairs, of different sizes."""
     made = {}
     for name, count in (("few", 12), ("many", 20)):
@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def build(tiny: Any, files: dict[str, Path], tmp_path: Path) -> Callable[..., Any]:
+def build(tiny, files, tmp_path):
     def build(name: str, *more: str) -> Any:
         root = ("--root", str(tmp_path / "data"), "--num-procs", "1")
         return main(
@@ -53,7 +53,7 @@ def build(tiny: Any, files: dict[str, Path], tmp_path: Path) -> Callable[..., An
 
 
 @pytest.fixture
-def config_of(tiny: Any, tmp_path: Path) -> Callable[[str], Any]:
+def config_of(tiny, tmp_path):
     def config_of(name: str) -> Any:
         return tiny.config(
             tmp_path / name, objective="dpo", batch={"samples_per_step": 4, "max_steps": 3},
@@ -64,7 +64,7 @@ def config_of(tiny: Any, tmp_path: Path) -> Callable[[str], Any]:
 
 
 @pytest.fixture
-def ends() -> Iterator[None]:
+def ends():
     """Fail a test that waits for ever, instead of the whole suite."""
     signal.alarm(300)
     yield
@@ -93,9 +93,7 @@ class At(MemoryCallback):
 
 @pytest.mark.parametrize("moment", ["looking for the reference", "computing the reference", "step 1"])
 @pytest.mark.parametrize("how", ["replaced", "removed"])
-def test_a_run_goes_on_with_the_data_set_that_it_opened(
-    build: Any, config_of: Any, tmp_path: Path, metrics_of: Any, moment: str, how: str
-) -> None:
+def test_a_run_goes_on_with_the_data_set_that_it_opened(build, config_of, tmp_path, metrics_of, moment, how):
     folder = tmp_path / "data" / "built_dataset" / "d"
 
     def remove() -> int:
@@ -123,9 +121,7 @@ def test_a_run_goes_on_with_the_data_set_that_it_opened(
     assert len(losses) == 3
 
 
-def test_two_runs_that_compute_one_reference_at_once(
-    build: Any, config_of: Any, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_two_runs_that_compute_one_reference_at_once(build, config_of, tmp_path, metrics_of):
     """The second process begins and ends while the first one computes."""
     from flatout.config.read import dump_config
 
@@ -143,9 +139,7 @@ def test_two_runs_that_compute_one_reference_at_once(
     assert any("known from an earlier run" in text for _, name, text in third.stages if name == "reference")
 
 
-def test_a_reader_between_the_two_renames_of_a_builder_gets_the_new_data_set(
-    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_between_the_two_renames_of_a_builder_gets_the_new_data_set(build, tmp_path, monkeypatch, capfd):
     assert build("few") == 0
     folder, moved, looked = tmp_path / "data" / "built_dataset" / "d", threading.Event(), threading.Event()
     rename, sleep = Disk.rename, token_store.time.sleep
@@ -194,9 +188,7 @@ def other_thing(kind: str, path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ends")
-def test_what_is_no_file_in_a_file_s_place_is_named(
-    build: Any, config_of: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_file_in_a_file_s_place_is_named(build, config_of, tmp_path, capfd):
     from flatout.config.read import dump_config
 
     assert build("few") == 0
@@ -228,9 +220,7 @@ def test_what_is_no_file_in_a_file_s_place_is_named(
     assert main(["train", str(run), f"run_dir={tmp_path / 'last'}"]) == 0
 
 
-def test_a_store_that_a_person_wrote_is_found_by_its_name_and_never_replaced(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_a_person_wrote_is_found_by_its_name_and_never_replaced(tiny, tmp_path, capsys):
     store = write_units(tmp_path, tiny.model_dir, [1] * 12, name="own")
     (tmp_path / "data_config.json").unlink()  # a person writes the store alone
     model, rows = f"model={tiny.model_dir}", f"data.sources=[{{path: {tiny.chats}}}]"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
 from flatout.data import templates
@@ -44,13 +43,7 @@ Build = Callable[..., Built]
 
 
 @pytest.fixture
-def build(
-    tmp_path: Path,
-    small_tokenizer_dir: Path,
-    small_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Build:
+def build(tmp_path, small_tokenizer_dir, small_tokenizer, monkeypatch, capsys):
     """Runs the command on rows, or on a file that is there."""
     monkeypatch.chdir(tmp_path)
 
@@ -87,7 +80,7 @@ PEERS = (
 
 @pytest.mark.parametrize("make", [chat, said])
 @pytest.mark.parametrize("off", [False, 0, 0.0])
-def test_flags_that_peers_document_decide_about_loss(build: Build, make: Any, off: Any) -> None:
+def test_flags_that_peers_document_decide_about_loss(build, make, off):
     on = type(off)(1)
     built = build([make(**{name: value}) for name in PEERS for value in (off, on)])
     assert built.code == 0, built.printed
@@ -101,7 +94,7 @@ def test_flags_that_peers_document_decide_about_loss(build: Build, make: Any, of
 @pytest.mark.parametrize(
     ("name", "value"), [("learn", True), ("learn", 0), ("masked", False), ("mask", 1), ("toxic", 1.0)]
 )
-def test_an_unknown_flag_stops_the_build_until_it_is_told(build: Build, make: Any, name: str, value: Any) -> None:
+def test_an_unknown_flag_stops_the_build_until_it_is_told(build, make, name, value):
     refused = build([make(**{name: value})])
     assert refused.code == 3
     assert re.search(rf"rows\.jsonl:1: \w+\[1\]\.{name} is ", refused.printed)
@@ -115,7 +108,7 @@ def test_an_unknown_flag_stops_the_build_until_it_is_told(build: Build, make: An
     assert learnt == {"train": bool(value), "masked": not value, "ignored": True}
 
 
-def test_other_unread_keys_are_named_and_counted(build: Build) -> None:
+def test_other_unread_keys_are_named_and_counted(build):
     odd = QUESTION | {"id": 0, "lang": "en", "turn_index": 1, "score": 0.5, "none": None}
     built = build([{"messages": [odd, GOOD]}, {"messages": [QUESTION, GOOD]}, {"messages": [odd, GOOD]}])
     assert built.code == 0
@@ -128,7 +121,7 @@ def test_other_unread_keys_are_named_and_counted(build: Build) -> None:
 
 
 @pytest.mark.parametrize("name", ["role", "content", "tool_calls", "name"])
-def test_keys_that_are_read_cannot_be_given_another_meaning(build: Build, name: str) -> None:
+def test_keys_that_are_read_cannot_be_given_another_meaning(build, name):
     refused = build([chat()], "--key", f"{name}=ignored")
     assert (refused.code, f"keys: {name!r} is a key that flatout reads" in refused.printed) == (3, True)
     wrong = build([chat()], "--key", "bad=lossless")
@@ -146,7 +139,7 @@ def detail(*ranges: tuple[int, int, bool]) -> list[Row]:
 
 
 @pytest.mark.parametrize("name", ["train_detail", "training_detail"])
-def test_ranges_of_characters_carry_loss_as_in_axolotl(build: Build, name: str) -> None:
+def test_ranges_of_characters_carry_loss_as_in_axolotl(build, name):
     def row(**keys: Any) -> Row:
         return {"messages": [QUESTION, {"role": "assistant", "content": ANSWER, **keys}]}
 
@@ -177,7 +170,7 @@ def test_ranges_of_characters_carry_loss_as_in_axolotl(build: Build, name: str) 
 
 @pytest.mark.parametrize("is_marked", [True, False])
 @pytest.mark.parametrize("template", OURS)
-def test_ranges_hold_under_every_template(build: Build, tmp_path: Path, template: str, is_marked: bool) -> None:
+def test_ranges_hold_under_every_template(build, tmp_path, template, is_marked):
     if not is_marked:  # as the templates of models are
         source = Path(templates.__file__).with_name(f"{template}.jinja").read_text()
         template = str(tmp_path / "unmarked.jinja")
@@ -191,7 +184,7 @@ def test_ranges_hold_under_every_template(build: Build, tmp_path: Path, template
     assert part == whole.replace(ANSWER, "this")  # what the template writes around the answer is learnt as before
 
 
-def test_parts_of_a_text_carry_loss_by_their_flags(build: Build) -> None:
+def test_parts_of_a_text_carry_loss_by_their_flags(build):
     def parts(*flags: Any) -> Row:
         texts = [{"type": "text", "text": text} | flag for text, flag in zip(("one ", "two"), flags, strict=True)]
         return {"messages": [QUESTION, {"role": "assistant", "content": texts}]}
@@ -202,7 +195,7 @@ def test_parts_of_a_text_carry_loss_by_their_flags(build: Build) -> None:
     assert (refused.code, "messages[1].content[1].draft is true" in refused.printed) == (3, True)
 
 
-def test_segments_have_one_flag(build: Build) -> None:
+def test_segments_have_one_flag(build):
     def row(**keys: Any) -> Row:
         return {"segments": [{"text": "ask ", "label": False}, {"text": "answer", "label": True} | keys]}
 
@@ -227,7 +220,7 @@ FILLED: list[tuple[str, Any]] = [
     ],
     ids=lambda row: next(iter(row)),
 )  # fmt: skip
-def test_pictures_and_sounds_never_become_words(build: Build, row: Row, column: str, value: Any) -> None:
+def test_pictures_and_sounds_never_become_words(build, row, column, value):
     refused = build([row | {column: value}])
     assert refused.code == 3
     # without turns there is no place for a picture; with them, this tokenizer comes with no image processor
@@ -244,7 +237,7 @@ def test_pictures_and_sounds_never_become_words(build: Build, row: Row, column: 
 
 
 @pytest.mark.parametrize(("column", "value"), FILLED)
-def test_every_column_of_media_is_known(build: Build, column: str, value: Any) -> None:
+def test_every_column_of_media_is_known(build, column, value):
     row = {"instruction": "q", "output": "good"}
     is_shown = column in ("image", "images", "image_path")
     says = rf"{column}\[0\]\S* is a picture, but" if is_shown else f"'{column}' holds"
@@ -259,7 +252,7 @@ def test_every_column_of_media_is_known(build: Build, column: str, value: Any) -
 
 @pytest.mark.parametrize("column", ["images"])
 @pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>", "<|image_pad|>"])
-def test_a_mark_beside_a_column_of_media_is_proof(build: Build, column: str, mark: str) -> None:
+def test_a_mark_beside_a_column_of_media_is_proof(build, column, mark):
     marked = {"messages": [{"role": "user", "content": f"{mark}\nWhat is it?"}, GOOD]}
     for value in (None, [], "a.jpg"):
         refused = build([marked | {column: value}], "--key", f"{column}=ignored")
@@ -272,7 +265,7 @@ def test_a_mark_beside_a_column_of_media_is_proof(build: Build, column: str, mar
     {"type": "image"}, {"type": "image_url", "image_url": {"url": "u"}}, {"type": "input_audio", "input_audio": {}},
     {"type": "video", "video": "v.mp4"},
 ])  # fmt: skip
-def test_parts_with_media_are_refused(build: Build, part: Row) -> None:
+def test_parts_with_media_are_refused(build, part):
     def row(*parts: Row) -> Row:
         return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "q"}]}, GOOD]}
 
@@ -292,7 +285,7 @@ PAIR = {"prompt": "q ", "completion": "good"}
 
 @pytest.mark.parametrize("row", [PAIR, {"messages": [QUESTION, GOOD]}, {"instruction": "q", "output": "good"}])
 @pytest.mark.parametrize(("bad", "good"), [(0, 1), (0.0, 1.0), ("0", "1"), ("false", "true"), (False, True)])
-def test_a_bad_example_is_refused_however_it_is_written(build: Build, row: Row, bad: Any, good: Any) -> None:
+def test_a_bad_example_is_refused_however_it_is_written(build, row, bad, good):
     plain = ("--format", "prompt_completion") if row is PAIR else ()  # TRL's rows of KTO look like this
     refused = build([row | {"label": good}, row | {"label": bad}], *plain)
     assert refused.code == 3
@@ -303,7 +296,7 @@ def test_a_bad_example_is_refused_however_it_is_written(build: Build, row: Row, 
     assert (judged.code, judged.counts["labelled"]) == (0, 2), judged.printed
 
 
-def test_labels_of_csv_and_parquet(build: Build) -> None:
+def test_labels_of_csv_and_parquet(build):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -315,14 +308,14 @@ def test_labels_of_csv_and_parquet(build: Build) -> None:
         assert len(build(None, "--on-bad-row", "skip", file=file).samples) == 1
 
 
-def test_the_class_of_a_text_is_no_verdict(build: Build) -> None:
+def test_the_class_of_a_text_is_no_verdict(build):
     built = build([{"text": "good", "label": label} for label in (0, 1, 2)])
     assert (built.code, len(built.samples)) == (0, 3)
 
 
 @pytest.mark.parametrize(("name", "bad", "good"), [("train", False, True), ("loss", 0, 1), ("masked", True, False),
                                                    ("weight", "0", "1"), ("learn", "false", "true")])  # fmt: skip
-def test_flags_of_a_whole_row(build: Build, name: str, bad: Any, good: Any) -> None:
+def test_flags_of_a_whole_row(build, name, bad, good):
     row = {"instruction": "q", "output": "good"}
     refused = build([row | {name: bad}])
     assert (refused.code, "this row is not to be learnt" in refused.printed) == (3, True)
@@ -343,7 +336,7 @@ ADVISED: list[Row] = [
 
 
 @pytest.mark.parametrize("row", ADVISED, ids=lambda row: "-".join(row))
-def test_advice_works_and_names_every_column_with_meaning(build: Build, row: Row) -> None:
+def test_advice_works_and_names_every_column_with_meaning(build, row):
     refused = build([row])
     assert refused.code == 3
     built = build([row], *refused.tries[0], template="qwen3")
@@ -368,7 +361,7 @@ CHOSEN: list[tuple[Row, str]] = [
 
 
 @pytest.mark.parametrize(("row", "advice"), CHOSEN)
-def test_the_chosen_answers_alone_can_be_learnt(build: Build, row: Row, advice: str) -> None:
+def test_the_chosen_answers_alone_can_be_learnt(build, row, advice):
     pairs = build([row])
     assert (pairs.code, len(pairs.samples), "bad" in pairs.learnt[1]) == (0, 2, True), pairs.printed
     options = [option for pair in advice.split(", ") for option in ("--column", pair.replace(": ", "="))]
@@ -377,14 +370,14 @@ def test_the_chosen_answers_alone_can_be_learnt(build: Build, row: Row, advice: 
 
 
 @pytest.mark.parametrize("bad", ["no", "yes", "bad"])
-def test_a_rejected_answer_is_no_verdict_of_its_row(build: Build, bad: str) -> None:
+def test_a_rejected_answer_is_no_verdict_of_its_row(build, bad):
     rows = [{"prompt": "q ", "chosen": "good", "rejected": bad}]
     built = build(rows, "--column", "completion=chosen")
     assert (built.code, "good" in built.learnt[0]) == (0, True), built.printed
     assert build([{"prompt": "q ", "completion": "good", "rejected": True}]).code == 3
 
 
-def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
+def test_advice_that_would_not_work_is_not_given(build):
     refused = build([{"question": "what", "answer": ["it"]}])
     assert (refused.code, refused.tries) == (3, [])
     texts = build([{"chosen": "Human: q Assistant: good", "rejected": "Human: q Assistant: bad"}])
@@ -394,7 +387,7 @@ def test_advice_that_would_not_work_is_not_given(build: Build) -> None:
     assert build([{"mesages": [QUESTION, GOOD]}]).tries == [["--column", "messages=mesages"]]
 
 
-def test_an_unread_column_with_meaning_is_told_with_its_remedy(build: Build) -> None:
+def test_an_unread_column_with_meaning_is_told_with_its_remedy(build):
     row = {"instruction": "who", "output": "he", "context": "about him", "id": 7}
     built = build([row])
     assert "ignored: context, id (columns={input: context} reads context too)" in built.printed
@@ -409,7 +402,7 @@ def call(name: str, call_id: str | None = None, arguments: Any = "{}") -> Row:
     return {"function": {"name": name, "arguments": arguments}} | ({"id": call_id} if call_id else {})
 
 
-def test_markup_that_stands_twice_is_counted_and_said(build: Build) -> None:
+def test_markup_that_stands_twice_is_counted_and_said(build):
     clean = {
         "tools": [TOOL],
         "messages": [
@@ -433,7 +426,7 @@ FOREIGN = ["<s>[INST] q [/INST] good</s>", "### Human: q\n### Assistant: good", 
 
 
 @pytest.mark.parametrize("text", FOREIGN)
-def test_markup_of_another_model_is_counted_and_said(build: Build, text: str) -> None:
+def test_markup_of_another_model_is_counted_and_said(build, text):
     rows = [{"text": text}, {"text": "an [INST] alone, a Human: and a ### heading"}]
     # markers that are tokens of another model stop the build, headings do not
     allowed = ("--special-tokens", "text") if text[0] == "<" else ()
@@ -446,7 +439,7 @@ def test_markup_of_another_model_is_counted_and_said(build: Build, text: str) ->
     assert build(rows[1:]).counts["foreign_markup"] == 0
 
 
-def test_results_of_parallel_calls_go_into_their_order(build: Build) -> None:
+def test_results_of_parallel_calls_go_into_their_order(build):
     def row(*ids: str | None) -> Row:
         results = [{"role": "tool", "content": f"of {i}"} | ({"tool_call_id": i} if i else {}) for i in ids]
         calls = {"role": "assistant", "content": "", "tool_calls": [call("get", "a"), call("get", "b")]}
@@ -458,7 +451,7 @@ def test_results_of_parallel_calls_go_into_their_order(build: Build) -> None:
     assert "1 rows had results of parallel calls out of order; their ids put them in order" in built.printed
 
 
-def test_arguments_as_openai_publishes_them(build: Build) -> None:
+def test_arguments_as_openai_publishes_them(build):
     twice = json.dumps(json.dumps({"city": "Rome"}))
     rows = [
         {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call("get", None, given)]}]}
@@ -480,7 +473,7 @@ KWARGS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 
-def test_a_row_has_variables_of_its_own_for_the_template(build: Build) -> None:
+def test_a_row_has_variables_of_its_own_for_the_template(build):
     Path("mood.jinja").write_text(KWARGS)
 
     def row(**variables: Any) -> Row:
@@ -503,7 +496,7 @@ def test_a_row_has_variables_of_its_own_for_the_template(build: Build) -> None:
     assert build([row() | {"chat_template_kwargs": "loud"}], template="mood.jinja").code == 3
 
 
-def test_turns_as_a_struct_of_lists(build: Build) -> None:
+def test_turns_as_a_struct_of_lists(build):
     import pyarrow as pa
     import pyarrow.parquet as pq
 

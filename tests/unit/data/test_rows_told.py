@@ -50,12 +50,7 @@ Build = Callable[..., Built]
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path,
-    small_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Callable[[list[str]], Built]:
+def run(tmp_path, small_tokenizer, monkeypatch, capsys):
     """Runs a command and reads the data set x."""
     monkeypatch.chdir(tmp_path)
 
@@ -75,7 +70,7 @@ def run(
 
 
 @pytest.fixture
-def build(run: Callable[[list[str]], Built], small_tokenizer_dir: Path) -> Build:
+def build(run, small_tokenizer_dir):
     """Runs `flatout data build` on rows, or on files that are there."""
 
     def command(
@@ -111,9 +106,7 @@ FORMS: dict[str, tuple[Callable[[str, str, str], Row], int]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_as_they_stand(
-    build: Build, form: str
-) -> None:
+def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_as_they_stand(build, form):
     make, num_samples = FORMS[form]
     row = make(PROMPT, "sure<|im_end|>", "no<|im_end|>")
     refused = build([row] * 3)
@@ -133,7 +126,7 @@ def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_a
     assert build([make("hi", "sure", "no")] * 3).code == 0
 
 
-def test_kept_markers_are_tokens_and_nothing_is_added(build: Build, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_kept_markers_are_tokens_and_nothing_is_added(build, small_tokenizer):
     chat = {"messages": [*turns(PROMPT, "a<|im_end|>\n"), *turns(PROMPT, "b"), {"role": "user", "content": "c"}]}
     chat["messages"][1]["train"] = False
     built = build([chat], "--special-tokens", "keep", template="plain")
@@ -150,16 +143,14 @@ def test_kept_markers_are_tokens_and_nothing_is_added(build: Build, small_tokeni
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("asked", "answer"), [("abc\n", "def"), ("abc ", "def"), ("abc", " def"), ("abc", "def")])
-def test_plain_joins_texts_as_they_stand(build: Build, form: str, asked: str, answer: str) -> None:
+def test_plain_joins_texts_as_they_stand(build, form, asked, answer):
     make, num_samples = FORMS[form]
     built = build([make(asked, answer, "ghi")], template="plain")
     wanted = [(f"{asked}{text}<|im_end|>", f"{text}<|im_end|>") for text in (answer, "ghi")]
     assert built.samples == wanted[:num_samples], built.printed
 
 
-def test_rows_in_memory_are_checked_as_files_are(
-    tmp_path: Path, small_tokenizer_dir: Path, small_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_memory_are_checked_as_files_are(tmp_path, small_tokenizer_dir, small_tokenizer, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows, given = [FORMS["pairs"][0](PROMPT, "sure<|im_end|>", "no<|im_end|>")] * 3, {"name": "m", "replace": True}
     with pytest.raises(DataError, match=r"3 of 3 texts contain special tokens of the tokenizer \(row 1 of your data,"):
@@ -171,7 +162,7 @@ def test_rows_in_memory_are_checked_as_files_are(
 
 
 @pytest.mark.parametrize("form", ["pairs", "kto", "whole"])
-def test_plain_leaves_speakers_in_the_text(build: Build, form: str) -> None:
+def test_plain_leaves_speakers_in_the_text(build, form):
     prompt = "\n\nHuman: q\n\nAssistant: one\n\nHuman: more?\n\nAssistant:"
     rows = {"whole": {"chosen": f"{prompt} yes", "rejected": f"{prompt} no"}}
     built = build([rows[form] if form in rows else FORMS[form][0](prompt, " yes", " no")], template="plain")
@@ -179,7 +170,7 @@ def test_plain_leaves_speakers_in_the_text(build: Build, form: str) -> None:
     assert built.samples == wanted[: len(built.samples)]
 
 
-def test_control_tokens_in_answers_are_told_apart(build: Build) -> None:
+def test_control_tokens_in_answers_are_told_apart(build):
     words = [{"messages": turns("q", f"words {number}")} for number in range(19)]
     learnt = build([{"messages": turns("q", "a<|im_end|>")}, *words])
     assert "1 rows contain control tokens as text; they were encoded as text, and in answers of 1 rows they carry loss (rows.jsonl:1)" in learnt.printed  # fmt: skip  # noqa: E501
@@ -204,7 +195,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("verdict", BAD, ids=str)
-def test_a_bad_answer_is_never_learnt_in_silence(build: Build, run: Callable[[list[str]], Built], verdict: Row) -> None:
+def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     ((name, value),) = verdict.items()
     value = value[0] if isinstance(value, list) else value
     other = {0: 1, 1: 0, "0": "1", "no": "yes", "yes": "no", "disliked": "good"}
@@ -224,12 +215,12 @@ def test_a_bad_answer_is_never_learnt_in_silence(build: Build, run: Callable[[li
 
 
 @pytest.mark.parametrize("verdict", GOOD, ids=str)
-def test_what_is_no_bad_verdict_is_trained(build: Build, verdict: Row) -> None:
+def test_what_is_no_bad_verdict_is_trained(build, verdict):
     built = build([{**ASKED, **MADE, **verdict}])
     assert [learnt for _, learnt in built.samples] == ["bad one<|im_end|>"], built.printed
 
 
-def test_the_label_of_a_text_is_its_class(build: Build) -> None:
+def test_the_label_of_a_text_is_its_class(build):
     assert build([{"text": "words", "label": "negative"}]).code == 0
     assert build([{"text": "words", "accepted": False}]).code == 3
 
@@ -248,7 +239,7 @@ CHOICES: list[tuple[Row, str]] = [
 
 
 @pytest.mark.parametrize(("row", "better"), CHOICES)
-def test_of_two_answers_the_better_one_is_chosen_row_by_row(build: Build, row: Row, better: str) -> None:
+def test_of_two_answers_the_better_one_is_chosen_row_by_row(build, row, better):
     worse = {"one": "two", "two": "one"}[better]
     wanted = [(f"{CHATML.format('q')}{text}<|im_end|>\n", f"{text}<|im_end|>") for text in (better, worse)]
     assert build([row]).samples == wanted
@@ -268,12 +259,12 @@ def test_of_two_answers_the_better_one_is_chosen_row_by_row(build: Build, row: R
         ({"question": "q", "answer_a": "x", "answer_b": "y"}, "no column says which is better: write the better one"),
     ],
 )
-def test_two_answers_without_a_clear_verdict_are_refused(build: Build, row: Row, why: str) -> None:
+def test_two_answers_without_a_clear_verdict_are_refused(build, row, why):
     refused = build([row])
     assert (refused.code, why in refused.printed, "--column" in refused.printed) == (3, True, False), refused.printed
 
 
-def test_more_than_two_answers_are_no_pair(build: Build, run: Callable[[list[str]], Built]) -> None:
+def test_more_than_two_answers_are_no_pair(build, run):
     quiz = {"question": "q", "answerA": "x", "answerB": "y", "answerC": "z", "label": "1"}
     refused = build([quiz])
     assert (refused.code, "no known format has these columns" in refused.printed) == (3, True)
@@ -296,13 +287,13 @@ PREFERENCES: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("form", PREFERENCES)
-def test_preference_rows_of_others_are_read(build: Build, form: str) -> None:
+def test_preference_rows_of_others_are_read(build, form):
     built = build([PREFERENCES[form]])
     wanted = [(f"{CHATML.format('q')}{text}<|im_end|>\n", f"{text}<|im_end|>") for text in ("one", "two")]
     assert built.samples == wanted, built.printed
 
 
-def test_tools_of_a_nested_chat_are_read(build: Build) -> None:
+def test_tools_of_a_nested_chat_are_read(build):
     tool = {"type": "function", "function": {"name": "lookup", "description": "d", "parameters": {"type": "object"}}}
     row = {"conversation": {"messages": turns("q", "a"), "tools": [tool]}}
     assert "lookup" in build([row], template="qwen3").samples[0][0]
@@ -311,7 +302,7 @@ def test_tools_of_a_nested_chat_are_read(build: Build) -> None:
     ]
 
 
-def test_spoken_turns_are_told_apart_in_every_format(build: Build) -> None:
+def test_spoken_turns_are_told_apart_in_every_format(build):
     text = f"{CHATML.format('q')}one<|im_end|>\n{CHATML.format('more?')}"
     prompt = "\n\nHuman: q\n\nAssistant: one\n\nHuman: more?\n\nAssistant:"
     kto = build([{"prompt": prompt, "completion": " two", "label": True}])
@@ -340,9 +331,7 @@ FOLDERS: list[tuple[tuple[str, ...], str, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("names", "path", "trained", "said"), FOLDERS)
-def test_files_named_for_testing_are_left_out_and_told(
-    build: Build, names: tuple[str, ...], path: str, trained: list[str], said: str
-) -> None:
+def test_files_named_for_testing_are_left_out_and_told(build, names, path, trained, said):
     for name in names:
         file = Path("d", name)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -359,7 +348,7 @@ def table(path: str, columns: dict[str, list[Any]], names: list[str]) -> None:
     parquet.write_table(pyarrow.table(columns).replace_schema_metadata(metadata), path)
 
 
-def test_class_labels_have_their_names_in_their_order(build: Build) -> None:
+def test_class_labels_have_their_names_in_their_order(build):
     table("c.parquet", {"text": ["a", "b", "c"], "label": [1, 0, 1]}, ["zeta", "alpha"])
     built = build(None, "--format", "classify", path="c.parquet")
     assert built.labels == [1, 0, 1]
@@ -372,7 +361,7 @@ def test_class_labels_have_their_names_in_their_order(build: Build) -> None:
     assert "n.parquet:2: label is null" in build(None, "--format", "classify", path="n.parquet").printed
 
 
-def test_classes_that_differ_in_case_and_labels_that_are_all_alike_are_told(build: Build) -> None:
+def test_classes_that_differ_in_case_and_labels_that_are_all_alike_are_told(build):
     rows = [{"text": "a", "label": "Pos"}, {"text": "b", "label": "pos"}, {"text": "c", "label": "neg"}]
     told = build(rows, "--format", "classify")
     assert (told.code, "labels that differ in case alone are classes of their own: Pos, pos" in told.printed) == (
@@ -386,14 +375,14 @@ def test_classes_that_differ_in_case_and_labels_that_are_all_alike_are_told(buil
 
 
 @pytest.mark.parametrize("form", ["prompt_completion", "alpaca", "messages"])
-def test_answers_that_repeat_their_prompt_get_a_word(build: Build, form: str) -> None:
+def test_answers_that_repeat_their_prompt_get_a_word(build, form):
     make = FORMS[form][0]
     told = build([make(f"question {n}", f"question {n} yes", "") for n in range(3)])
     assert (told.code, "3 answers begin with their prompt" in told.printed) == (0, True)
     assert "begin with their prompt" not in build([make(f"question {n}", "yes", "") for n in range(3)]).printed
 
 
-def test_a_table_named_txt_gets_a_word(build: Build) -> None:
+def test_a_table_named_txt_gets_a_word(build):
     Path("q.txt").write_text("q1\ta1\nq2\ta2\n")
     assert "text files have a tab in each line" in build(None, path="q.txt").printed
     Path("q.tsv").write_text("instruction\toutput\nq1\ta1\nq2\ta2\n")
@@ -403,7 +392,7 @@ def test_a_table_named_txt_gets_a_word(build: Build) -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_list_of_rows_is_read_whatever_its_name(build: Build, indent: int | None) -> None:
+def test_a_list_of_rows_is_read_whatever_its_name(build, indent):
     rows = [{"instruction": "q", "output": f"a{n}"} for n in range(12)]
     Path("rows.jsonl").write_text(json.dumps(rows, indent=indent))
     built = build(None)
@@ -412,7 +401,7 @@ def test_a_list_of_rows_is_read_whatever_its_name(build: Build, indent: int | No
     assert build(None).code == 3
 
 
-def test_lines_that_are_no_rows_say_what_to_change(build: Build) -> None:
+def test_lines_that_are_no_rows_say_what_to_change(build):
     row = {"instruction": "q", "output": "a"}
     Path("rows.jsonl").write_text(f"{json.dumps(row)},\n{json.dumps(row)}\n")
     assert "rows.jsonl:1:36: a comma follows the row; remove it" in build(None).printed
@@ -421,15 +410,13 @@ def test_lines_that_are_no_rows_say_what_to_change(build: Build) -> None:
 
 
 @pytest.mark.parametrize("keys", [("role", "text"), ("speaker", "text"), ("author", "message")])
-def test_turns_with_other_keys_are_read_by_the_command_that_the_error_prints(
-    build: Build, run: Callable[[list[str]], Built], keys: tuple[str, str]
-) -> None:
+def test_turns_with_other_keys_are_read_by_the_command_that_the_error_prints(build, run, keys):
     refused = build([{"messages": [{keys[0]: "user", keys[1]: "q"}, {keys[0]: "assistant", keys[1]: "a"}]}])
     assert (refused.code, len(refused.steps)) == (3, 1)
     assert run(refused.steps[0]).samples == [(f"{CHATML.format('q')}a<|im_end|>\n", "a<|im_end|>")]
 
 
-def test_the_proposed_length_keeps_the_rows(build: Build, run: Callable[[list[str]], Built]) -> None:
+def test_the_proposed_length_keeps_the_rows(build, run):
     rows = [{"instruction": f"hello there {n}", "output": "yes the answer " * 20} for n in range(20)]
     refused = build(rows, "--max-tokens", "16")
     assert (refused.code, "--too-long drop" in refused.printed) == (3, False)  # it would drop every row
@@ -446,13 +433,13 @@ PICTURED: list[Row] = [
 
 
 @pytest.mark.parametrize("row", PICTURED, ids=str)
-def test_questions_with_pictures_are_refused_for_the_true_reason_by_a_model_of_texts(build: Build, row: Row) -> None:
+def test_questions_with_pictures_are_refused_for_the_true_reason_by_a_model_of_texts(build, row):
     refused = build([row])
     assert re.search(r"is a picture, but '.*' has no image processor", refused.printed), refused.printed
 
 
 @pytest.mark.parametrize("form", ["pairs", "kto", "choice"])
-def test_pictures_beside_compared_answers_are_refused_for_the_true_reason(build: Build, form: str) -> None:
+def test_pictures_beside_compared_answers_are_refused_for_the_true_reason(build, form):
     row = FORMS[form][0]("q", "a", "b")
     refused = build([{**row, "image": "x.png"}])
     assert (refused.code, "'image' holds images, which are read in chats" in refused.printed) == (3, True)
@@ -460,7 +447,7 @@ def test_pictures_beside_compared_answers_are_refused_for_the_true_reason(build:
     assert build([{**row, "image": "x.png"}], "--key", "image=ignored").code == 0
 
 
-def test_settings_of_sources_keep_their_names_in_errors(run: Callable[[list[str]], Built]) -> None:
+def test_settings_of_sources_keep_their_names_in_errors(run):
     refused = run(["plan", "model=m", "data=X", "data.sources=[{path:Y}]"])
     assert (refused.code, "data.sources.0.path: YAML needs a blank after the colon: path: Y" in refused.printed) == (
         2,
@@ -468,15 +455,12 @@ def test_settings_of_sources_keep_their_names_in_errors(run: Callable[[list[str]
     )
     assert "did you mean data?" not in refused.printed
     named = run(["plan", "model=m", "data=X", "data.sources=[{path: Y, formt: kto}]"])
-    assert (named.code, "data.sources.0.formt: unknown key; did you mean format?" in named.printed) == (
-        2,
-        True,
-    )
+    assert (named.code, "data.sources.0.formt: unknown key; did you mean format?" in named.printed) == (2, True)
 
 
 def test_a_tokenizer_with_other_files_is_told_by_its_digest(
-    tmp_path: Path, small_tokenizer_dir: Path, small_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, small_tokenizer_dir, small_tokenizer, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(small_tokenizer_dir, tmp_path / "tok")
     Path("rows.jsonl").write_text(json.dumps({"text": "words"}))
@@ -490,7 +474,7 @@ def test_a_tokenizer_with_other_files_is_told_by_its_digest(
         open_or_build(DataConfig(name="x"), str(folder))
 
 
-def test_new_tokens_get_their_ids_in_their_order(small_tokenizer_dir: Path) -> None:
+def test_new_tokens_get_their_ids_in_their_order(small_tokenizer_dir):
     added = {"<b>": False, "<s1>": True, "<a>": False, "<|im_end|>": True, "<s0>": True}
     tokenizer = load_tokenizer(str(small_tokenizer_dir), added=added)
     size = len(load_tokenizer(str(small_tokenizer_dir)))

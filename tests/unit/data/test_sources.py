@@ -70,7 +70,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_every_file_type_gives_the_same_rows_with_their_places(tmp_path: Path, kind: str) -> None:
+def test_every_file_type_gives_the_same_rows_with_their_places(tmp_path, kind):
     path = tmp_path / f"rows.{kind}"
     WRITERS[kind](path)
     source = opened(path)
@@ -82,7 +82,7 @@ def test_every_file_type_gives_the_same_rows_with_their_places(tmp_path: Path, k
     assert source.files == {str(path): xxhash.xxh3_128_hexdigest(path.read_bytes())}
 
 
-def test_packed_parquet_and_csv_are_read_too(tmp_path: Path) -> None:
+def test_packed_parquet_and_csv_are_read_too(tmp_path):
     for kind in ("parquet", "csv", "stream.arrow"):
         plain, packed = tmp_path / f"x.{kind}", tmp_path / f"y.{kind}.gz"
         WRITERS[kind](plain)
@@ -90,13 +90,13 @@ def test_packed_parquet_and_csv_are_read_too(tmp_path: Path) -> None:
         assert values(opened(packed)) == ROWS
 
 
-def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes("\ufeffone\r\n\r\ntwo\n\n\n".encode())
     assert values(opened(path)) == [{"text": "one\r\n\r\ntwo\n\n\n"}]
 
 
-def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path: Path) -> None:
+def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n\r\n  \n{"a": "2\\r"}')
     assert [(raw.origin.row_number, raw.columns) for raw in opened(path).rows()] == [(1, {"a": "1"}), (4, {"a": "2\r"})]
@@ -104,7 +104,7 @@ def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path: 
     assert values(opened(tmp_path / "x.csv")) == [{"a": '1 "x", y', "b": "l1\nl2"}]
 
 
-def test_a_line_of_ten_megabytes_is_read(tmp_path: Path) -> None:
+def test_a_line_of_ten_megabytes_is_read(tmp_path):
     rows = [{"text": "ü" * 5_000_000}, {"text": "end"}]
     (tmp_path / "x.jsonl").write_bytes(jsonl(rows))
     assert values(opened(tmp_path / "x.jsonl")) == rows
@@ -114,7 +114,7 @@ def test_a_line_of_ten_megabytes_is_read(tmp_path: Path) -> None:
     assert csv.field_size_limit() == 131_072, "reading leaves the module's limit as it was"
 
 
-def test_folders_are_recursive_and_sorted_and_globs_match(tmp_path: Path) -> None:
+def test_folders_are_recursive_and_sorted_and_globs_match(tmp_path):
     for name in ("b/2.jsonl", "a/1.jsonl", "c.json", ".cache/x.jsonl", "b/.hidden.jsonl", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"file": name}) + "\n" if "json" in name and name != "c.json" else "[]")
@@ -125,7 +125,7 @@ def test_folders_are_recursive_and_sorted_and_globs_match(tmp_path: Path) -> Non
     assert [row["file"] for row in values(opened(f"{tmp_path}/*/*.jsonl"))] == ["a/1.jsonl", "b/2.jsonl"]
 
 
-def test_the_order_of_files_is_the_order_of_their_names(tmp_path: Path) -> None:
+def test_the_order_of_files_is_the_order_of_their_names(tmp_path):
     numbers = [7, 2, 11, 5, 0, 9, 3, 10, 1, 8, 4, 6]
     for number in numbers:
         (tmp_path / f"part-{number:02}.jsonl").write_text(json.dumps({"n": number}) + "\n")
@@ -133,7 +133,7 @@ def test_the_order_of_files_is_the_order_of_their_names(tmp_path: Path) -> None:
         assert [row["n"] for row in values(opened(path))] == sorted(numbers)
 
 
-def test_a_folder_saved_by_datasets_is_read(tmp_path: Path) -> None:
+def test_a_folder_saved_by_datasets_is_read(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     assert values(opened(tmp_path / "one")) == ROWS
     splits = {"train": datasets.Dataset.from_list(ROWS), "extra": datasets.Dataset.from_list(ROWS[:1])}
@@ -159,9 +159,7 @@ FILES = ["README.json", "data/train-00000-of-00002.jsonl", "data/train-00001-of-
          ["train_sft-00000-of-00001.jsonl"]),
     ],
 )  # fmt: skip
-def test_a_folder_gives_the_split_that_is_asked_for(
-    tmp_path: Path, files: list[str], split: str | None, taken: list[str]
-) -> None:
+def test_a_folder_gives_the_split_that_is_asked_for(tmp_path, files, split, taken):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n')
@@ -180,7 +178,7 @@ def test_a_folder_gives_the_split_that_is_asked_for(
         ("other/rows.jsonl", "test", r"no files of split 'test': no file name contains a split"),
     ],
 )
-def test_a_split_that_is_not_there_is_named(tmp_path: Path, path: str, split: str | None, message: str) -> None:
+def test_a_split_that_is_not_there_is_named(tmp_path, path, split, message):
     (tmp_path / "other").mkdir()
     for name in ("test.jsonl", "train_sft-00000-of-00001.jsonl", "other/rows.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n')
@@ -192,7 +190,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path, path: str, split: st
     assert len(opened(tmp_path / "test.jsonl").files) == 1  # a file that is named is what it is named for
 
 
-def test_content_decides_the_digest(tmp_path: Path) -> None:
+def test_content_decides_the_digest(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n')
     before = opened(path).files
@@ -249,7 +247,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), UNREADABLE)
-def test_unreadable_rows_are_named_with_their_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_unreadable_rows_are_named_with_their_place(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -258,13 +256,13 @@ def test_unreadable_rows_are_named_with_their_place(tmp_path: Path, name: str, c
 
 
 @pytest.mark.parametrize(("name", "kind"), [("x.parquet", "parquet"), ("x.arrow", "arrow")])
-def test_damaged_tables_are_named(tmp_path: Path, name: str, kind: str) -> None:
+def test_damaged_tables_are_named(tmp_path, name, kind):
     (tmp_path / name).write_bytes(b"ARROW1 or so, this is none")
     with pytest.raises(DataError, match=rf"{name}: not readable as {kind}: "):
         values(opened(tmp_path / name))
 
 
-def test_skipping_goes_on_after_each_bad_line_and_lists_it(tmp_path: Path) -> None:
+def test_skipping_goes_on_after_each_bad_line_and_lists_it(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \n{"a": "\xff"}\n[]\n{"a": 5}\n')
     bad: list[str] = []
@@ -273,13 +271,13 @@ def test_skipping_goes_on_after_each_bad_line_and_lists_it(tmp_path: Path) -> No
     assert [message.removeprefix(f"{path}:").split(":")[0] for message in bad] == ["2", "3", "4"]
 
 
-def test_a_source_of_bad_rows_only_says_so(tmp_path: Path) -> None:
+def test_a_source_of_bad_rows_only_says_so(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"[]\n[]\n")
     with pytest.raises(DataError, match=r"no rows: all 2 rows are bad; the first: .*x\.jsonl:1: the row is a list"):
         list(opened(tmp_path / "x.jsonl").rows(lambda error: None))
 
 
-def test_reading_goes_on_after_a_line_that_is_too_long(tmp_path: Path) -> None:
+def test_reading_goes_on_after_a_line_that_is_too_long(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n"' + b"x" * (65 << 20) + b'"\n{"a": \n{"a": 4}\n')
     bad: list[str] = []
@@ -287,13 +285,13 @@ def test_reading_goes_on_after_a_line_that_is_too_long(tmp_path: Path) -> None:
     assert [message.removeprefix(f"{path}:").split(":")[0] for message in bad] == ["2", "3"]
 
 
-def test_a_dangling_link_is_named(tmp_path: Path) -> None:
+def test_a_dangling_link_is_named(tmp_path):
     (tmp_path / "rows.jsonl").symlink_to("gone.jsonl")
     with pytest.raises(DataError, match=r"rows\.jsonl: a link to gone\.jsonl, which does not exist"):
         opened(tmp_path / "rows.jsonl")
 
 
-def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
+def test_what_is_not_there_is_named_with_a_hint(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     (tmp_path / "notes.md").write_text("")
     (tmp_path / "empty").mkdir()
@@ -309,12 +307,12 @@ def test_what_is_not_there_is_named_with_a_hint(tmp_path: Path) -> None:
         opened("org/set", hub=False)
 
 
-def test_something_local_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_local_goes_before_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org/set").mkdir(parents=True)
     (tmp_path / "org/set/a.jsonl").write_bytes(jsonl(ROWS))
     assert values(opened("org/set")) == ROWS
 
 
-def test_raw_rows_are_plain_values() -> None:
+def test_raw_rows_are_plain_values():
     assert RawRow.__slots__ == ("origin", "content", "classes")

@@ -29,13 +29,13 @@ def _store(lengths: list[int], labels: list[int]) -> TokenStore:
     )
 
 
-def test_padding_of_one_batch_is_what_a_hand_counts() -> None:
+def test_padding_of_one_batch_is_what_a_hand_counts():
     assert padding_share(np.array([1, 3, 4, 8]), 4) == pytest.approx(1 - 16 / 32)
     assert padding_share(np.array([1, 3, 4, 8]), 1) == 0.0
     assert padding_share(np.full(10, 7), 4) == 0.0  # a ragged last batch pads nothing
 
 
-def test_numbers() -> None:
+def test_numbers():
     text = "\n".join(statistics_lines(_store([1, 2, 3, 4, 5, 100], [0, 1, 2, 3, 4, 40])))
     bars = [(1, 1, 1), (2, 2, 1), (3, 4, 2), (5, 8, 1), (9, 16, 0), (17, 32, 0), (33, 64, 0), (65, 128, 1)]
     assert "\n".join(f"{low:>7}-{high:<7} {count:>9,} {'█' * 20 * count}" for low, high, count in bars) in text
@@ -50,7 +50,7 @@ def test_numbers() -> None:
         assert part in text
 
 
-def test_what_was_lost_and_whose_the_tokens_are_in_eighty_columns(tmp_path: Path) -> None:
+def test_what_was_lost_and_whose_the_tokens_are_in_eighty_columns(tmp_path):
     store = _store([10, 20, 30, 40], [1, 2, 3, 10])
     mask = np.zeros(100, np.bool_)
     mask[[9, 12, 14, 40, 41, 42, *range(90, 100)]] = True

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ SAMPLES = [([5, 6, 7], [False, True, True]), ([8], [False]), ([9, 299], [False, 
 
 @pytest.mark.parametrize(("num_ids", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.int32)])
 @pytest.mark.parametrize("per_append", [1, 2, 3])
-def test_what_is_written_is_read(tmp_path: Path, per_append: int, num_ids: int, dtype: type) -> None:
+def test_what_is_written_is_read(tmp_path, per_append, num_ids, dtype):
     store = _write(tmp_path / "d", SAMPLES, per_append, num_ids)
     assert store.num_samples == 3
     assert store.offsets.tolist() == [0, 3, 4, 6]
@@ -65,7 +64,7 @@ def test_what_is_written_is_read(tmp_path: Path, per_append: int, num_ids: int, 
     assert store.meta == replace(META, max_token_id=299)
 
 
-def test_an_id_beyond_the_columns_type_is_refused(tmp_path: Path) -> None:
+def test_an_id_beyond_the_columns_type_is_refused(tmp_path):
     with pytest.raises(ValueError, match="token id 70000 is beyond"):
         _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=1 << 16)
     assert _write(tmp_path / "d", [([5, 70_000], [False, True])], num_ids=70_001).sample(0).token_ids.tolist() == [
@@ -75,7 +74,7 @@ def test_an_id_beyond_the_columns_type_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("per_shard", [1, 2, 5, 100])
-def test_a_mask_of_any_shards_is_the_same(tmp_path: Path, per_shard: int) -> None:
+def test_a_mask_of_any_shards_is_the_same(tmp_path, per_shard):
     rng = np.random.default_rng(per_shard)
     lengths = rng.integers(1, 40, 60)
     samples = [(rng.integers(0, 300, n).tolist(), (rng.random(n) < 0.5).tolist()) for n in lengths]
@@ -94,7 +93,7 @@ def test_a_mask_of_any_shards_is_the_same(tmp_path: Path, per_shard: int) -> Non
     assert np.array_equal(store.loss_mask[mask], mask[mask])
 
 
-def test_arrays_are_plain_npy(tmp_path: Path) -> None:
+def test_arrays_are_plain_npy(tmp_path):
     _write(tmp_path / "d", SAMPLES)
     assert np.load(tmp_path / "d" / "token_ids.npy", allow_pickle=False).tolist() == [5, 6, 7, 8, 9, 299]
     bits = np.load(tmp_path / "d" / "loss_mask.npy", allow_pickle=False)
@@ -102,7 +101,7 @@ def test_arrays_are_plain_npy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["token_ids", "loss_mask"])
-def test_a_damaged_shard_is_named_when_it_is_read_and_not_before(tmp_path: Path, name: str) -> None:
+def test_a_damaged_shard_is_named_when_it_is_read_and_not_before(tmp_path, name):
     store = _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
     whole = [[part.tolist() for part in store.sample(index).pair] for index in range(3)]
     _flip_bit(tmp_path / "d", name, -1)
@@ -114,14 +113,14 @@ def test_a_damaged_shard_is_named_when_it_is_read_and_not_before(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["offsets", "num_labels", "hashes", "files", "rows", "unit_starts"])
-def test_damage_to_what_the_plan_reads_is_found_at_once(tmp_path: Path, name: str) -> None:
+def test_damage_to_what_the_plan_reads_is_found_at_once(tmp_path, name):
     _write(tmp_path / "d", SAMPLES, per_append=1, ends_shards=True)
     _flip_bit(tmp_path / "d", name, {"files": -4, "unit_starts": -1}.get(name, -8))
     with pytest.raises(DataError, match=rf"{name}\.npy: shard 2 "):
         TokenStore.open(tmp_path / "d")
 
 
-def test_a_begun_store_goes_on_from_its_last_whole_shard(tmp_path: Path) -> None:
+def test_a_begun_store_goes_on_from_its_last_whole_shard(tmp_path):
     def begin(identity: dict[str, int], upto: int, *, breaks: bool) -> list[dict[str, Any]]:
         states: list[Any] = []
         with new_store(tmp_path / "d", 300, identity, states.append) as writer:
@@ -196,14 +195,14 @@ def _pickle(folder: Path) -> None:
         (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: not readable as JSON"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_damage_is_named(tmp_path, damage, message):
     _write(tmp_path / "d", SAMPLES)
     damage(tmp_path / "d")
     with pytest.raises(DataError, match=message):
         TokenStore.open(tmp_path / "d")
 
 
-def test_a_failed_build_leaves_the_old_store(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_the_old_store(tmp_path):
     _write(tmp_path / "d", SAMPLES)
 
     def fail() -> None:
@@ -217,7 +216,7 @@ def test_a_failed_build_leaves_the_old_store(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_a_new_build_takes_the_place_of_the_old(tmp_path: Path) -> None:
+def test_a_new_build_takes_the_place_of_the_old(tmp_path):
     _write(tmp_path / "d", SAMPLES)
     assert _write(tmp_path / "d", SAMPLES[:1]).num_samples == 1
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
@@ -257,14 +256,14 @@ def _edit(folder: Path, **changes: object) -> None:
         ({"files": []}, r"the arrays have inconsistent lengths"),
     ],
 )
-def test_an_edited_manifest_is_refused_by_field(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_an_edited_manifest_is_refused_by_field(tmp_path, changes, message):
     _write(tmp_path / "d", SAMPLES)
     _edit(tmp_path / "d", **changes)
     with pytest.raises(DataError, match=f"(?i){message}"):
         TokenStore.open(tmp_path / "d")
 
 
-def test_a_torn_header_is_told(tmp_path: Path) -> None:
+def test_a_torn_header_is_told(tmp_path):
     with new_store(tmp_path / "x", 300) as writer:
         one = np.ones(1, np.int64)
         writer.append(np.array([1, 2], np.int32), np.array([False, True]), one * 2, np.zeros(1, np.int32), one)
@@ -276,7 +275,7 @@ def test_a_torn_header_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["5", '{"tokenizer_class": 5}'])
-def test_a_tokenizer_of_wrong_types_is_told(config: str, tmp_path: Path) -> None:
+def test_a_tokenizer_of_wrong_types_is_told(config, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(config)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be loaded"):

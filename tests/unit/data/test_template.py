@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.loss_mask.mask import Masker
-from flatout.data.templates.template import OURS, ChatTemplate, choose_template, template_text
+from flatout.data.templates.template import OURS, choose_template, template_text
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
 from flatout.io import template_limits
@@ -53,13 +50,13 @@ def _bracketed(masked: object) -> str:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_templates_letter_by_letter(name: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_our_templates_letter_by_letter(name, small_tokenizer):
     template = choose_template(small_tokenizer, name, "small")
     assert _bracketed(Masker(template).mask(CHAT)) == FULL[name]
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_templates_are_prefix_preserving(name: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_our_templates_are_prefix_preserving(name, small_tokenizer):
     """Property 18: the prompt of each answer is the beginning of the whole text."""
     template = choose_template(small_tokenizer, name, "small")
     raw = template.raw_messages(CHAT.messages)
@@ -70,9 +67,7 @@ def test_our_templates_are_prefix_preserving(name: str, small_tokenizer: PreTrai
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "llama-3", "mistral"])
-def test_our_templates_with_tools(
-    name: str, small_tokenizer: PreTrainedTokenizerFast, chats: dict[str, Conversation]
-) -> None:
+def test_our_templates_with_tools(name, small_tokenizer, chats):
     masked = Masker(choose_template(small_tokenizer, name, "small")).mask(chats["tool"])
     call, last = (masked.text[start:end] for start, end in masked.spans)
     assert '"get"' in call
@@ -82,20 +77,20 @@ def test_our_templates_with_tools(
     assert masked.text.count('"x": 1') + masked.text.count('\\"x\\": 1') == 1
 
 
-def test_a_tokenizer_without_template_names_ours(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_without_template_names_ours(small_tokenizer):
     with pytest.raises(DataError, match=r"'small' has no chat template; .*chatml, .*alpaca") as caught:
         choose_template(small_tokenizer, None, "small")
     assert caught.value.fixes[0].settings["data.template"] in OURS
 
 
-def test_an_unknown_template_is_refused(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_an_unknown_template_is_refused(small_tokenizer, tmp_path):
     with pytest.raises(DataError, match="there is no template 'chatlm'; known: chatml"):
         choose_template(small_tokenizer, "chatlm", "small")
     with pytest.raises(DataError, match=r"or a \.jinja file"):
         choose_template(small_tokenizer, str(tmp_path / "none.jinja"), "small")
 
 
-def test_a_file_is_read(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_file_is_read(small_tokenizer, tmp_path):
     path = tmp_path / "mine.jinja"
     _, text = template_text(small_tokenizer, "chatml", "small")
     path.write_text(text, encoding="utf-8")
@@ -107,14 +102,12 @@ def test_a_file_is_read(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 @pytest.mark.parametrize(
     "source", ["{{ nothing.at.all }}", "{% for %}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}"]
 )
-def test_a_broken_or_unsafe_template_is_refused_at_once(
-    source: str, template_of: Callable[[str], ChatTemplate]
-) -> None:
+def test_a_broken_or_unsafe_template_is_refused_at_once(source, template_of):
     with pytest.raises(DataError, match="'inline' cannot render a single user turn"):
         template_of(source)
 
 
-def test_a_refused_turn_is_named(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_refused_turn_is_named(small_tokenizer):
     masker = Masker(choose_template(small_tokenizer, "gemma", "small"))
     turns = (Message("user", "q"), Message("assistant", "a"), Message("system", "S"), Message("assistant", "b"))
     with pytest.raises(
@@ -130,7 +123,7 @@ ARGUMENTS = (
 )
 
 
-def test_arguments_go_as_text_where_a_template_needs_text(template_of: Callable[[str], ChatTemplate]) -> None:
+def test_arguments_go_as_text_where_a_template_needs_text(template_of):
     template = template_of(ARGUMENTS)
     call = Message("assistant", "", tool_calls=(ToolCall("f", {"ü": [1, None]}),))
     masked = Masker(template).mask(Conversation((Message("user", "q"), call), Origin("t", 1)))
@@ -155,9 +148,7 @@ DOUBLE = "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = 
         ),
     ],
 )
-def test_a_template_that_takes_all_time_or_memory_is_stopped_at_its_row(
-    attack: str, limit: str, small_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_takes_all_time_or_memory_is_stopped_at_its_row(attack, limit, small_tokenizer, monkeypatch):
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 1)
     monkeypatch.setattr(template_limits, "MAX_BYTES", 1 << 28)
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -183,7 +174,7 @@ THINKS = (
 )
 
 
-def test_variables_of_a_template_and_its_empty_reasoning(small_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_variables_of_a_template_and_its_empty_reasoning(small_tokenizer):
     chat = Conversation((Message("user", "q"), Message("assistant", "a")), Origin("rows.jsonl", 1))
 
     def learned(**settings: Any) -> str:

@@ -106,7 +106,7 @@ CLOSED = CALLED.removeprefix("<call>").replace('{"name', '[{"name').replace("</c
 
 
 @pytest.fixture(scope="module")
-def tokenizer(small_tokenizer_dir: Path) -> PreTrainedTokenizerBase:
+def tokenizer(small_tokenizer_dir):
     return load_tokenizer(str(small_tokenizer_dir), added=dict.fromkeys(TAGS, True))
 
 
@@ -159,9 +159,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("source", "turns", "expected"), CASES.values(), ids=CASES)
-def test_the_loss_covers_the_answer_and_what_stops_it(
-    source: str, turns: tuple[Message, ...], expected: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_the_loss_covers_the_answer_and_what_stops_it(source, turns, expected, tokenizer):
     made = _tokenizer(tokenizer, source)
     assert _labelled(made, *turns) == expected
     raw = ChatTemplate("t", source, tokenizer).raw_messages(turns)
@@ -171,7 +169,7 @@ def test_the_loss_covers_the_answer_and_what_stops_it(
     assert stored in (rendered, *(rendered + stop for stop in made.description.stops))
 
 
-def test_an_answer_half_of_which_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_answer_half_of_which_would_be_learnt_is_refused(tokenizer):
     made, thinks = _tokenizer(tokenizer, HALVES), replace(A1, content="Yes.", reasoning="why")
     with pytest.raises(DataError, match=r"part of an answer \('Yes\.'\) is outside the range found for"):
         _labelled(made, U1, thinks)
@@ -180,7 +178,7 @@ def test_an_answer_half_of_which_would_be_learnt_is_refused(tokenizer: PreTraine
     assert _labelled(made, U1, replace(thinks, train=False), U2, A2).endswith("<|assistant|>⟦b<turn|>⟧")
 
 
-def test_text_that_is_moved_behind_a_result_needs_an_end_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_that_is_moved_behind_a_result_needs_an_end_of_its_own(tokenizer):
     moved = INSIDE.replace("{% if m.content %}{{ '<turn|>", "{% if m.content and not m.tool_calls %}{{ '<turn|>")
     assert moved != INSIDE
     beside = replace(CALL, content="so")
@@ -190,7 +188,7 @@ def test_text_that_is_moved_behind_a_result_needs_an_end_of_its_own(tokenizer: P
     assert "<|result>⟧42<result|>⟦b<turn|>⟧" in _labelled(_tokenizer(tokenizer, moved), U1, CALL, RESULT, A2)
 
 
-def test_empty_reasoning_that_the_prompt_opens_carries_no_loss(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_empty_reasoning_that_the_prompt_opens_carries_no_loss(tokenizer):
     trained, masked = (_tokenizer(tokenizer, OPENED, empty_reasoning=value) for value in ("train", "mask"))
     assert _labelled(trained, U1, A1).endswith("assistant\n<think>\n⟦\n</think>\n\na<|im_end|>⟧\n")
     assert _labelled(masked, U1, A1).endswith("assistant\n<think>\n\n</think>\n\n⟦a<|im_end|>⟧\n")
@@ -202,7 +200,7 @@ def test_empty_reasoning_that_the_prompt_opens_carries_no_loss(tokenizer: PreTra
     assert any("empty_reasoning=mask changes nothing" in problem.what for problem in useless.problems)
 
 
-def test_a_template_without_a_stop_is_refused_until_told(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_without_a_stop_is_refused_until_told(tokenizer):
     with pytest.raises(DataError, match=r"'t': nothing that it writes ends an answer.*data\.end_of_turn"):
         _labelled(_tokenizer(tokenizer, NO_END), U1, A1)
     with pytest.raises(DataError, match=r"'<\|person\|>' opens the next turn, but is no token of this tokenizer"):
@@ -229,14 +227,7 @@ FACTS = [
 
 
 @pytest.mark.parametrize(("source", "prompt", "stops", "differ", "remedy"), FACTS)
-def test_what_training_and_inference_show_is_compared_and_mended(
-    source: str,
-    prompt: str,
-    stops: tuple[str, ...],
-    differ: list[str],
-    remedy: str,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_what_training_and_inference_show_is_compared_and_mended(source, prompt, stops, differ, remedy, tokenizer):
     made = _tokenizer(tokenizer, source)
     found = made.description
     assert (found.prompt, found.stops, [mismatch.answer for mismatch in found.mismatches]) == (prompt, stops, differ)
@@ -254,7 +245,7 @@ def test_what_training_and_inference_show_is_compared_and_mended(
         assert mended(Conversation(turns, Origin("t", 1))).outcome.noticed["unlike_prompt"] == 0
 
 
-def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer):
     thinks, told = replace(A1, reasoning="why"), {}
     for value in (True, False):
         made = _tokenizer(tokenizer, GLM_OPEN, template_args=(("enable_thinking", value),))
@@ -270,7 +261,7 @@ def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer:
     assert remedy == "data.template_args={enable_thinking: false} makes them equal"
 
 
-def test_results_are_described_in_a_whole_conversation(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_results_are_described_in_a_whole_conversation(tokenizer):
     # Mistral's: users and answers without calls must alternate, and a question follows no result
     strict = (
         "{% set ns = namespace(i=0) %}{% for m in messages if m.role == 'user' or m.role == 'assistant' and not "
@@ -305,9 +296,7 @@ ENDS_TWICE = HALVES.replace("{{ m.content }}<turn|>", "{{ m.content }}<call><tur
         (ENDS_TWICE, "none", "'<call><turn|>', of which '<turn|>' stops it"),
     ],
 )
-def test_a_told_end_is_the_templates_stop_or_an_error(
-    source: str, told: str, problem: str, loss_type: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_a_told_end_is_the_templates_stop_or_an_error(source, told, problem, loss_type, tokenizer):
     made = _tokenizer(tokenizer, source, end_of_turn=told, loss_type=loss_type)
     if problem:
         with pytest.raises(DataError) as refused:
@@ -322,13 +311,13 @@ def test_a_told_end_is_the_templates_stop_or_an_error(
 
 
 @pytest.mark.parametrize("told", ["<turn|>", "none"])
-def test_a_told_end_takes_the_place_of_the_next_turns_marker(told: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_told_end_takes_the_place_of_the_next_turns_marker(told, tokenizer):
     made, end = _tokenizer(tokenizer, GLM, end_of_turn=told), "" if told == "none" else told
     assert _labelled(made, U1, A1) == f"<|user|>q<|assistant|>⟦a{end}⟧"
     assert made.description.stops == ((told,) if end else ())
 
 
-def test_text_before_inline_reasoning_is_no_text_that_may_vanish(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_text_before_inline_reasoning_is_no_text_that_may_vanish(tokenizer):
     cut = OPENED.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}").replace(
         "{{ m.reasoning_content or '' }}", "{{ m.content.split('</think>')[0].split('<think>')[-1] }}"
     )
@@ -346,7 +335,7 @@ def test_text_before_inline_reasoning_is_no_text_that_may_vanish(tokenizer: PreT
     _labelled(_tokenizer(tokenizer, halved), U1, A1)
 
 
-def test_no_edge_of_the_loss_lies_inside_a_token_that_stays_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_no_edge_of_the_loss_lies_inside_a_token_that_stays_whole(tokenizer):
     encoder, text = Encoder(tokenizer), "q<think>a</think>"
     for edge in (1, 8, 9, 17):
         ids = encoder.encode(text, [(edge, 17)] if edge < 17 else []).token_ids.tolist()
@@ -365,12 +354,7 @@ def test_no_edge_of_the_loss_lies_inside_a_token_that_stays_whole(tokenizer: Pre
     )
 
 
-def test_the_command_tells_the_description_and_the_set_keeps_it(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_tells_the_description_and_the_set_keeps_it(tmp_path, tokenizer, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer.save_pretrained("model")
     Path("own.jinja").write_text(GLM_OPEN)
@@ -395,7 +379,7 @@ def test_the_command_tells_the_description_and_the_set_keeps_it(
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen3_5_think", "diffusion_gemma", "gptoss", "deepseekv3", "phi3"])
-def test_real_templates_are_described(name: str, shared: Path) -> None:
+def test_real_templates_are_described(name, shared):
     stops = {
         "glm4moe": (), "qwen3_5_think": ("<|im_end|>",), "diffusion_gemma": ("<turn|>", "<|tool_response>"),
         "gptoss": ("<|return|>", "<|call|>"), "deepseekv3": ("<｜end▁of▁sentence｜>",), "phi3": ("<|end|>",),

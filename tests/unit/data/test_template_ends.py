@@ -51,7 +51,7 @@ WROTE = {**A, "content": "<think>\nWhy\n</think>\n\nSay"}
 
 
 @pytest.fixture
-def build(small_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+def build(small_tokenizer_dir, tmp_path, monkeypatch, capsys):
     """Build a row with the command; return (its text with labels in brackets, or none; what was printed)."""
     monkeypatch.chdir(tmp_path)
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(str(small_tokenizer_dir), added=dict.fromkeys(TAGS, True))
@@ -89,13 +89,13 @@ def build(small_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
     ids=["usual", "asks", "asks by start", "headers", "two answers", "answer first", "closed block"],
 )  # fmt: skip
-def test_the_answers_and_what_ends_them_carry_loss(build: Any, source: str, turns: Any, expected: str) -> None:
+def test_the_answers_and_what_ends_them_carry_loss(build, source, turns, expected):
     assert build(source, turns)[0] == expected
     meta = TokenStore.open(Path("data/built_dataset/x")).meta
     assert meta.stop_tokens == (("<|user|>",) if source == HEADERS else ("<|end|>",))
 
 
-def test_a_turn_of_the_system_behind_an_answer_carries_no_loss_and_is_told(build: Any) -> None:
+def test_a_turn_of_the_system_behind_an_answer_carries_no_loss_and_is_told(build):
     text, printed = build(TELLS, [U, A])
     assert text == "<|user|>Ask<|end|><|assistant|>⟦Say<|end|>⟧"
     assert "but inference shows '<|system|>Write Action.<|end|><|assistant|>'" in printed
@@ -103,7 +103,7 @@ def test_a_turn_of_the_system_behind_an_answer_carries_no_loss_and_is_told(build
 
 
 @pytest.mark.parametrize(("source", "header"), [(GOES_ON, ""), (HEADERS, "<|assistant|>")])
-def test_two_answers_without_an_end_between_them_become_two_samples(build: Any, source: str, header: str) -> None:
+def test_two_answers_without_an_end_between_them_become_two_samples(build, source, header):
     asked = "<|user|>Ask<|end|><|assistant|>" if source == GOES_ON else "<|user|>Ask<|assistant|>"
     end = "<|end|>" if source == GOES_ON else "<|user|>"
     text, printed = build(source, [U, A, B])
@@ -115,7 +115,7 @@ def test_two_answers_without_an_end_between_them_become_two_samples(build: Any, 
     assert build(source, [U, {**A, "content": "Say Add"}])[0]
 
 
-def test_reasoning_is_not_trained_behind_a_closed_block(build: Any) -> None:
+def test_reasoning_is_not_trained_behind_a_closed_block(build):
     text, printed = build(SHUTS, [U, THINKS])
     assert text is None
     assert "give enable_thinking to these rows alone" in printed
@@ -130,7 +130,7 @@ def test_reasoning_is_not_trained_behind_a_closed_block(build: Any) -> None:
     assert build(closed, [U, A])[0] == "<|user|>Ask<|end|><|assistant|>⟦</think>Say<|end|>⟧"
 
 
-def test_what_inference_alone_shows_is_told_wherever_it_stands(build: Any) -> None:
+def test_what_inference_alone_shows_is_told_wherever_it_stands(build):
     tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
     _, printed = build(DEFAULTS, [U, A], tools=tools)
     assert "1 answers follow other text than inference shows" in printed
@@ -138,7 +138,7 @@ def test_what_inference_alone_shows_is_told_wherever_it_stands(build: Any) -> No
     assert "than inference shows" not in build(DEFAULTS, [U, A])[1]
 
 
-def test_reasoning_in_tags_is_told_where_the_template_writes_it_otherwise(build: Any) -> None:
+def test_reasoning_in_tags_is_told_where_the_template_writes_it_otherwise(build):
     own = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     source = ASKED.replace("{{ m.content }}", own)
     text, printed = build(source, [U, WROTE])
@@ -149,7 +149,7 @@ def test_reasoning_in_tags_is_told_where_the_template_writes_it_otherwise(build:
     assert "<think> tags" not in printed
 
 
-def test_an_earlier_answer_is_no_problem_where_each_question_is_a_sample(build: Any) -> None:
+def test_an_earlier_answer_is_no_problem_where_each_question_is_a_sample(build):
     last = "{{ '<think></think>' if loop.last and m.role == 'assistant' else '' }}{{ m.content }}"
     source = ASKED.replace("{{ m.content }}", last).replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
     text, printed = build(source, [U, A, U, B])

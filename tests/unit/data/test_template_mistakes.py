@@ -1,10 +1,6 @@
 """The ordinary mistakes of a template's author are one sentence each, whatever Python raises for them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +24,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence(tiny: Any, tmp_path: Path, mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence(tiny, tmp_path, mistake, capsys):
     rows, template = tmp_path / "rows.jsonl", tmp_path / "mine.jinja"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows.write_text(json.dumps({"messages": turns}) + "\n")

@@ -4,13 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flatout.demo.conversations import (
-    SMALL_TALK,
-    ChatMessage,
-    held_out_prompts,
-    is_held_out,
-    sample_conversations,
-)
+from flatout.demo.conversations import SMALL_TALK, ChatMessage, held_out_prompts, is_held_out, sample_conversations
 
 ABOUT_CONTEXT = ("What is your", "Where are you", "Who are you", "What is my", "Where do I")
 
@@ -23,7 +17,7 @@ def turns(num: int, seed: int, *, held_out: bool) -> Iterator[tuple[list[ChatMes
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_answers_are_right_by_the_question_and_what_was_told_before(held_out: bool) -> None:
+def test_answers_are_right_by_the_question_and_what_was_told_before(held_out):
     seen = set()
     for prompt, answer in turns(400, seed=1, held_out=held_out):
         question = prompt[-1]["content"]
@@ -48,7 +42,7 @@ def test_answers_are_right_by_the_question_and_what_was_told_before(held_out: bo
     assert seen == {"Sorted:", "Backwards:", "Letters:", "Counting:", "I", "Your"}
 
 
-def test_held_out_questions_are_never_trained_on() -> None:
+def test_held_out_questions_are_never_trained_on():
     def keys(held_out: bool) -> set[str]:
         found = set()
         for prompt, _ in turns(1500, seed=3, held_out=held_out):
@@ -63,12 +57,12 @@ def test_held_out_questions_are_never_trained_on() -> None:
     assert not trained & held_out
 
 
-def test_no_whole_conversation_is_in_both_files() -> None:
+def test_no_whole_conversation_is_in_both_files():
     trained = {json.dumps(messages) for messages in sample_conversations(2000, 3, held_out=False)}
     assert not trained & {json.dumps(messages) for messages in sample_conversations(500, 3, held_out=True)}
 
 
-def test_lengths_are_very_uneven() -> None:
+def test_lengths_are_very_uneven():
     words = sorted(
         sum(len(m["content"].split()) for m in messages) for messages in sample_conversations(2000, 0, held_out=False)
     )
@@ -78,14 +72,14 @@ def test_lengths_are_very_uneven() -> None:
     assert 60 < sum("system" in found for found in roles) < 150
 
 
-def test_the_seed_decides_everything() -> None:
+def test_the_seed_decides_everything():
     assert list(sample_conversations(50, 7, held_out=False)) == list(sample_conversations(50, 7, held_out=False))
     assert list(sample_conversations(50, 7, held_out=False)) != list(sample_conversations(50, 8, held_out=False))
     assert held_out_prompts(7) == held_out_prompts(7)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_closing_prompts_are_held_out_and_end_with_the_answer(seed: int) -> None:
+def test_the_closing_prompts_are_held_out_and_end_with_the_answer(seed):
     sort, persona, guest = held_out_prompts(seed)
     assert is_held_out(sort[0]["content"])
     assert sort[1]["content"] == f"Sorted: {', '.join(sorted(re.split('[:,.] ?', sort[0]['content'])[1:-1]))}."

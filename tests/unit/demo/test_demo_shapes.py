@@ -17,7 +17,7 @@ from flatout.cli.main import main
 from flatout.demo import shapes
 
 
-def test_pictures_show_what_the_answers_say() -> None:
+def test_pictures_show_what_the_answers_say():
     for one in shapes.sample_shapes(200, 3, held_out=False):
         pixels = np.asarray(Image.open(io.BytesIO(one.content))).astype(int)
         is_shape = np.abs(pixels - pixels[0, 0]).sum(-1) > 0
@@ -29,16 +29,14 @@ def test_pictures_show_what_the_answers_say() -> None:
         assert one.answer == shapes.ANSWERS[one.question].format(color=color, shape=shape)
 
 
-def test_no_held_out_picture_is_trained_on() -> None:
+def test_no_held_out_picture_is_trained_on():
     trained = {one.content for one in shapes.sample_shapes(1000, 3, held_out=False)}
     held_out = [one.content for one in shapes.sample_shapes(200, 3, held_out=True)]
     assert trained.isdisjoint(held_out)
     assert held_out == [one.content for one in shapes.sample_shapes(200, 3, held_out=True)]
 
 
-def test_an_untrained_model_fails_the_demo_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path, monkeypatch, capsys):
     whole = shapes.shapes_config
 
     def short(folder: Path, seed: int) -> shapes.Config:
@@ -59,6 +57,6 @@ def test_an_untrained_model_fails_the_demo_and_says_so(
 
 
 @pytest.mark.exhaustive
-def test_the_demo_learns_to_answer_about_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_learns_to_answer_about_pictures(tmp_path, capsys):
     assert main(["demo", "--images", "--out", str(tmp_path)]) == 0
     assert "of 200 right" in capsys.readouterr().out

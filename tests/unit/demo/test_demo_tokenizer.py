@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import jinja2
 import pytest
 from hypothesis import given
@@ -15,19 +13,19 @@ TOKENIZER = train_tokenizer((m["content"] for c in CONVERSATIONS for m in c), VO
 
 
 @given(st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_comes_back(text):
     ids = TOKENIZER(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert TOKENIZER.decode(ids) == text
 
 
-def test_the_vocabulary_fits_the_model_and_words_are_one_token() -> None:
+def test_the_vocabulary_fits_the_model_and_words_are_one_token():
     assert 700 < len(TOKENIZER) <= VOCABULARY_SIZE
     assert TOKENIZER.eos_token == "<|im_end|>"
     for word in (" otter", " Tuesday", " 17"):
         assert len(TOKENIZER(word)["input_ids"]) == 1
 
 
-def test_generation_marks_cover_the_answers_and_their_end_of_turn() -> None:
+def test_generation_marks_cover_the_answers_and_their_end_of_turn():
     for messages in CONVERSATIONS[:50]:
         encoded = TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
@@ -35,7 +33,7 @@ def test_generation_marks_cover_the_answers_and_their_end_of_turn() -> None:
         assert trained == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
 
 
-def test_the_template_is_chatml() -> None:
+def test_the_template_is_chatml():
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>system\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
@@ -43,7 +41,7 @@ def test_the_template_is_chatml() -> None:
         TOKENIZER.apply_chat_template(messages, tools=[{"type": "function"}], tokenize=False)
 
 
-def test_the_folder_is_a_transformers_model_without_weights(tmp_path: Path) -> None:
+def test_the_folder_is_a_transformers_model_without_weights(tmp_path):
     write_model_folder(tmp_path, TOKENIZER)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert type(model).__name__ == "Qwen3ForCausalLM"
@@ -56,7 +54,7 @@ def test_the_folder_is_a_transformers_model_without_weights(tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_writing_again_changes_nothing_and_another_seed_is_refused(tmp_path: Path) -> None:
+def test_writing_again_changes_nothing_and_another_seed_is_refused(tmp_path):
     folder = tmp_path / "demo"
     write_demo(folder, 5, num_train=60, num_held_out=10)
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}

@@ -12,7 +12,7 @@ from flatout.trainer.state import Progress
 
 
 @pytest.fixture
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_steps(monkeypatch):
     """The demo as it is, on fewer conversations and for three steps."""
     whole = settings.demo_config
 
@@ -25,7 +25,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "demo")]) == 1
     out = capsys.readouterr().out
     assert "(WRONG)" in out
@@ -37,9 +37,7 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_make_clean_removes_what_the_demo_writes_where_it_is_not_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_clean_removes_what_the_demo_writes_where_it_is_not_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["demo"]) == 1
     (folder,) = tmp_path.iterdir()
@@ -51,7 +49,7 @@ def test_make_clean_removes_what_the_demo_writes_where_it_is_not_told(
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_another_seed_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_seed_in_the_same_folder_is_refused(tmp_path, capsys):
     write.write_demo(tmp_path, 42)
     assert main(["demo", "--out", str(tmp_path), "--seed", "43"]) == 2
     assert "another seed" in capsys.readouterr().err
@@ -60,12 +58,12 @@ def test_another_seed_in_the_same_folder_is_refused(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("before", "after", "halved"), [(4.0, 2.0, True), (4.0, 2.01, False), (4.0, None, False), (None, None, False)]
 )
-def test_halved(before: float | None, after: float | None, halved: bool) -> None:
+def test_halved(before, after, halved):
     progress = Progress(first_eval_loss=before, last_eval_loss=after)
     assert loss_halved(Result(Path("run"), Path("run/final"), 1, progress)) is halved
 
 
-def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path: Path) -> None:
+def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path):
     config = settings.demo_config(tmp_path, 1)
     held_out = settings.held_out_data(config, tmp_path)
     assert held_out.name == config.eval.data != config.data.name
@@ -73,7 +71,7 @@ def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path: Path
     assert held_out.root == config.data.root
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path, capsys):
     (tmp_path / "taken").write_text("mine")
     assert main(["demo", "--out", str(tmp_path / "taken")]) == 6
     assert f"cannot create the folder {tmp_path / 'taken'}" in capsys.readouterr().err

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ GPUS = "0, GPU-a, NVIDIA H100, 580.1, 81559, 4\n1, GPU-b, NVIDIA H100, 580.1, 81
 PROCESSES = f"GPU-b, {os.getpid()}, 40000, /usr/bin/python\nGPU-b, 4000000, [N/A], trainer\n"
 
 
-def test_a_held_gpu_is_told_with_who_holds_it() -> None:
+def test_a_held_gpu_is_told_with_who_holds_it():
     gpus = parse_rows(GPUS, GPU_FIELDS)
     free, held = judge_gpus(gpus, parse_rows(PROCESSES, PROCESS_FIELDS))
     assert (free.what, free.status) == ("GPU 0", "ok")
@@ -38,12 +37,12 @@ def test_a_held_gpu_is_told_with_who_holds_it() -> None:
     assert (unseen.status, "cannot see" in unseen.got) == ("warn", True)
 
 
-def test_rows_that_nvidia_smi_does_not_fill_are_left_out() -> None:
+def test_rows_that_nvidia_smi_does_not_fill_are_left_out():
     rows = parse_rows("No devices were found\n0, GPU-a, x, 1, [N/A], 5\n", GPU_FIELDS)
     assert list(judge_gpus(rows, [])) == []
 
 
-def test_links_through_the_host_and_slow_ones_are_warned_of() -> None:
+def test_links_through_the_host_and_slow_ones_are_warned_of():
     fast = {(0, 1): 300e9, (1, 0): 310e9}
     assert judge_links(2, 0, fast).status == "ok"
     assert judge_links(2, 2, fast).status == "warn"
@@ -52,16 +51,14 @@ def test_links_through_the_host_and_slow_ones_are_warned_of() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_asked_for_and_not_there_fails() -> None:
+def test_a_gpu_asked_for_and_not_there_fails():
     assert [finding.status for finding in check_torch("cuda")] == ["ok", "fail"]
     assert [finding.status for finding in check_torch("auto")] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_the_size_of_a_checkpoint_is_known_before_it_is_written(
-    tiny: Any, tmp_path: Path, method: str, optimizer: str
-) -> None:
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(tiny, tmp_path, method, optimizer):
     config = tiny.config(tmp_path / "run", method=method, optim={"name": optimizer}, batch={"max_steps": 1})
     train(config)
     files = (config.folder / "checkpoints" / "step-1").glob("*.safetensors")
@@ -78,14 +75,14 @@ class SmallDisk(Disk):
         return self.free
 
 
-def test_room_for_two_checkpoints_is_the_least(tiny: Any, tmp_path: Path) -> None:
+def test_room_for_two_checkpoints_is_the_least(tiny, tmp_path):
     config = tiny.config(tmp_path, checkpoint={"keep": 3})
     one = checkpoint_bytes(config)
     statuses = [check_space(config, SmallDisk(n * one)).status for n in (1, 2, 4, 5)]
     assert statuses == ["fail", "warn", "warn", "ok"]
 
 
-def test_a_healthy_run_has_no_failed_line_and_leaves_nothing_behind(tiny: Any, tmp_path: Path) -> None:
+def test_a_healthy_run_has_no_failed_line_and_leaves_nothing_behind(tiny, tmp_path):
     config = tiny.config(tmp_path / "run")
     findings = {finding.what: finding for finding in examine(config, Rank())}
     assert {"torch", "packages", "model", "run folder", "disk space", "rehearsal"} <= set(findings)
@@ -93,9 +90,7 @@ def test_a_healthy_run_has_no_failed_line_and_leaves_nothing_behind(tiny: Any, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_another_run_holds_fails_with_exit_code_6(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_another_run_holds_fails_with_exit_code_6(tiny, tmp_path, capsys):
     config = tiny.config(tmp_path / "run")
     (tmp_path / "run.yaml").write_text(dump_config(config))
     with RunLock(config.folder):
@@ -110,13 +105,13 @@ def test_a_folder_that_another_run_holds_fails_with_exit_code_6(
     assert told.err.startswith("error: doctor: 1 of ")
 
 
-def test_a_model_that_is_not_there_is_a_line_not_a_traceback(tiny: Any, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_a_line_not_a_traceback(tiny, tmp_path):
     config = tiny.config(tmp_path / "run", model={"name": str(tmp_path / "nowhere")})
     failed = {finding.what for finding in examine(config, Rank()) if finding.status == "fail"}
     assert "model" in failed
 
 
-def test_other_versions_on_a_node_are_named() -> None:
+def test_other_versions_on_a_node_are_named():
     nodes = [{"host": "a", "versions": {"torch": "2.13"}}, {"host": "b", "versions": {"torch": "2.11"}}]
     different = compare_nodes(nodes)
     assert (different.status, different.got) == ("fail", "torch 2.13 on a, 2.11 on b")
@@ -124,7 +119,7 @@ def test_other_versions_on_a_node_are_named() -> None:
 
 
 @pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.exhaustive), False])
-def test_ranks_that_see_different_run_folders_are_found(tiny: Any, tmp_path: Path, shared: bool) -> None:
+def test_ranks_that_see_different_run_folders_are_found(tiny, tmp_path, shared):
     config = tiny.config(Path("run"))
     (tmp_path / "run.yaml").write_text(dump_config(config))
     places = [tmp_path / ("node" if shared else f"node-{index}") for index in range(2)]
@@ -144,7 +139,7 @@ def test_ranks_that_see_different_run_folders_are_found(tiny: Any, tmp_path: Pat
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_gpus_every_check_answers() -> None:
+def test_on_gpus_every_check_answers():
     findings = {finding.what: finding for finding in examine(None, Rank())}
     assert {"CUDA", "NCCL", "triton"} <= set(findings)
     assert findings["CUDA"].status == "ok"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ metric_list: [{metric: acc}]
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     train(tiny.config(folder, batch={"max_steps": 8}, optim={"lr": 2e-2}, lora={"rank": 8}))
     return folder
@@ -44,9 +43,7 @@ def said_by_chat(finished: Path) -> str:
     return answer(model, tokenizer, [{"role": "user", "content": QUESTION}], **greedy)
 
 
-def test_own_questions_are_scored_by_exact_match(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_questions_are_scored_by_exact_match(finished, tmp_path, capsys):
     said = said_by_chat(finished)
     assert said
     file = tmp_path / "questions.jsonl"
@@ -76,9 +73,7 @@ def test_own_questions_are_scored_by_exact_match(
     assert "exact match: 2 of 2 right (100.0%)" in capsys.readouterr().out
 
 
-def test_tasks_of_lm_eval_are_scored(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_of_lm_eval_are_scored(finished, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     from datasets import config as datasets_config
 
@@ -140,9 +135,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_one_sentence(
-    case: str, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_input_is_one_sentence(case, tiny, tmp_path, capsys, monkeypatch):
     options, code, text = WRONG[case]
     if "--include-path" in options:
         pytest.importorskip("lm_eval")
@@ -164,9 +157,7 @@ def test_wrong_input_is_one_sentence(
     assert not (model / "eval").exists()
 
 
-def test_without_lm_eval_the_error_says_what_to_install(
-    tiny: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_lm_eval_the_error_says_what_to_install(tiny, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
     assert main(["eval", str(tiny.model_dir), "--tasks", "arc_easy", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
@@ -174,9 +165,7 @@ def test_without_lm_eval_the_error_says_what_to_install(
     assert install("eval") in error
 
 
-def test_a_question_beyond_the_models_positions_is_named(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_question_beyond_the_models_positions_is_named(finished, tmp_path, capsys):
     file = tmp_path / "questions.jsonl"
     rows = [{"prompt": QUESTION, "answer": "a"}, {"prompt": "x y" * 4000, "answer": "a"}]
     command = ["eval", str(finished), "--answers", str(file), "--device", "cpu", "--max-new-tokens", "2"]

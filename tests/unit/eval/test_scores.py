@@ -30,7 +30,7 @@ def run_on(tiny: Any, tmp_path: Path, rows: list[dict[str, Any]], objective: str
     return file
 
 
-def test_labels_are_judged_as_transformers_gives_them(tiny: Any, tmp_path: Path, capsys: Any) -> None:
+def test_labels_are_judged_as_transformers_gives_them(tiny, tmp_path, capsys):
     file = run_on(tiny, tmp_path, TEXTS, "classify", columns={"text": "review", "label": "stars"})
     assert main(["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -57,7 +57,7 @@ def test_labels_are_judged_as_transformers_gives_them(tiny: Any, tmp_path: Path,
     assert "label 'other' is none of those that are trained" in capsys.readouterr().err
 
 
-def test_pairs_are_judged_by_the_scores_of_their_answers(tiny: Any, tmp_path: Path, capsys: Any) -> None:
+def test_pairs_are_judged_by_the_scores_of_their_answers(tiny, tmp_path, capsys):
     file = run_on(tiny, tmp_path, PAIRS, "reward")
     final = tmp_path / "run/final"
     tokenizer = AutoTokenizer.from_pretrained(final)

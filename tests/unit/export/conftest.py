@@ -1,15 +1,10 @@
 """A finished run, made once."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 
 @pytest.fixture(scope="package")
-def run_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tiny, tmp_path_factory):
     from flatout.trainer.run import train
 
     evaluation = {"fraction": 0.1, "every_steps": 1, "prompts": []}

@@ -87,7 +87,7 @@ def require_equal(folder: Path, tensors: dict[str, np.ndarray], tolerance: float
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max(), err_msg=own)
 
 
-def test_a_runs_file_equals_its_merged_model(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runs_file_equals_its_merged_model(run_dir, tmp_path, capsys):
     assert main(["merge", str(run_dir), "--out", str(tmp_path / "merged")]) == 0
     assert main(["export", str(run_dir), "--to", "gguf", "--out", str(tmp_path / "gguf")]) == 0
     assert f"llama-cli -m {tmp_path / 'gguf' / 'chats-f32.gguf'}" in capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_a_runs_file_equals_its_merged_model(run_dir: Path, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_architecture_goes_out_and_back(tiny: Any, tmp_path: Path, name: str) -> None:
+def test_every_architecture_goes_out_and_back(tiny, tmp_path, name):
     config_class, settings = SHAPES[name]
     folder = model_folder(tiny, tmp_path / name, config_class, **settings)
     assert main(["export", str(folder), "--to", "gguf", "--out", str(tmp_path / "out")]) == 0
@@ -143,7 +143,7 @@ def test_every_architecture_goes_out_and_back(tiny: Any, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("q8_0", 1 / 127), ("f16", 2**-11), ("bf16", 2**-8)])
-def test_a_named_encoding_is_used_for_matrices(run_dir: Path, tmp_path: Path, kind: str, tolerance: float) -> None:
+def test_a_named_encoding_is_used_for_matrices(run_dir, tmp_path, kind, tolerance):
     assert main(["merge", str(run_dir), "--out", str(tmp_path / "merged")]) == 0
     command = ["export", str(run_dir), "--to", "gguf", "--quantize", kind, "--out", str(tmp_path / "out")]
     assert main(command) == 0
@@ -177,9 +177,7 @@ writer.close()
 """
 
 
-def test_other_encodings_need_llama_quantize(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_encodings_need_llama_quantize(run_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     command = ["export", str(run_dir), "--to", "gguf", "--quantize", "q4_k_m", "--out", str(tmp_path / "out")]
     assert main(command) == 2
@@ -195,9 +193,7 @@ def test_other_encodings_need_llama_quantize(
     assert (tmp_path / "out" / "chats-q4_k_m.gguf").read_bytes().endswith(b"Q4_K_M")
 
 
-def test_other_architectures_need_llama_cpps_converter(
-    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_architectures_need_llama_cpps_converter(tiny, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     folder = model_folder(tiny, tmp_path / "model", Gemma2Config, head_dim=16)
     command = ["export", str(folder), "--to", "gguf", "--out", str(tmp_path / "out")]
@@ -223,9 +219,7 @@ def test_other_architectures_need_llama_cpps_converter(
 
 
 @pytest.mark.parametrize("kind", ["byte fallback", "other split", "rope"])
-def test_what_would_be_read_differently_is_refused(
-    tiny: Any, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_be_read_differently_is_refused(tiny, tmp_path, kind, capsys):
     settings = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}} if kind == "rope" else {}
     folder = model_folder(tiny, tmp_path / "model", LlamaConfig, **settings)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -243,7 +237,7 @@ def test_what_would_be_read_differently_is_refused(
 @pytest.mark.parametrize(
     "name", ["run", *(name if name == "llama" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHAPES)]
 )
-def test_llama_cpp_computes_the_same(tiny: Any, run_dir: Path, tmp_path: Path, name: str) -> None:
+def test_llama_cpp_computes_the_same(tiny, run_dir, tmp_path, name):
     """llama.cpp itself, where it is installed: the same tokens, and the same probabilities of the next one."""
     llama = pytest.importorskip("xllamacpp")
     from urllib.request import Request, urlopen

@@ -1,18 +1,13 @@
 """What is pushed can be loaded by plain transformers and PEFT; nothing is overwritten, and no token is shown."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from hub_stand_in import READ_TOKEN, TOKEN, Hub, Repo, hub_of_this_process
+from hub_stand_in import READ_TOKEN, TOKEN, Repo, hub_of_this_process
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,16 +16,16 @@ from flatout.export import push
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch):
     """A hub that this process uses, with a valid token."""
     with hub_of_this_process(tmp_path, monkeypatch) as running:
         yield running
 
 
 def test_adapter_and_merged_model_load_from_the_hub(
-    tiny: Any, run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    tiny, run_dir, hub, tmp_path, capsys,
+    caplog,
+):  # fmt: skip
     (run_dir / "eval").mkdir(exist_ok=True)
     row = {"task": "arc_easy", "metric": "acc", "value": 0.25, "stderr": None, "num_samples": 8}
     (run_dir / "eval" / "arc_easy.json").write_text(json.dumps({"tasks": [row]}))
@@ -87,7 +82,7 @@ def test_adapter_and_merged_model_load_from_the_hub(
     assert curve.count("<circle") == 4
 
 
-def test_a_repository_is_replaced_only_when_asked(run_dir: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repository_is_replaced_only_when_asked(run_dir, hub, capsys):
     hub.repos["someone/full"] = Repo(commits=[{"model.safetensors": b"old", "README.md": b"old"}])
     hub.repos["someone/empty"] = Repo()
     command = ["push", str(run_dir), "someone/full", "--base", "someone/base"]
@@ -119,9 +114,9 @@ def test_a_repository_is_replaced_only_when_asked(run_dir: Path, hub: Hub, capsy
     ],
 )
 def test_failures_are_one_sentence_without_the_token(
-    run_dir: Path, hub: Hub, repo: str, token: str | None, fails: dict[str, int], code: int, said: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    run_dir, hub, repo, token, fails, code, said,
+    monkeypatch, capsys,
+):  # fmt: skip
     if token is None:
         monkeypatch.delenv("HF_TOKEN")
     else:
@@ -139,9 +134,7 @@ def test_failures_are_one_sentence_without_the_token(
 
 @pytest.mark.parametrize("path", ["/api/whoami", "/api/models/someone/mine", "/preupload", "/commit/", "/repos/create"])
 @pytest.mark.parametrize("content", [b"<html>Log in to this hotel</html>", b"[1, 2]", b'{"url": "http://elsewhere"}'])
-def test_a_hub_that_answers_something_else_is_one_sentence(
-    run_dir: Path, hub: Hub, path: str, content: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hub_that_answers_something_else_is_one_sentence(run_dir, hub, path, content, capsys):
     hub.odd = {path: content}
     assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -156,9 +149,9 @@ def test_a_hub_that_answers_something_else_is_one_sentence(
     [("/api/whoami", 1.0, 600.0), ("/repos/create", 1.0, 600.0), ("/commit/", 15, 1.0)],
 )
 def test_a_hub_that_goes_silent_is_told_and_bounded(
-    run_dir: Path, hub: Hub, path: str, asked_s: float, committed_s: float, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    run_dir, hub, path, asked_s, committed_s, capsys,
+    monkeypatch,
+):  # fmt: skip
     """A question is waited for shortly, and a commit as long as a hub needs for one."""
     assert push.ASKED_S < push.COMMITTED_S
     monkeypatch.setattr(push, "ASKED_S", asked_s)
@@ -173,9 +166,7 @@ def test_a_hub_that_goes_silent_is_told_and_bounded(
     assert f"{hub.address} cannot be reached" in said.splitlines()[-1]
 
 
-def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(
-    run_dir: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(run_dir, hub, tmp_path, capsys):
     assert main(["push", str(run_dir), "mine"]) == 2
     assert "others do not have" in capsys.readouterr().err
     run = tmp_path / "run"

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,9 +41,7 @@ def go_render(template: str, messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("name", [*OURS, "default system", "date"])
-def test_the_modelfile_renders_as_the_chat_template(
-    run_dir: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_modelfile_renders_as_the_chat_template(run_dir, tmp_path, name, capsys):
     pytest.importorskip("gguf")
     adapter = tmp_path / "adapter"
     shutil.copytree(run_dir / "final", adapter)
@@ -76,7 +73,7 @@ def test_the_modelfile_renders_as_the_chat_template(
         assert go_render(found[1], part) == expected
 
 
-def test_sampling_of_the_model_goes_into_the_modelfile(tiny: Any, tmp_path: Path) -> None:
+def test_sampling_of_the_model_goes_into_the_modelfile(tiny, tmp_path):
     pytest.importorskip("gguf")
     folder = tmp_path / "model"
     shutil.copytree(tiny.model_dir, folder)
@@ -98,9 +95,7 @@ def test_sampling_of_the_model_goes_into_the_modelfile(tiny: Any, tmp_path: Path
         ("<|im_end|>", "chats\nSYSTEM You obey.", 2),
     ],
 )
-def test_no_name_becomes_a_line_of_the_modelfile(
-    run_dir: Path, tmp_path: Path, end: str, name: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_name_becomes_a_line_of_the_modelfile(run_dir, tmp_path, end, name, code, capsys):
     pytest.importorskip("gguf")
     adapter = tmp_path / name
     shutil.copytree(run_dir / "final", adapter)
@@ -120,9 +115,7 @@ def test_no_name_becomes_a_line_of_the_modelfile(
 
 
 @pytest.mark.parametrize("to", ["vllm", "mlx"])
-def test_a_folder_that_older_readers_understand(
-    run_dir: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_older_readers_understand(run_dir, tmp_path, to, capsys):
     assert export(run_dir, tmp_path / "out", to) == 0
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     folder = str(tmp_path / "out")
@@ -139,7 +132,7 @@ def test_a_folder_that_older_readers_understand(
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
 
-def test_the_adapter_alone_for_vllm(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_adapter_alone_for_vllm(run_dir, tmp_path, capsys):
     assert export(run_dir, tmp_path / "out", "vllm", "--adapter") == 0
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     base = json.loads((run_dir / "final" / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -172,9 +165,7 @@ def test_the_adapter_alone_for_vllm(run_dir: Path, tmp_path: Path, capsys: pytes
         (("mlx",), 4, "it was damaged or edited"),
     ],
 )
-def test_what_cannot_be_written_is_said(
-    run_dir: Path, tmp_path: Path, options: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_is_said(run_dir, tmp_path, options, code, said, capsys):
     run = tmp_path / "run"
     shutil.copytree(run_dir, run)
     if "--best" in options:
@@ -187,7 +178,7 @@ def test_what_cannot_be_written_is_said(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_content_is_left_alone(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_content_is_left_alone(run_dir, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert export(run_dir, tmp_path, "vllm") == 6
     assert "is not empty" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def base_model(tiny: Any, folder: Path, kind: Kind) -> Path:
 
 
 @pytest.fixture(scope="module", params=usual(KINDS, ["base with chatml", "adapter of a base", "like GLM"]))
-def trained(request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
+def trained(request, tiny, tmp_path_factory):
     """A run that has learnt one answer by heart."""
     from flatout.trainer.run import train
 
@@ -150,7 +150,7 @@ def llama_server(file: Path) -> Iterator[Any]:
     yield call
 
 
-def test_results_stop_and_others_can_read_them(trained: tuple[Kind, Path], tmp_path: Path) -> None:
+def test_results_stop_and_others_can_read_them(trained, tmp_path):
     kind, run = trained
     final, merged = run / "final", tmp_path / "merged"
     if kind.method == "lora":
@@ -164,9 +164,7 @@ def test_results_stop_and_others_can_read_them(trained: tuple[Kind, Path], tmp_p
 
 
 @pytest.mark.parametrize("road", ["results", "vllm", "mlx"])
-def test_config_json_stops_where_a_program_reads_no_generation_config(
-    trained: tuple[Kind, Path], tmp_path: Path, road: str
-) -> None:
+def test_config_json_stops_where_a_program_reads_no_generation_config(trained, tmp_path, road):
     kind, run = trained
     if road == "results" and kind.method == "full":
         shutil.copytree(run / "final", tmp_path / "out")
@@ -198,7 +196,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_the_last_token_that_ends_each_answer_is_the_stop(name: str, tiny: Any) -> None:
+def test_the_last_token_that_ends_each_answer_is_the_stop(name, tiny):
     turn, stop = ENDS[name]
     tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
@@ -209,7 +207,7 @@ def test_the_last_token_that_ends_each_answer_is_the_stop(name: str, tiny: Any) 
 
 
 @pytest.mark.parametrize("config", [Qwen3Config(), Gemma3Config(), NomicBertConfig()], ids=lambda one: one.model_type)
-def test_every_class_of_configs_takes_the_stops(config: Any) -> None:
+def test_every_class_of_configs_takes_the_stops(config):
     model: Any = SimpleNamespace(config=config, generation_config=None)
     for ids, expected in ([7, 9], [7, 9]), ([7], 7):
         set_stops(model, ids)
@@ -220,7 +218,7 @@ def test_every_class_of_configs_takes_the_stops(config: Any) -> None:
         assert type(config)(**config.to_dict()).eos_token_id == takes
 
 
-def test_llama_cpp_stops(trained: tuple[Kind, Path], tmp_path: Path) -> None:
+def test_llama_cpp_stops(trained, tmp_path):
     kind, run = trained
     assert main(["export", str(run), "--to", "ollama", "--quantize", "f32", "--out", str(tmp_path / "out")]) == 0
     tokenizer = AutoTokenizer.from_pretrained(run / "final")

@@ -45,7 +45,7 @@ def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
     return {**tensors, "strided": base.T, "empty": torch.empty(0, 4), "number": torch.tensor(7), "view": base[1:, ::2]}
 
 
-def test_tensors_are_what_safetensors_itself_reads(tmp_path: Path) -> None:
+def test_tensors_are_what_safetensors_itself_reads(tmp_path):
     tensors = tensors_of_all_kinds()
     facts = write_tensors(tmp_path / "a.safetensors", tensors, {"k": "v"})
     theirs = load_file(tmp_path / "a.safetensors")
@@ -57,7 +57,7 @@ def test_tensors_are_what_safetensors_itself_reads(tmp_path: Path) -> None:
         assert torch.equal(read.reshape(-1).view(torch.uint8), bits)
 
 
-def test_the_layout_is_byte_for_byte_that_of_safetensors(tmp_path: Path) -> None:
+def test_the_layout_is_byte_for_byte_that_of_safetensors(tmp_path):
     tensors = {
         "b": torch.arange(6.0).reshape(2, 3),
         "a": torch.arange(4, dtype=torch.int8),
@@ -69,7 +69,7 @@ def test_the_layout_is_byte_for_byte_that_of_safetensors(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("size", [0, 1, 8 * 2**20 - 1, 8 * 2**20 + 1])
-def test_bytes_of_any_size(tmp_path: Path, size: int) -> None:
+def test_bytes_of_any_size(tmp_path, size):
     content = bytes(range(256)) * (size // 256 + 1)
     durable_io = DurableIO()
     durable_io.make_dir(tmp_path / "new" / "deep")
@@ -81,7 +81,7 @@ def test_bytes_of_any_size(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
-def test_modes_are_what_the_umask_leaves(tmp_path: Path, umask: int, file_mode: int, folder_mode: int) -> None:
+def test_modes_are_what_the_umask_leaves(tmp_path, umask, file_mode, folder_mode):
     before = os.umask(umask)
     try:
         DurableIO().make_dir(tmp_path / "new" / "deep")
@@ -97,7 +97,7 @@ def test_modes_are_what_the_umask_leaves(tmp_path: Path, umask: int, file_mode: 
         assert path.stat().st_mode & 0o777 == folder_mode
 
 
-def test_short_writes_are_finished(tmp_path: Path) -> None:
+def test_short_writes_are_finished(tmp_path):
     class ShortDisk(QuickDisk):
         def write(self, fd: int, content: memoryview) -> int:
             return super().write(fd, content[:3])
@@ -107,7 +107,7 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["die", "torn", FULL_DISK, BROKEN_DISK])
-def test_a_replaced_file_is_old_or_new_at_every_operation(tmp_path: Path, fault: str | int) -> None:
+def test_a_replaced_file_is_old_or_new_at_every_operation(tmp_path, fault):
     path = tmp_path / "config.json"
     counting = FaultyDisk()
     DurableIO(counting).write_json(path, {"n": 0})
@@ -123,7 +123,7 @@ def test_a_replaced_file_is_old_or_new_at_every_operation(tmp_path: Path, fault:
             assert "config.json" in str(raised.value)
 
 
-def test_a_written_file_survives_a_power_cut_and_only_the_fsyncs_make_it_so(tmp_path: Path) -> None:
+def test_a_written_file_survives_a_power_cut_and_only_the_fsyncs_make_it_so(tmp_path):
     class ForgetfulDisk(FaultyDisk):
         def sync(self, fd: int) -> None:
             pass
@@ -137,7 +137,7 @@ def test_a_written_file_survives_a_power_cut_and_only_the_fsyncs_make_it_so(tmp_
             assert (path.read_bytes() == b"new") is safe
 
 
-def test_a_full_disk_says_path_needed_and_free_bytes(tmp_path: Path) -> None:
+def test_a_full_disk_says_path_needed_and_free_bytes(tmp_path):
     class FullDisk(FaultyDisk):
         def free_bytes(self, path: Path) -> int:
             return 1234
@@ -152,7 +152,7 @@ def test_a_full_disk_says_path_needed_and_free_bytes(tmp_path: Path) -> None:
     DurableIO(FullDisk()).require_free(tmp_path, 1234)
 
 
-def test_remove_tree_takes_links_not_their_targets(tmp_path: Path) -> None:
+def test_remove_tree_takes_links_not_their_targets(tmp_path):
     (tmp_path / "keep").mkdir()
     (tmp_path / "keep" / "a").write_text("")
     (tmp_path / "gone" / "deep").mkdir(parents=True)
@@ -163,7 +163,7 @@ def test_remove_tree_takes_links_not_their_targets(tmp_path: Path) -> None:
     assert (tmp_path / "keep" / "a").exists()
 
 
-def test_hostile_and_broken_files_are_named_not_parsed(tmp_path: Path) -> None:
+def test_hostile_and_broken_files_are_named_not_parsed(tmp_path):
     path = tmp_path / "model.safetensors"
     cases = {
         "too short": b"1234567",
@@ -178,7 +178,7 @@ def test_hostile_and_broken_files_are_named_not_parsed(tmp_path: Path) -> None:
         assert str(path) in str(raised.value)
 
 
-def test_broken_json_is_named(tmp_path: Path) -> None:
+def test_broken_json_is_named(tmp_path):
     path = tmp_path / "state.json"
     cases = {
         "1:2: expected a key in double quotes": b"{a",
@@ -217,7 +217,7 @@ class SyncCounting(QuickDisk):
         self.folders.add(path)
 
 
-def test_what_others_wrote_becomes_durable(tmp_path: Path) -> None:
+def test_what_others_wrote_becomes_durable(tmp_path):
     (tmp_path / "final" / "deep").mkdir(parents=True)
     (tmp_path / "final" / "a").write_bytes(b"abc")
     (tmp_path / "final" / "deep" / "b").write_bytes(b"")
@@ -232,7 +232,7 @@ def test_what_others_wrote_becomes_durable(tmp_path: Path) -> None:
         DurableIO().sync_tree(tmp_path / "final")
 
 
-def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_a_folder_takes_the_place_of_another(tmp_path):
     target, aside = tmp_path / "target", tmp_path / "aside"
     (tmp_path / ".target.tmp" / "left by a crash").mkdir(parents=True)
     for content in ("first", "second"):
@@ -246,7 +246,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [aside, target]
 
 
-def test_no_link_is_followed(tmp_path: Path) -> None:
+def test_no_link_is_followed(tmp_path):
     """What stands outside the folder stays as it is, and no pipe is waited for."""
     outside = tmp_path / "outside"
     outside.write_text("precious")
@@ -265,7 +265,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     assert outside.read_text() == "precious"
 
 
-def test_a_file_of_lines_loses_lines_while_the_disk_refuses(tmp_path: Path) -> None:
+def test_a_file_of_lines_loses_lines_while_the_disk_refuses(tmp_path):
     lines = AppendFile(tmp_path / "metrics.jsonl")
     lines.write("a" * 3000)
     found = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -283,7 +283,7 @@ def test_a_file_of_lines_loses_lines_while_the_disk_refuses(tmp_path: Path) -> N
     assert (tmp_path / "metrics.jsonl").read_text() == f"{'a' * 3000}\nc\n{'d' * 3000}\n"
 
 
-def test_a_line_cut_off_by_a_crash_is_removed(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_crash_is_removed(tmp_path):
     for before, kept in (("a\nb", "a\n"), ("a", ""), ("a\n", "a\n"), ("", "")):
         path = tmp_path / "events.jsonl"
         path.write_text(before)
@@ -293,7 +293,7 @@ def test_a_line_cut_off_by_a_crash_is_removed(tmp_path: Path) -> None:
         assert path.read_text() == f"{kept}next\n"
 
 
-def test_a_deleted_file_or_folder_is_made_again(tmp_path: Path) -> None:
+def test_a_deleted_file_or_folder_is_made_again(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     lines = AppendFile(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_stand_in import Hub, Repo, hub_of_this_process
+from hub_stand_in import Repo, hub_of_this_process
 from local_server import local_server
 
 from flatout.cli.main import main
@@ -93,7 +93,7 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
         pytest.param("listing", 6, "does not answer as a hub does", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind: str, code: int, said: str) -> None:
+def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path, kind, code, said):
     with hub(kind) as (address, connections):
         done = flatout(address, tmp_path, "chat", "modles/qwen", "--prompt", "a")
     assert done.returncode == code, done.stderr
@@ -106,7 +106,7 @@ def test_a_model_that_no_folder_and_no_hub_has_is_one_line(tmp_path: Path, kind:
 
 
 @pytest.mark.exhaustive
-def test_a_tokenizer_that_a_silent_hub_does_not_give_is_one_line(tmp_path: Path) -> None:
+def test_a_tokenizer_that_a_silent_hub_does_not_give_is_one_line(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     with hub("silent") as (address, _):
         done = flatout(
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_a_silent_hub_does_not_give_is_one_line(tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_a_cached_model_loads_though_the_hub_is_silent(tiny: Any, tmp_path: Path) -> None:
+def test_a_cached_model_loads_though_the_hub_is_silent(tiny, tmp_path):
     repository = tmp_path / "hub" / "models--org--tiny"
     shutil.copytree(tiny.model_dir, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
@@ -130,7 +130,7 @@ def test_a_cached_model_loads_though_the_hub_is_silent(tiny: Any, tmp_path: Path
 
 
 @pytest.fixture
-def here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def here(tiny, tmp_path, monkeypatch):
     """A hub with the model org/tiny that this process uses; waits between the client's attempts take no time."""
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     with hub_of_this_process(tmp_path, monkeypatch) as running:
@@ -148,9 +148,7 @@ def here(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         (404, 2, "the hub rejects it"),
     ],
 )
-def test_an_error_of_the_hub_is_not_a_file_that_does_not_exist(
-    here: Hub, status: int, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_hub_is_not_a_file_that_does_not_exist(here, status, code, said, capsys):
     here.fails = {"config.json": status}
     assert main(["chat", "someone/tiny", "--prompt", "a", "--device", "cpu"]) == code
     assert said in capsys.readouterr().err
@@ -159,7 +157,7 @@ def test_an_error_of_the_hub_is_not_a_file_that_does_not_exist(
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json", "model-2-of-2.safetensors"])
-def test_a_fingerprint_never_leaves_weights_out(here: Hub, file: str) -> None:
+def test_a_fingerprint_never_leaves_weights_out(here, file):
     model, files = ModelConfig(name="someone/tiny"), here.repos["someone/tiny"].files
     if file != "model.safetensors":
         weights = files.pop("model.safetensors")

@@ -1,25 +1,21 @@
 """What an error says of a missing package works in this installation: flatout is on no package index."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
-
-import pytest
 
 from flatout import errors
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_clone_installs_itself() -> None:
+def test_a_clone_installs_itself():
     assert errors.install("images") == f"pip install -e '{ROOT}[images]'"
     assert errors.install("mlflow,eval") == f"pip install -e '{ROOT}[mlflow,eval]'"
 
 
-def test_elsewhere_the_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_the_packages_are_named(tmp_path, monkeypatch):
     """From a wheel, there is no folder to install: the requirements of the extras, without flatout's name."""
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "flatout" / "errors.py"))
     command = errors.install("studio,gguf")
@@ -30,7 +26,7 @@ def test_elsewhere_the_packages_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(re.split("[ ;<>=]", text)[0] in command for text in needed)
 
 
-def test_every_extra_that_an_error_names_exists() -> None:
+def test_every_extra_that_an_error_names_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     texts = [path.read_text() for path in (ROOT / "flatout").rglob("*.py")]
     named = {extra for text in texts for extra in re.findall(r"install\('([a-z]+)'\)", text)}
@@ -38,7 +34,7 @@ def test_every_extra_that_an_error_names_exists() -> None:
     assert named <= declared.keys()
 
 
-def test_no_error_names_an_index() -> None:
+def test_no_error_names_an_index():
     """One place spells it."""
     named = [path for path in (ROOT / "flatout").rglob("*.py") if re.search(r"pip install '?flatout", path.read_text())]
     assert not named

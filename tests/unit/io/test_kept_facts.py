@@ -17,12 +17,12 @@ KEY = {"flatout": "1", "device": ["cuda", 9, 0], "settings": {"rank": 16, "dropo
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "flatout" / "checks"
 
 
-def test_facts_are_found_under_an_equal_key_and_kind_only() -> None:
+def test_facts_are_found_under_an_equal_key_and_kind_only():
     assert find_facts("self-test", KEY) is None
     keep_facts("self-test", KEY, {"line": "exact"})
     for equal in (KEY, dict(reversed(KEY.items()))):
@@ -39,7 +39,7 @@ def test_facts_are_found_under_an_equal_key_and_kind_only() -> None:
         assert find_facts("self-test", {**KEY, **changed}) is None
 
 
-def test_the_folder_is_private(cache: Path) -> None:
+def test_the_folder_is_private(cache):
     keep_facts("self-test", KEY, {})
     assert cache.stat().st_mode & 0o777 == 0o700
 
@@ -51,7 +51,7 @@ def fact_file(cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("who", ["folder of another", "file of another", "open to all", "link of another", "own"])
-def test_only_what_this_user_has_written_is_believed(cache: Path, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_this_user_has_written_is_believed(cache, who, monkeypatch):
     file = fact_file(cache)
     if os.geteuid() != 0 and "another" in who:
         pytest.skip("only root can give files away")
@@ -83,7 +83,7 @@ def test_only_what_this_user_has_written_is_believed(cache: Path, who: str, monk
         assert "belongs to user 12345" in told.pop()
 
 
-def test_a_forged_hash_of_a_large_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forged_hash_of_a_large_file_is_not_believed(tmp_path, monkeypatch):
     from flatout.models.load import source
 
     monkeypatch.setattr(source, "REMEMBERED_BYTES", 1)
@@ -108,7 +108,7 @@ def test_a_forged_hash_of_a_large_file_is_not_believed(tmp_path: Path, monkeypat
         lambda text: "",
     ],
 )
-def test_damage_is_told_with_the_file(cache: Path, damage: object) -> None:
+def test_damage_is_told_with_the_file(cache, damage):
     keep_facts("self-test", KEY, {"line": "exact"})
     (file,) = cache.iterdir()
     file.write_text(damage(file.read_text()))  # type: ignore[operator]
@@ -117,7 +117,7 @@ def test_damage_is_told_with_the_file(cache: Path, damage: object) -> None:
     assert re.search(r"self-test-.*\.json.*; this record is ignored", *told)
 
 
-def test_the_facts_of_another_key_in_the_place_of_this_one_do_not_count(cache: Path) -> None:
+def test_the_facts_of_another_key_in_the_place_of_this_one_do_not_count(cache):
     keep_facts("self-test", KEY, {"line": "mine"})
     (mine,) = cache.iterdir()
     keep_facts("self-test", {**KEY, "flatout": "2"}, {"line": "another's"})
@@ -126,12 +126,12 @@ def test_the_facts_of_another_key_in_the_place_of_this_one_do_not_count(cache: P
     assert find_facts("self-test", KEY) is None
 
 
-def test_nan_is_not_kept() -> None:
+def test_nan_is_not_kept():
     with pytest.raises(ValueError, match="not JSON compliant"):
         keep_facts("compiled layers", KEY, {"smallest_cosine": float("nan")})
 
 
-def test_a_folder_that_cannot_be_written_is_told(cache: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_told(cache):
     cache.parent.mkdir()
     cache.write_text("a file")
     told: list[str] = []
@@ -148,7 +148,7 @@ def identity_of(package: Path, **env: str) -> dict[str, str]:
     return found
 
 
-def test_a_changed_line_of_flatout_or_another_package_changes_the_identity(tmp_path: Path) -> None:
+def test_a_changed_line_of_flatout_or_another_package_changes_the_identity(tmp_path):
     package = tmp_path / "src" / "flatout"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = identity_of(package)
@@ -170,7 +170,7 @@ def test_a_changed_line_of_flatout_or_another_package_changes_the_identity(tmp_p
     assert identity_of(package, PYTHONPATH=f"{package.parent}:{site}")["packages"] != installed["packages"]
 
 
-def test_hashes_are_of_the_content(tmp_path: Path) -> None:
+def test_hashes_are_of_the_content(tmp_path):
     file = tmp_path / "modeling.py"
     file.write_text("a")
     before = hashes_of({"modeling": file})

@@ -14,11 +14,11 @@ from flatout.io.no_gpu import certain_reason
         ({"CUDA_VISIBLE_DEVICES": "0"}, "12.8", "libabsent.so.1", "there is no NVIDIA driver"),
     ],
 )
-def test_the_cause_is_named(env: dict[str, str], cuda: str | None, driver: str, said: str) -> None:
+def test_the_cause_is_named(env, cuda, driver, said):
     found = certain_reason(env, "2.13.0", cuda, driver)
     assert found is not None
     assert found.startswith(said)
 
 
-def test_a_driver_that_is_there_is_asked_by_those_who_start_it() -> None:
+def test_a_driver_that_is_there_is_asked_by_those_who_start_it():
     assert certain_reason({"CUDA_VISIBLE_DEVICES": "0,1"}, "2.13.0", "12.8", "libc.so.6") is None

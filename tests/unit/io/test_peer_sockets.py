@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -61,13 +60,13 @@ class Listening:
 
 
 @pytest.fixture
-def listening() -> Iterator[Listening]:
+def listening():
     made = Listening()
     yield made
     made.listener.close()
 
 
-def test_who_knows_the_secret_is_accepted_and_talks(listening: Listening) -> None:
+def test_who_knows_the_secret_is_accepted_and_talks(listening):
     connection = listening.connect(host="a")
     ((inner, hello),) = listening.accepted
     assert hello == {"rank": 1, "host": "a"}
@@ -93,7 +92,7 @@ def test_who_knows_the_secret_is_accepted_and_talks(listening: Listening) -> Non
         b"\xff\xfe\x00\n",
     ],
 )
-def test_whoever_does_not_is_rejected_and_named(listening: Listening, content: bytes) -> None:
+def test_whoever_does_not_is_rejected_and_named(listening, content):
     with socket.create_connection(listening.address) as connection:
         connection.settimeout(DEADLINE_S)
         connection.sendall(content)
@@ -105,7 +104,7 @@ def test_whoever_does_not_is_rejected_and_named(listening: Listening, content: b
     assert listening.connect()
 
 
-def test_idle_and_many_connections_keep_nobody_out(listening: Listening) -> None:
+def test_idle_and_many_connections_keep_nobody_out(listening):
     with ExitStack() as stack:
         for _ in range(3 * MAX_PENDING):
             stack.enter_context(socket.create_connection(listening.address))
@@ -117,7 +116,7 @@ def test_idle_and_many_connections_keep_nobody_out(listening: Listening) -> None
         listening.accept_until(lambda: not listening.listener._pending)
 
 
-def test_who_is_not_accepted_is_told_why() -> None:
+def test_who_is_not_accepted_is_told_why():
     with pytest.raises(PeerLostError, match=r"timed out waiting for it, 0 s .x.y.: .*refused"):
         connect_to_peer(("127.0.0.1", 1), SECRET, {}, bounded(0.0), "it")
     listening = Listening()
@@ -136,7 +135,7 @@ def test_who_is_not_accepted_is_told_why() -> None:
     assert "check that FLATOUT_SECRET is the same" in str(errors[0])
 
 
-def test_a_line_that_nobody_reads_stays_whole_lines() -> None:
+def test_a_line_that_nobody_reads_stays_whole_lines():
     """What does not fit is left out; what arrives is JSON to the last line."""
     one, other = socket.socketpair()
     writer, reader = PeerConnection(one), PeerConnection(other)
@@ -151,7 +150,7 @@ def test_a_line_that_nobody_reads_stays_whole_lines() -> None:
     one.close()
 
 
-def test_a_line_without_end_is_refused() -> None:
+def test_a_line_without_end_is_refused():
     one, other = socket.socketpair()
     reader = PeerConnection(other)
 
@@ -166,6 +165,6 @@ def test_a_line_without_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize("line", [b"[" * 60_000, b'{"a": NaN}', b'{"a": -Infinity}', b"3", b"null", b"", b"\xff"])
-def test_what_is_no_object_of_plain_json_is_a_value_error(line: bytes) -> None:
+def test_what_is_no_object_of_plain_json_is_a_value_error(line):
     with pytest.raises(ValueError):
         parse_object(line)

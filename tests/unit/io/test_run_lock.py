@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from faulty_disk import FULL_DISK, FaultyDisk
@@ -42,7 +41,7 @@ def kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_the_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_the_second_run_is_refused_and_told_by_whom(tmp_path):
     run_dir = tmp_path / "runs" / "a"
     child = in_child(lambda: RunLock(run_dir).__enter__() and None)
     try:
@@ -59,7 +58,7 @@ def test_the_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
         assert json.loads((run_dir / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_the_lock_is_free_after_leaving_and_holds_inside_one_process_too(tmp_path: Path) -> None:
+def test_the_lock_is_free_after_leaving_and_holds_inside_one_process_too(tmp_path):
     for _ in range(2):
         with RunLock(tmp_path):
             with pytest.raises(ResourceError, match=f"locked by pid {os.getpid()}"), RunLock(tmp_path):
@@ -70,7 +69,7 @@ def test_the_lock_is_free_after_leaving_and_holds_inside_one_process_too(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_child_that_outlives_its_run_is_told_apart(tmp_path: Path) -> None:
+def test_a_child_that_outlives_its_run_is_told_apart(tmp_path):
     grandchildren = tmp_path / "pids"
 
     def hold_and_fork() -> None:
@@ -90,7 +89,7 @@ def test_a_child_that_outlives_its_run_is_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": "x"}', '{"pid": 1}'])
-def test_a_lock_file_that_says_nothing_still_refuses(tmp_path: Path, content: str) -> None:
+def test_a_lock_file_that_says_nothing_still_refuses(tmp_path, content):
     with RunLock(tmp_path):
         (tmp_path / ".lock").write_text(content)
         with pytest.raises(ResourceError, match="locked by another process"), RunLock(tmp_path):
@@ -98,7 +97,7 @@ def test_a_lock_file_that_says_nothing_still_refuses(tmp_path: Path, content: st
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_an_unwritable_or_full_folder_is_found_before_step_1(tmp_path: Path, at: int) -> None:
+def test_an_unwritable_or_full_folder_is_found_before_step_1(tmp_path, at):
     """The probe's operations: create, write, sync, close, unlink; then nothing is left to fail."""
     for error in (errno.EROFS, errno.EACCES, FULL_DISK, errno.EDQUOT):
         durable_io = DurableIO(FaultyDisk(at, error, lasting=True))
@@ -113,7 +112,7 @@ def test_an_unwritable_or_full_folder_is_found_before_step_1(tmp_path: Path, at:
             pass
 
 
-def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
+def test_a_file_in_the_folders_place_is_named(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ResourceError, match="run: Not a directory"), RunLock(tmp_path / "run"):
         pass
@@ -122,7 +121,7 @@ def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_whose_folder_is_deleted_takes_it_again(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_deleted_takes_it_again(tmp_path):
     run_dir = tmp_path / "run"
     with RunLock(run_dir) as lock:
         lock.keep()
@@ -136,7 +135,7 @@ def test_a_run_whose_folder_is_deleted_takes_it_again(tmp_path: Path) -> None:
             pass
 
 
-def test_a_run_whose_folder_another_one_took_must_stop(tmp_path: Path) -> None:
+def test_a_run_whose_folder_another_one_took_must_stop(tmp_path):
     run_dir = tmp_path / "run"
     with RunLock(run_dir) as lock:
         shutil.rmtree(run_dir)

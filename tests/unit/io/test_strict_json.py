@@ -32,7 +32,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "line", "column", "what"), BAD)
-def test_errors_name_line_and_column(text: str, line: int, column: int, what: str) -> None:
+def test_errors_name_line_and_column(text, line, column, what):
     with pytest.raises(JSONSyntaxError) as caught:
         parse_json(text)
     assert (caught.value.line, caught.value.column, caught.value.what) == (line, column, what)
@@ -47,13 +47,13 @@ JSON_VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(JSON_VALUES, st.booleans())
-def test_every_value_comes_back_unchanged(value: object, ascii_only: bool) -> None:
+def test_every_value_comes_back_unchanged(value, ascii_only):
     assert parse_json(json.dumps(value, ensure_ascii=ascii_only)) == value
 
 
 @settings(max_examples=150, deadline=None)
 @given(JSON_VALUES, st.integers(min_value=0), st.sampled_from(',:}]{["x'))
-def test_damaged_text_is_parsed_as_python_does_or_named_with_its_place(value: object, at: int, put: str) -> None:
+def test_damaged_text_is_parsed_as_python_does_or_named_with_its_place(value, at, put):
     text = json.dumps(value)
     at %= len(text) + 1
     text = text[:at] + put + text[at + 1 :]

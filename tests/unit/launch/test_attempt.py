@@ -17,26 +17,26 @@ def report(rank: int, code: int | None, ended_at: float = 1.0, error: str = "e",
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 6, 8])
-def test_the_first_failure_of_its_own_decides(code: int) -> None:
+def test_the_first_failure_of_its_own_decides(code):
     reports = [report(0, 7, 1.0), report(1, code, 3.0, "mine"), report(2, 3, 4.0), report(3, None), report(4, 75)]
     outcome = classify_attempt(reports)
     assert (outcome.exit_code, outcome.rank, outcome.why) == (code, 1, "mine")
     assert (outcome.exit_code in RESTARTABLE) == (code == 1)
 
 
-def test_saved_and_stopped_comes_before_lost() -> None:
+def test_saved_and_stopped_comes_before_lost():
     assert classify_attempt([report(0, 75), report(1, None)]).exit_code == 75
     assert 75 not in RESTARTABLE
 
 
-def test_a_lost_rank_is_named_by_who_told_first() -> None:
+def test_a_lost_rank_is_named_by_who_told_first():
     outcome = classify_attempt([report(0, 7, 2.0, "later", 2), report(1, 7, 1.0, "rank 3 died", 3), report(3, None)])
     assert (outcome.exit_code, outcome.rank, outcome.why) == (7, 3, "rank 3 died")
     assert 7 in RESTARTABLE
     assert classify_attempt([report(0, None), report(1, 130)]).rank == 0
 
 
-def test_a_crash_is_placed_where_its_rank_was_not_where_its_peers_last_heard_of_it() -> None:
+def test_a_crash_is_placed_where_its_rank_was_not_where_its_peers_last_heard_of_it():
     """Ranks die by themselves (a signal that shows a fault); the other one tells of an older step."""
 
     def crashed_at(killed_by: int, step: int | None, phase: str | None) -> str | None:
@@ -52,7 +52,7 @@ def test_a_crash_is_placed_where_its_rank_was_not_where_its_peers_last_heard_of_
     assert crashed_at(signal.SIGKILL, 41, "step") is None
 
 
-def test_a_board_keeps_what_a_killed_process_wrote_last() -> None:
+def test_a_board_keeps_what_a_killed_process_wrote_last():
     board = StatusBoard.new(2)
     assert board is not None
     child = os.fork()
@@ -69,13 +69,13 @@ def test_a_board_keeps_what_a_killed_process_wrote_last() -> None:
         StatusBoard(other.fileno())
 
 
-def test_all_done_and_nobody_there() -> None:
+def test_all_done_and_nobody_there():
     assert classify_attempt([report(0, 0), report(1, 0)]).exit_code == 0
     assert classify_attempt([]).exit_code == 7
     assert classify_attempt([report(0, 0), report(1, None)]).exit_code == 7
 
 
-def test_reports_are_written_and_read(tmp_path: Path) -> None:
+def test_reports_are_written_and_read(tmp_path):
     for rank, error in enumerate([None, DataError("a.jsonl:3: bad"), PeerLostError("rank 1 died", 1), OSError("x")]):
         code = {None: 0}.get(error, getattr(error, "exit_code", 1))
         RankReport(rank, 1, 0.0).ended(code, error).write(tmp_path)
@@ -85,7 +85,7 @@ def test_reports_are_written_and_read(tmp_path: Path) -> None:
     assert reports[2].lost_rank == 1
 
 
-def test_two_threads_may_tell_of_one_end_at_once(tmp_path: Path) -> None:
+def test_two_threads_may_tell_of_one_end_at_once(tmp_path):
     """The watch's thread and the main thread both do when a peer is lost."""
     started = RankReport(0, 1, 0.0)
     errors = [PeerLostError("rank 1 died" * length, 1) for length in (1, 20)] * 200

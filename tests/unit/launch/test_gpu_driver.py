@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { say("retain", device)
 
 
 @pytest.fixture
-def driver(tmp_path: Path) -> Path:
+def driver(tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     (tmp_path / "driver.c").write_text(DRIVER)
@@ -36,9 +35,7 @@ def driver(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("index", "retained"), [(0, ["retain 10 LAZY"]), (3, ["retain 13 LAZY"]), (4, [])])
-def test_the_primary_context_of_the_ranks_gpu_is_made_on_a_thread(
-    driver: Path, tmp_path: Path, index: int, retained: list[str]
-) -> None:
+def test_the_primary_context_of_the_ranks_gpu_is_made_on_a_thread(driver, tmp_path, index, retained):
     calls = tmp_path / "calls"
     code = f"from flatout.launch.gpu_driver import open_gpu\nopen_gpu({index}, {str(driver)!r}).join()"
     env = {**os.environ, "CALLS": str(calls)}
@@ -47,14 +44,14 @@ def test_the_primary_context_of_the_ranks_gpu_is_made_on_a_thread(
     assert calls.read_text().splitlines() == ["init 0 LAZY", *retained]
 
 
-def test_the_launcher_counts_what_the_driver_shows(driver: Path, tmp_path: Path) -> None:
+def test_the_launcher_counts_what_the_driver_shows(driver, tmp_path):
     code = "from flatout.launch.ranks import count_gpus\nprint(count_gpus(30.0, 'faults.join_s'))"
     env = {**os.environ, "CALLS": str(tmp_path / "calls"), "LD_LIBRARY_PATH": str(driver.parent)}
     done = subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60, capture_output=True, text=True)
     assert done.stdout == "4\n"
 
 
-def test_a_machine_without_the_driver_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_driver_goes_on(monkeypatch):
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     thread = open_gpu(0, "libno-such-driver.so.1")
     thread.join(10)

@@ -26,7 +26,7 @@ def slurm(**more: Any) -> str:
     return sbatch_script(job, **{"folder": Path("/my work"), "log_dir": Path("/runs/a"), **more})
 
 
-def test_the_script_runs_exactly_the_words(tmp_path: Path) -> None:
+def test_the_script_runs_exactly_the_words(tmp_path):
     folder = tmp_path / "my work"
     folder.mkdir()
     # a folder that is not there yet, with a name that only a shell's quotes can hold
@@ -56,7 +56,7 @@ def submit(tmp_path: Path, script: str, srun: str, **env: str) -> subprocess.Com
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
 
 
-def test_every_exit_code_is_requeued_as_often_as_it_helps(tmp_path: Path) -> None:
+def test_every_exit_code_is_requeued_as_often_as_it_helps(tmp_path):
     """What was saved always, what a restart may help twice here, the rest never; srun reports signal N as 128 + N."""
     codes = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
     killed = (signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM, signal.SIGSYS, signal.SIGRTMAX)
@@ -79,7 +79,7 @@ TIMES = {
 }  # fmt: skip
 
 
-def test_a_run_is_asked_to_save_after_three_quarters_of_a_short_limit() -> None:
+def test_a_run_is_asked_to_save_after_three_quarters_of_a_short_limit():
     for time, notice in TIMES.items():
         assert f"#SBATCH --time={time}\n#SBATCH --signal=TERM@{notice}\n" in slurm(time=time)
     for time in ("3", "3:59", "0-0:3:59"):
@@ -87,13 +87,13 @@ def test_a_run_is_asked_to_save_after_three_quarters_of_a_short_limit() -> None:
             slurm(time=time)
 
 
-def test_a_run_on_the_cpu_asks_for_no_gpus() -> None:
+def test_a_run_on_the_cpu_asks_for_no_gpus():
     script = slurm(on_cpu=True)
     assert "gpus" not in script
     assert "#SBATCH --ntasks-per-node=4\n" in script
 
 
-def test_what_sbatch_lines_cannot_hold_is_refused() -> None:
+def test_what_sbatch_lines_cannot_hold_is_refused():
     times = ("1h", "", "1-", ":30", "1:2:3:4", "1-2:3:4:5", "UNLIMITED", "5\n", "-1")
     wrong: list[Any] = [{"name": "a b"}, {"partition": "p\n#SBATCH --uid=0"}, *({"time": time} for time in times)]
     for values in wrong:
@@ -101,7 +101,7 @@ def test_what_sbatch_lines_cannot_hold_is_refused() -> None:
             slurm(**values)
 
 
-def test_a_pytorch_job() -> None:
+def test_a_pytorch_job():
     body = yaml.safe_load(manifest(ClusterJob("run", 3, 8, WORDS), "img:1", "claim", secret="run-secret"))
     assert (body["kind"], body["spec"]["nprocPerNode"]) == ("PyTorchJob", "8")
     replicas = body["spec"]["pytorchReplicaSpecs"]
@@ -154,7 +154,7 @@ def mounts_of(pod: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("secret", [None, "run-secret"])
-def test_manifests_have_only_fields_of_the_published_api(secret: str | None) -> None:
+def test_manifests_have_only_fields_of_the_published_api(secret):
     checked("TrainerV1alpha1TrainJob", train_job(secret=secret))
     checked("TrainerV1alpha1ClusterTrainingRuntime", yaml.safe_load(EXAMPLE.read_text()))
     spec = yaml.safe_load(manifest(ClusterJob("run", 3, 8, WORDS), "img:1", "claim", secret=secret))["spec"]
@@ -165,7 +165,7 @@ def test_manifests_have_only_fields_of_the_published_api(secret: str | None) -> 
         checked("IoK8sApiCoreV1PodTemplateSpec", replicas["template"])
 
 
-def test_a_field_that_the_api_dropped_is_found() -> None:
+def test_a_field_that_the_api_dropped_is_found():
     """As podTemplateOverrides, which carried the volumes before Kubeflow Trainer 2.3."""
     body = train_job()
     body["spec"]["podTemplateOverrides"] = body["spec"].pop("runtimePatches")
@@ -173,7 +173,7 @@ def test_a_field_that_the_api_dropped_is_found() -> None:
         checked("TrainerV1alpha1TrainJob", body)
 
 
-def test_every_pod_has_the_volume_the_memory_the_folder_and_the_time_to_save() -> None:
+def test_every_pod_has_the_volume_the_memory_the_folder_and_the_time_to_save():
     (patch,) = train_job(mount="/data")["spec"]["runtimePatches"]
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     (own,) = yaml.safe_load(EXAMPLE.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
@@ -196,7 +196,7 @@ def test_every_pod_has_the_volume_the_memory_the_folder_and_the_time_to_save() -
     assert train_job(mount="/data")["spec"]["trainer"]["command"][:3] == ["env", "--chdir=/data", "python"]
 
 
-def test_the_runtime_restarts_what_a_restart_helps() -> None:
+def test_the_runtime_restarts_what_a_restart_helps():
     """By every exit code that an error of flatout has."""
     (job,) = yaml.safe_load(EXAMPLE.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
     assert job["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
@@ -211,7 +211,7 @@ def test_the_runtime_restarts_what_a_restart_helps() -> None:
     assert actions == dict.fromkeys(codes - RESTARTABLE - {saved}, "FailJob") | {saved: "Ignore"}
 
 
-def test_a_train_job_and_what_its_pods_do() -> None:
+def test_a_train_job_and_what_its_pods_do():
     body = train_job(runtime="own")
     assert body["spec"]["runtimeRef"] == {"name": "own"}
     trainer = body["spec"]["trainer"]
@@ -221,14 +221,14 @@ def test_a_train_job_and_what_its_pods_do() -> None:
     assert choose_launch_mode(env, gpus=None, on_cpu=False, nodes=None) == expected
 
 
-def test_names_that_kubernetes_refuses() -> None:
+def test_names_that_kubernetes_refuses():
     for wrong in ({"name": "Run"}, {"claim": "a_b"}, {"runtime": "a b"}, {"image": "a b"}, {"mount": "work"}):
         values: dict[str, Any] = {"image": "i", "claim": "c", **wrong}
         with pytest.raises(UsageError):
             manifest(ClusterJob(values.pop("name", "run"), 1, 1, WORDS), **values)
 
 
-def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_and_submits_nothing(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text("name: My_run\nmodel: {name: x}\ngpus: [0, 1]\n")
     out = tmp_path / "job.yaml"
@@ -252,7 +252,7 @@ def test_the_verb_writes_and_submits_nothing(tmp_path: Path, capsys: pytest.Capt
     assert "name: own" in capsys.readouterr().out
 
 
-def test_train_in_tmux_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_in_tmux_dry(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(f"run_dir: {tmp_path / 'run'}\nmodel: {{name: x}}\ndevice: cpu\n")
     assert main(["train", str(config), "--tmux", "job", "--dry-run", "gpus=[0,1]"]) == 0
@@ -266,7 +266,7 @@ def test_train_in_tmux_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["train", str(config), "--dry-run"]) == 2
 
 
-def test_processes_that_a_source_tree_starts_find_its_flatout(tmp_path: Path) -> None:
+def test_processes_that_a_source_tree_starts_find_its_flatout(tmp_path):
     """They leave out the working folder, which only then must be in PYTHONPATH, before what it has."""
     (tmp_path / "flatout").symlink_to(Path(flatout.__file__).parent)
     (tmp_path / "run.yaml").write_text("run_dir: run\nmodel: {name: x}\ndevice: cpu\n")

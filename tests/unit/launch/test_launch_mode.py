@@ -1,7 +1,5 @@
 """Where a run trains, decided from an environment as a value."""
 
-from typing import Any
-
 import pytest
 
 from flatout.errors import ResourceError, UsageError
@@ -60,11 +58,11 @@ TRAIN_JOB = {
         ({**POD, **TRAIN_JOB}, None, SpawnRanks(4, Nodes(2, 2, 1, "job-node-0-0.job:29400"))),
     ],
 )
-def test_every_launcher_is_recognised(env: dict[str, str], gpus: Any, expected: Any) -> None:
+def test_every_launcher_is_recognised(env, gpus, expected):
     assert choose_launch_mode(env, gpus=gpus, on_cpu=False, nodes=None) == expected
 
 
-def test_on_the_cpu_gpus_count_processes() -> None:
+def test_on_the_cpu_gpus_count_processes():
     env = {"CUDA_VISIBLE_DEVICES": ""}
     assert choose_launch_mode(env, gpus=[0, 1, 5], on_cpu=True, nodes=None) == SpawnRanks(3, Nodes())
     assert choose_launch_mode(env, gpus=[3], on_cpu=True, nodes=None) == RunHere({})
@@ -73,7 +71,7 @@ def test_on_the_cpu_gpus_count_processes() -> None:
     assert choose_launch_mode({}, gpus=None, on_cpu=False, nodes=nodes) == SpawnRanks("gpu", nodes)
 
 
-def test_slurm_tasks_become_ranks() -> None:
+def test_slurm_tasks_become_ranks():
     place = choose_launch_mode(SRUN, gpus=None, on_cpu=False, nodes=None)
     expected = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu03", "MASTER_PORT": "22389"}
     assert place == RunHere(expected)
@@ -85,7 +83,7 @@ def test_slurm_tasks_become_ranks() -> None:
     assert other_step["MASTER_PORT"] != expected["MASTER_PORT"]
 
 
-def test_the_first_host_of_a_node_list() -> None:
+def test_the_first_host_of_a_node_list():
     hosts = {"a": "a", "a,b": "a", "n[03-07,12],x": "n03", "n[5]-ib,x": "n5-ib", "n1-[2,4]": "n1-2"}
     for nodelist, host in hosts.items():
         found = slurm_rank({**SRUN, "SLURM_STEP_NODELIST": nodelist})
@@ -93,14 +91,14 @@ def test_the_first_host_of_a_node_list() -> None:
         assert found["MASTER_ADDR"] == host
 
 
-def test_a_hidden_gpu_is_refused_by_name() -> None:
+def test_a_hidden_gpu_is_refused_by_name():
     with pytest.raises(ResourceError, match=r"gpus names GPU 2, but CUDA_VISIBLE_DEVICES=4,5 shows 2"):
         visible_devices({"CUDA_VISIBLE_DEVICES": "4,5"}, gpus=[0, 2], on_cpu=False)
     with pytest.raises(ResourceError, match=r"shows 0"):
         choose_launch_mode({"CUDA_VISIBLE_DEVICES": ""}, gpus=[0], on_cpu=False, nodes=None)
 
 
-def test_nonsense_about_nodes_names_the_option() -> None:
+def test_nonsense_about_nodes_names_the_option():
     for nnodes, rank, rdzv, says in (
         ("two", 0, None, "--nnodes"), ("2:1", 0, "h:1", "--nnodes"), ("0", 0, None, "--nnodes"),
         ("2", 2, "h:1", "--node-rank"), ("2", 0, None, "--rdzv"), ("2", 0, "host", "--rdzv"),
@@ -110,7 +108,7 @@ def test_nonsense_about_nodes_names_the_option() -> None:
             parse_nodes(nnodes, rank, rdzv)
 
 
-def test_nodes() -> None:
+def test_nodes():
     assert parse_nodes("1", 0, None) == Nodes()
     nodes = parse_nodes("1:3", 2, "[fd00::1]:500")
     assert (nodes.num_min, nodes.num_max, nodes.endpoint) == (1, 3, "[fd00::1]:500")

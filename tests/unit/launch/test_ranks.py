@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ def environment_for(info: RendezvousInfo, parent: dict[str, str]) -> dict[str, s
     return shared_environment({**parent, "FLATOUT_SECRET": "secret"}, info, 2, visible=("1", "2"), logs=Path("/logs"))
 
 
-def test_the_environment_of_the_ranks() -> None:
+def test_the_environment_of_the_ranks():
     env = environment_for(OTHER_NODE, {**PARENT, "OMP_NUM_THREADS": "7"})
     assert (env["CUDA_VISIBLE_DEVICES"], env["OMP_NUM_THREADS"], env["PATH"]) == ("1,2", "7", "/bin")
     assert not {"RANK", "PET_NNODES", "TORCHELASTIC_RUN_ID"} & env.keys()
@@ -34,7 +33,7 @@ def test_the_environment_of_the_ranks() -> None:
     assert environment_for(OTHER_NODE, PARENT)["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
 
 
-def test_each_rank_is_described_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_ranks: None) -> None:
+def test_each_rank_is_described_to_torch(tmp_path, monkeypatch, real_ranks):
     started: list[dict[str, str]] = []
     monkeypatch.setattr("flatout.launch.ranks.subprocess.Popen", lambda words, *, env, **_: started.append(env))
     start_ranks(["train"], OTHER_NODE, 2, {"PATH": "/bin"}, tmp_path)
@@ -49,7 +48,7 @@ def test_each_rank_is_described_to_torch(tmp_path: Path, monkeypatch: pytest.Mon
     }
 
 
-def test_on_one_machine_collectives_stay_on_loopback() -> None:
+def test_on_one_machine_collectives_stay_on_loopback():
     """Whatever interface the user's environment names for other runs."""
     other = {**PARENT, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     info = Rendezvous().next_rendezvous(2)
@@ -62,7 +61,7 @@ def test_on_one_machine_collectives_stay_on_loopback() -> None:
     assert environment_for(OTHER_NODE, PARENT)["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
-def test_words_reach_the_ranks_as_they_are(tmp_path: Path, real_ranks: None) -> None:
+def test_words_reach_the_ranks_as_they_are(tmp_path, real_ranks):
     """No shell and no parser of another launcher stands between."""
     words = ["train", "odd name; $(x).yaml", "model.name=a b"]
     info = Rendezvous().next_rendezvous(1)
@@ -91,14 +90,14 @@ def test_words_reach_the_ranks_as_they_are(tmp_path: Path, real_ranks: None) -> 
         ({}, 0),
     ],
 )
-def test_kills_for_memory_are_counted(tmp_path: Path, files: dict[str, str], count: int) -> None:
+def test_kills_for_memory_are_counted(tmp_path, files, count):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert count_oom_kills(tmp_path) == count
 
 
-def test_a_driver_that_does_not_answer_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_driver_that_does_not_answer_is_told_and_bounded(monkeypatch, capsys):
     monkeypatch.setattr(bounded_wait, "NOTICE_AFTER_S", 0.1)
     monkeypatch.setattr(ranks, "COUNT_GPUS", "import time; time.sleep(3600)")
     expected = r"timed out waiting for the GPU driver of this node, 1 s \(faults.join_s\)"
@@ -118,7 +117,7 @@ time.sleep(600)
 """
 
 
-def test_a_rank_ends_with_its_launcher_from_its_first_moment(tmp_path: Path) -> None:
+def test_a_rank_ends_with_its_launcher_from_its_first_moment(tmp_path):
     """Both while it lives, and where the launcher died before the rank could ask the kernel."""
     waits_for_ever = tmp_path / "run.yaml"
     os.mkfifo(waits_for_ever)

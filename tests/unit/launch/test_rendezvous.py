@@ -82,7 +82,7 @@ def cluster(*words: Any, **more: Any) -> Iterator[Cluster]:
         made.close()
 
 
-def test_nodes_agree_on_ranks_and_on_where_they_meet() -> None:
+def test_nodes_agree_on_ranks_and_on_where_they_meet():
     with cluster(3, 3) as three:
         for _ in range(2):  # a restart meets again
             met = three.meet(0, 1, 2)
@@ -92,7 +92,7 @@ def test_nodes_agree_on_ranks_and_on_where_they_meet() -> None:
             assert [info.listener is not None for info in met.values()] == [True, False, False]
 
 
-def test_fewer_nodes_go_on_and_take_one_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_nodes_go_on_and_take_one_back(monkeypatch):
     monkeypatch.setattr(rendezvous, "LAST_CALL_S", 0.5)
     with cluster(1, 3) as three:
         met = three.meet(0, 1)
@@ -108,7 +108,7 @@ def test_fewer_nodes_go_on_and_take_one_back(monkeypatch: pytest.MonkeyPatch) ->
         assert {info.world for info in threads.join().values()} == {9}
 
 
-def test_a_node_that_starts_again_is_no_newcomer() -> None:
+def test_a_node_that_starts_again_is_no_newcomer():
     with cluster(2, 2) as two:
         two.meet(0, 1)
         threads = Threads()
@@ -120,7 +120,7 @@ def test_a_node_that_starts_again_is_no_newcomer() -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_missing_node_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+def test_a_missing_node_is_told_and_bounded(monkeypatch, missing):
     monkeypatch.setattr(bounded_wait, "NOTICE_AFTER_S", 0.2)
     with cluster(2, 2, join_s=1.0) as two:
         if missing == 0:
@@ -133,7 +133,7 @@ def test_a_missing_node_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch, mis
     assert "at most 1 s (faults.join_s)" in two.said[0]
 
 
-def test_another_secret_lets_no_node_in_and_says_so() -> None:
+def test_another_secret_lets_no_node_in_and_says_so():
     with cluster(2, 2, clients=()) as one:
         nodes = Nodes(2, 2, 1, one.endpoint)
         one.nodes[1] = ClientRendezvous(nodes, "another-secret-0", join_s=0.5, log=one.said.append)
@@ -144,7 +144,7 @@ def test_another_secret_lets_no_node_in_and_says_so() -> None:
     assert one.said == ["rejected 127.0.0.1: it did not send the secret of this run"]
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_taken_port_is_told():
     with ExitStack() as stack:
         taken = stack.enter_context(listen("127.0.0.1"))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"

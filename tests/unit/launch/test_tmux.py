@@ -6,9 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ ODD = (
 LOGS = [Path("/r/logs/latest/rank-0.log"), Path("/r/logs/latest/rank-1.log")]
 
 
-def test_a_window_for_the_run_and_one_a_gpu() -> None:
+def test_a_window_for_the_run_and_one_a_gpu():
     made = commands("train", ["python", "x y.yaml"], LOGS, {"HF_HOME": "/hf", "HF_TOKEN": "s", "LANG": "C"})
     assert made[0][:6] == ["tmux", "new-session", "-d", "-s", "train", "-n"]
     assert "HF_HOME=/hf" in made[0]
@@ -39,19 +38,19 @@ def test_a_window_for_the_run_and_one_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", "a:b", "-x", "=x", "a;b", "$(id)", "é", "x" * 65, "a\n", "@1"])
-def test_odd_names_are_refused_with_the_rule(name: str) -> None:
+def test_odd_names_are_refused_with_the_rule(name):
     with pytest.raises(UsageError, match="letters, digits, _ and -"):
         commands(name, ["true"], LOGS, {})
 
 
-def test_without_tmux_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_tmux_the_error_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ResourceError, match="not installed"):
         start([], "x", tmp_path)
 
 
 @pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def server(tmp_path_factory, monkeypatch):
     """A tmux server of the test's own, with a session that keeps it alive."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("t")))
     monkeypatch.delenv("TMUX", raising=False)
@@ -62,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 @NEEDS_TMUX
 @pytest.mark.usefixtures("server")
-def test_a_real_session(tmp_path: Path) -> None:
+def test_a_real_session(tmp_path):
     """Headless, with odd words; the logs are followed and a second session of the name is refused."""
     name = "flatout_test"
     code = "import sys; print('words', sys.argv[1:])"
@@ -81,7 +80,7 @@ def test_a_real_session(tmp_path: Path) -> None:
 
 @NEEDS_TMUX
 @pytest.mark.usefixtures("server")
-def test_tmux_reads_nothing_into_names(tmp_path: Path) -> None:
+def test_tmux_reads_nothing_into_names(tmp_path):
     """Folders, words, variables and log paths that look like formats or commands arrive as they are; none is run."""
     code = """import json, os, sys
 open('new', 'w').write(json.dumps([os.getcwd(), os.environ['HF_HOME'], sys.argv[1]]))
@@ -101,9 +100,7 @@ os.rename('new', 'told')"""
 
 @NEEDS_TMUX
 @pytest.mark.usefixtures("server")
-def test_a_folder_that_looks_like_a_format_trains(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_looks_like_a_format_trains(tiny, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "#{pane_pid} #(touch X)"
     folder.mkdir()
     monkeypatch.chdir(folder)

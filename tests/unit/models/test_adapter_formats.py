@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -15,7 +14,7 @@ from flatout.cli.main import main
 
 
 @pytest.fixture
-def adapter(tiny: Any, tmp_path: Path) -> Path:
+def adapter(tiny, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
@@ -25,9 +24,7 @@ def merge(adapter: Path, out: Path, *options: str) -> int:
     return main(["merge", str(adapter), "--out", str(out), *options])
 
 
-def test_pickled_and_mlx_adapters_are_named(
-    tiny: Any, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pickled_and_mlx_adapters_are_named(tiny, adapter, tmp_path, capsys):
     base = ["--base", str(tiny.model_dir)]
     assert merge(adapter, tmp_path / "good", *base) == 0
     weights = adapter / "adapter_model.safetensors"
@@ -47,7 +44,7 @@ def test_pickled_and_mlx_adapters_are_named(
         assert "has an adapter of MLX (adapters.safetensors)" in capsys.readouterr().err
 
 
-def test_adapters_of_embeddings_are_named(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_embeddings_are_named(tiny, tmp_path, capsys):
     base = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)

@@ -23,15 +23,13 @@ def write(folder: Path, content: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained_run(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(tiny, tmp_path_factory):
     from flatout.trainer.run import train
 
     return train(tiny.config(tmp_path_factory.mktemp("chat") / "run", batch={"max_steps": 2})).folder
 
 
-def test_an_adapter_on_a_mapped_model_answers_as_on_one_device(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_on_a_mapped_model_answers_as_on_one_device(trained_run, tmp_path, capsys):
     answers = []
     for options in ([], ["--device-map", write(tmp_path, WHOLE)], ["--device-map", write(tmp_path, {"": "cpu"})]):
         drawn = ["--prompt", "Hello", "--max-new-tokens", "8", "--temperature", "1", "--seed", "3"]
@@ -57,30 +55,30 @@ def test_an_adapter_on_a_mapped_model_answers_as_on_one_device(
         ("{", "not readable as JSON"),
     ],
 )
-def test_a_wrong_file_is_told_before_weights_are_read(tiny: Any, tmp_path: Path, content: Any, told: str) -> None:
+def test_a_wrong_file_is_told_before_weights_are_read(tiny, tmp_path, content, told):
     with pytest.raises(UsageError, match=told):
         read_device_map(write(tmp_path, content), AutoConfig.from_pretrained(tiny.model_dir))
 
 
-def test_a_name_that_is_neither_a_file_nor_a_map_is_told(tiny: Any) -> None:
+def test_a_name_that_is_neither_a_file_nor_a_map_is_told(tiny):
     with pytest.raises(UsageError, match="nor one of auto, balanced, sequential"):
         read_device_map("balancd", AutoConfig.from_pretrained(tiny.model_dir))
 
 
-def test_a_device_and_a_map_together_are_refused(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_and_a_map_together_are_refused(trained_run, capsys):
     assert main(["chat", str(trained_run), "--device", "cpu", "--device-map", "auto", "--prompt", "x"]) == 2
     assert "keep one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["device_map", "model.device_map"])
-def test_training_names_the_strategy_to_use_instead(tiny: Any, tmp_path: Path, name: str) -> None:
+def test_training_names_the_strategy_to_use_instead(tiny, tmp_path, name):
     with pytest.raises(UsageError, match=rf"{name}: .*training does not spread a model"):
         tiny.config(tmp_path, f"{name}=auto")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device_map", ["auto", "balanced", "sequential", "file"])
-def test_over_two_gpus_the_logits_are_those_of_one(trained_run: Path, tmp_path: Path, device_map: str) -> None:
+def test_over_two_gpus_the_logits_are_those_of_one(trained_run, tmp_path, device_map):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     wanted = write(tmp_path, BY_LAYER) if device_map == "file" else device_map

@@ -5,8 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from flatout.io.durable_io import digest
 from flatout.models.load.source import REMEMBERED_BYTES, cached_file_hash, fingerprint_model
 
 
-def test_every_file_of_a_model_counts(tiny: Any, tmp_path: Path) -> None:
+def test_every_file_of_a_model_counts(tiny, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny.model_dir, folder)
     model = ModelConfig(name=str(folder))
@@ -34,7 +32,7 @@ def test_every_file_of_a_model_counts(tiny: Any, tmp_path: Path) -> None:
             fingerprint_model(model)
 
 
-def test_a_model_of_the_hub_is_read_from_its_cache(tiny: Any, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_read_from_its_cache(tiny, tmp_path):
     repository = tmp_path / "hub" / "models--org--tiny"
     shutil.copytree(tiny.model_dir, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
@@ -48,7 +46,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tiny: Any, tmp_path: Path) ->
     assert json.loads(said) == fingerprint_model(ModelConfig(name=str(tiny.model_dir)))
 
 
-def test_a_large_file_is_read_again_only_when_it_changed(tmp_path: Path) -> None:
+def test_a_large_file_is_read_again_only_when_it_changed(tmp_path):
     path, memory = tmp_path / "large", tmp_path / "memory"
     with path.open("wb") as file:
         file.truncate(REMEMBERED_BYTES)
@@ -68,7 +66,7 @@ def test_a_large_file_is_read_again_only_when_it_changed(tmp_path: Path) -> None
         assert cached_file_hash(path, memory) == digest(path)
 
 
-def test_without_a_place_to_remember_it_is_read_each_time(tmp_path: Path) -> None:
+def test_without_a_place_to_remember_it_is_read_each_time(tmp_path):
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(REMEMBERED_BYTES)

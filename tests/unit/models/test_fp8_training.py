@@ -12,7 +12,7 @@ SHAPE = {
 }  # fmt: skip
 
 
-def test_linears_of_other_widths_and_the_head_stay() -> None:
+def test_linears_of_other_widths_and_the_head_stay():
     model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 5}, intermediate_size=40))
     fitting, num_others = fitting_linears(model)
     inner = list(model.model.layers)[1:-1]
@@ -21,7 +21,7 @@ def test_linears_of_other_widths_and_the_head_stay() -> None:
     assert model.get_output_embeddings() not in fitting
 
 
-def test_routers_stay() -> None:
+def test_routers_stay():
     model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, intermediate_size=48))
     before = len(fitting_linears(model)[0])
     model.model.layers[1].mlp.gate = nn.Linear(32, 16)
@@ -31,7 +31,7 @@ def test_routers_stay() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch, num_layers):
     model = AutoModelForCausalLM.from_config(
         Qwen3Config(**{**SHAPE, "num_hidden_layers": num_layers}, intermediate_size=48)
     )
@@ -40,7 +40,7 @@ def test_no_layer_between_the_first_and_the_last_is_refused(monkeypatch: pytest.
         convert_to_float8(model, "fp8_rowwise", compile_mode="auto", shards=False)
 
 
-def test_rowwise_layers_keep_their_parameters_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rowwise_layers_keep_their_parameters_and_names(monkeypatch):
     model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_hidden_layers": 3}, intermediate_size=48))
     before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
     monkeypatch.setattr(trained_fp8, "has_fp8", lambda device: True)
@@ -53,7 +53,7 @@ def test_rowwise_layers_keep_their_parameters_and_names(monkeypatch: pytest.Monk
     assert all(parameter.equal(before[name][1]) for name, parameter in model.named_parameters())
 
 
-def test_refusals_name_the_way_out() -> None:
+def test_refusals_name_the_way_out():
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, intermediate_size=48))
     with pytest.raises(UsageError, match="with compile=off") as refused:
         convert_to_float8(model, "fp8", compile_mode="off", shards=False)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +13,7 @@ from flatout.trainer.run import train
 
 
 @pytest.mark.parametrize("kind", ["head", "embedding", "norm"])
-def test_modules_that_lora_trains_in_full_compute_the_same_at_first(kind: str) -> None:
+def test_modules_that_lora_trains_in_full_compute_the_same_at_first(kind):
     torch.manual_seed(0)
     base: nn.Module = {"head": nn.Linear(32, 40), "embedding": nn.Embedding(40, 32), "norm": nn.LayerNorm(32)}[kind]
     nn.init.normal_(next(base.parameters()))
@@ -29,7 +26,7 @@ def test_modules_that_lora_trains_in_full_compute_the_same_at_first(kind: str) -
 
 
 @pytest.fixture(scope="module")
-def bf16_model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bf16_model(tiny, tmp_path_factory):
     """A tiny model whose file is in bf16, as most are."""
     folder = tmp_path_factory.mktemp("bf16") / "model"
     folder.mkdir()
@@ -41,9 +38,7 @@ def bf16_model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_full_fine_tuning_in_bf16_learns_as_fp32_does(
-    tiny: Any, tmp_path: Path, metrics_of: Any, bf16_model: Path
-) -> None:
+def test_full_fine_tuning_in_bf16_learns_as_fp32_does(tiny, tmp_path, metrics_of, bf16_model):
     learnt = {}
     for precision in ("fp32", "bf16"):
         losses = {}

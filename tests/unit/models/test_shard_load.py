@@ -1,8 +1,5 @@
 """Weights that wait in their files: the same model as transformers loads, though it was without memory in between."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from tiny_models import FAMILIES, save_tiny_model
@@ -31,7 +28,7 @@ def whole(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("family", usual(sorted(FAMILIES), ["qwen3", "gemma2", "gpt_neox", "qwen3_moe"]))
-def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: str, precision: Any) -> None:
+def test_the_model_is_the_one_that_transformers_loads(tmp_path, family, precision):
     """fp64: wider than the files (fp32); bf16: fp32 masters from bf16 files, so that buffers must not be rounded."""
     save_tiny_model(tmp_path, family, torch.bfloat16 if precision == "bf16" else torch.float32, num_hidden_layers=3)
     config = ModelConfig(name=str(tmp_path), precision=precision)
@@ -68,7 +65,7 @@ def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, family: st
 
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_quantized_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any) -> None:
+def test_quantized_weights_wait_as_well(tmp_path, init, storage):
     save_tiny_model(tmp_path, "qwen2", torch.bfloat16, num_hidden_layers=3)
     config, base = ModelConfig(name=str(tmp_path), init=init, precision="fp32"), BaseConfig(storage=storage)
     expected = load_model(config, method="lora", device=CPU, seed=0, base=base).model.state_dict()
@@ -90,7 +87,7 @@ def test_quantized_weights_wait_as_well(tmp_path: Path, init: Any, storage: Any)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path: Path, init: Any) -> None:
+def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path, init):
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "head_dim": 128}
     model = save_tiny_model(tmp_path, "llama", torch.bfloat16, **shape)
     num_bytes = sum(parameter.nbytes for parameter in decoder_layers(model)[0].parameters())
@@ -107,7 +104,7 @@ def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path: Path, init: Any) 
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cpu"}
 
 
-def test_a_shard_of_masters_starts_where_the_whole_does(tmp_path: Path) -> None:
+def test_a_shard_of_masters_starts_where_the_whole_does(tmp_path):
     """With experts cut in two as well: a place depends on the index in the whole weight."""
     save_tiny_model(tmp_path, "qwen3_moe", torch.bfloat16, num_hidden_layers=2)
     config = ModelConfig(name=str(tmp_path), precision="bf16")

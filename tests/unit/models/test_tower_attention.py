@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def features(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("family", OF_BOUNDARIES)
-def test_all_pictures_at_once_equal_one_after_another(tmp_path: Path, family: str, device: str) -> None:
+def test_all_pictures_at_once_equal_one_after_another(tmp_path, family, device):
     from PIL import Image
     from transformers import AutoModelForImageTextToText
 

@@ -39,7 +39,7 @@ def steps(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, seed
 
 
 @pytest.mark.parametrize("eight_bit", [False, True])
-def test_fp32_weights_follow_adamw(eight_bit: bool) -> None:
+def test_fp32_weights_follow_adamw(eight_bit):
     """fp32 moments: torch's AdamW up to rounding. 8 bits: most of the way it went (the codes are a few % apart)."""
     config = OptimConfig(lr=0.01, weight_decay=0.1, beta2=0.99)
     ours, plain = parameters(torch.float32), parameters(torch.float64)
@@ -62,7 +62,7 @@ def test_fp32_weights_follow_adamw(eight_bit: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_bf16_weights_keep_updates_that_nearest_rounding_loses(name: str) -> None:
+def test_bf16_weights_keep_updates_that_nearest_rounding_loses(name):
     """200 updates of 1e-5 on weights from 1 down, where bf16 values are 2^-8 apart: their mean moves by 0.002."""
     weight = nn.Parameter(torch.ones(128, 128, dtype=torch.bfloat16))
     config = OptimConfig.model_validate({"name": name, "lr": 1e-5})
@@ -76,7 +76,7 @@ def test_bf16_weights_keep_updates_that_nearest_rounding_loses(name: str) -> Non
     assert abs((1 - values).mean().item() - 0.002) < 4 * error
 
 
-def test_rounding_is_unbiased_at_every_fraction() -> None:
+def test_rounding_is_unbiased_at_every_fraction():
     fractions = torch.arange(0, 1 << 16, 257)
     values = (0x3F800000 + fractions).to(torch.int32).view(torch.float32).repeat_interleave(1 << 12)
     for sign in (1.0, -1.0):
@@ -88,7 +88,7 @@ def test_rounding_is_unbiased_at_every_fraction() -> None:
         assert abs((up - expected).mean()) < 1e-3
 
 
-def test_random_bits_differ_by_key_and_place() -> None:
+def test_random_bits_differ_by_key_and_place():
     like = torch.empty(1 << 16)
     draws = [random_bits(like, torch.tensor(key)).double() for key in (0, 1, 2**32 - 1, 987654321)]
     for draw in draws:
@@ -103,7 +103,7 @@ def test_random_bits_differ_by_key_and_place() -> None:
     assert (shares - 0.5).abs().max() < 5 * 0.5 / len(one) ** 0.5
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_what_is_not_finite_stays_so():
     values = torch.tensor([float("inf"), -float("inf"), float("nan")])
     # the NaN of CUDA, whose bits would carry over into the sign
     cuda_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
@@ -113,7 +113,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_8bit_codes_are_the_nearest_values(signed: bool) -> None:
+def test_8bit_codes_are_the_nearest_values(signed):
     table = dynamic_table(signed, CPU)
     assert len(table.unique()) == 256
     assert (table.max(), 0.0 in table.tolist(), table.min() < -0.9) == (1.0, True, signed)
@@ -130,7 +130,7 @@ def test_8bit_codes_are_the_nearest_values(signed: bool) -> None:
     assert not got[256 * 7 : 256 * 8].any()
 
 
-def test_a_small_second_moment_never_becomes_zero() -> None:
+def test_a_small_second_moment_never_becomes_zero():
     """One huge gradient in a block: its neighbors' mean squares fall under the smallest code."""
     weight = nn.Parameter(torch.zeros(64, 64))
     config = OptimConfig.model_validate({"name": "adamw8bit", "lr": 1e-3})
@@ -145,7 +145,7 @@ def test_a_small_second_moment_never_becomes_zero() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_resumed_optimizer_takes_the_same_bits(name: str, dtype: torch.dtype) -> None:
+def test_a_resumed_optimizer_takes_the_same_bits(name, dtype):
     config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
     named, again, other_seed = (parameters(dtype) for _ in range(3))
     optimizer = make_optimizer(named, config, seed=5)
@@ -171,7 +171,7 @@ def test_a_resumed_optimizer_takes_the_same_bits(name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("name", "dtype"), [("adamw", torch.bfloat16), ("adamw8bit", torch.bfloat16), ("adamw8bit", torch.float32)]
 )
-def test_updates_held_back_change_nothing_and_leave_no_trace(name: str, dtype: torch.dtype) -> None:
+def test_updates_held_back_change_nothing_and_leave_no_trace(name, dtype):
     """Weights, moments, scales and counts stay; let go, the next updates are those of a run without the bad ones."""
     config = OptimConfig.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
     named, spared = parameters(dtype), parameters(dtype)
@@ -200,7 +200,7 @@ def test_updates_held_back_change_nothing_and_leave_no_trace(name: str, dtype: t
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_one_graph_serves_all_shapes_and_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_serves_all_shapes_and_slices(name, monkeypatch):
     counter = CompileCounter()
     which = "_update_8bit" if name == "adamw8bit" else "_update_plain"
     compiled = torch.compile(getattr(lean, which), backend=counter, fullgraph=True, dynamic=True)
@@ -213,7 +213,7 @@ def test_one_graph_serves_all_shapes_and_slices(name: str, monkeypatch: pytest.M
     assert counter.frame_count == 1
 
 
-def test_slices_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_do_not_change_the_update(monkeypatch):
     """Three launches for one tensor: moments, blocks and weights as with one launch."""
     config = OptimConfig.model_validate({"name": "adamw8bit", "lr": 0.01})
 
@@ -228,7 +228,7 @@ def test_slices_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_states_of_another_kind_and_sgd_on_bf16_are_refused() -> None:
+def test_states_of_another_kind_and_sgd_on_bf16_are_refused():
     named = parameters(torch.bfloat16)
     optimizer = make_optimizer(named, OptimConfig(name="adamw8bit"), seed=0)
     steps(named, optimizer, range(1))

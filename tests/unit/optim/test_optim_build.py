@@ -23,11 +23,11 @@ def step(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], seed:
     optimizer.step()
 
 
-def test_norms_and_biases_never_decay() -> None:
+def test_norms_and_biases_never_decay():
     assert split_by_decay(parameters()) == (["layer.weight"], ["layer.bias", "norm.weight"])
 
 
-def test_adamw_equals_the_formula_for_100_steps() -> None:
+def test_adamw_equals_the_formula_for_100_steps():
     """Algorithm 2 of Loshchilov and Hutter 2019, written out in fp64."""
     config = OptimConfig(lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95)
     named = parameters()
@@ -51,7 +51,7 @@ def test_adamw_equals_the_formula_for_100_steps() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
-def test_state_survives_a_round_trip_to_the_bit(name: str) -> None:
+def test_state_survives_a_round_trip_to_the_bit(name):
     config = OptimConfig.model_validate({"name": name, "lr": 0.01})
     named, again = parameters(torch.float32), parameters(torch.float32)
     optimizer, other = make_optimizer(named, config, seed=0), make_optimizer(again, config, seed=0)
@@ -68,7 +68,7 @@ def test_state_survives_a_round_trip_to_the_bit(name: str) -> None:
     assert {k: v.dtype for k, v in optimizer_state(other, again).items()} == {k: v.dtype for k, v in saved.items()}
 
 
-def test_state_of_other_parameters_is_refused() -> None:
+def test_state_of_other_parameters_is_refused():
     named = parameters()
     optimizer = make_optimizer(named, OptimConfig(), seed=0)
     step(optimizer, named, 0)
@@ -80,7 +80,7 @@ def test_state_of_other_parameters_is_refused() -> None:
         load_optimizer_state(optimizer, named, partial, OptimConfig().traits)
 
 
-def test_a_name_makes_its_optimizer_and_one_without_a_row_none() -> None:
+def test_a_name_makes_its_optimizer_and_one_without_a_row_none():
     made = {name: make_optimizer(parameters(torch.float32), OptimConfig(name=name), seed=0) for name in OPTIMIZERS}
     assert {name: type(one).__name__ for name, one in made.items()} == {
         "adamw": "AdamW", "adamw8bit": "AdamW8bit", "sgd": "SGD",

@@ -46,7 +46,7 @@ def train(
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_flat_equals_separate_to_the_bit(name: str, dtype: torch.dtype) -> None:
+def test_flat_equals_separate_to_the_bit(name, dtype):
     config = CONFIG.model_copy(update={"name": name})
     named, plain = parameters(dtype), parameters(dtype)
     flat = make_optimizer(named, config, seed=0, flat=True)
@@ -63,7 +63,7 @@ def test_flat_equals_separate_to_the_bit(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("saved_flat", "loaded_flat"), [(False, True), (True, False), (True, True)])
-def test_a_checkpoint_of_either_layout_resumes_in_the_other(saved_flat: bool, loaded_flat: bool) -> None:
+def test_a_checkpoint_of_either_layout_resumes_in_the_other(saved_flat, loaded_flat):
     named = parameters()
     optimizer = make_optimizer(named, CONFIG, seed=0, flat=saved_flat)
     train(named, optimizer, 3)
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_either_layout_resumes_in_the_other(saved_flat: bool, lo
     assert all(torch.equal(named[name], again[name]) for name in named)
 
 
-def test_gradients_stay_views_of_the_flat_one_and_gaps_stay_zero() -> None:
+def test_gradients_stay_views_of_the_flat_one_and_gaps_stay_zero():
     named = parameters()
     optimizer = make_optimizer(named, CONFIG, seed=0, flat=True)
     train(named, optimizer, 2)
@@ -97,12 +97,12 @@ def test_gradients_stay_views_of_the_flat_one_and_gaps_stay_zero() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in named.values())
 
 
-def test_each_dtype_has_a_tensor_of_its_own() -> None:
+def test_each_dtype_has_a_tensor_of_its_own():
     mixed = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float32)]
     assert [flat.dtype for flat in flatten(mixed)] == [torch.float32, torch.float64]
 
 
-def test_a_pass_that_fails_adds_nothing_and_leaves_gradients_in_their_place() -> None:
+def test_a_pass_that_fails_adds_nothing_and_leaves_gradients_in_their_place():
     named = parameters()
     optimizer = make_optimizer(named, CONFIG, seed=0, flat=True)
     backward(named, optimizer, seed=0)

@@ -10,7 +10,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.shards import local_shard_of, local_state
 
 
-def test_alone_work_is_just_done() -> None:
+def test_alone_work_is_just_done():
     def fail() -> None:
         raise ResourceError("no")
 
@@ -22,7 +22,7 @@ def test_alone_work_is_just_done() -> None:
         group.run_on_first_rank(fail)
 
 
-def test_a_plain_tensor_is_whole_and_written_by_the_first_rank() -> None:
+def test_a_plain_tensor_is_whole_and_written_by_the_first_rank():
     weight = torch.arange(6.0).view(2, 3)
     part = local_shard_of(weight)
     assert (part.shape, part.offset, part.is_copy) == ((2, 3), (0, 0), False)
@@ -33,7 +33,7 @@ def test_a_plain_tensor_is_whole_and_written_by_the_first_rank() -> None:
     assert local_state(state, 1) == ({}, {})
 
 
-def test_every_file_is_hashed_by_one_rank_and_none_has_much_more_than_another() -> None:
+def test_every_file_is_hashed_by_one_rank_and_none_has_much_more_than_another():
     sizes = [900, 800, 500, 400, 300, 100, 0, 0]
     files = {f"file-{index}": FileFacts(size, "0" * 32) for index, size in enumerate(sizes)}
     taken = shares(files, 3)

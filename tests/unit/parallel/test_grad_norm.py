@@ -9,7 +9,7 @@ from flatout.parallel.strategies.single import Single
 from flatout.planner.parallel_layout import SINGLE_RANK
 
 
-def test_one_large_gradient_loses_no_more_than_many_small_ones() -> None:
+def test_one_large_gradient_loses_no_more_than_many_small_ones():
     gradient = 1e-3 * torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
     flat = nn.Parameter(torch.empty_like(gradient))
     flat.grad = gradient

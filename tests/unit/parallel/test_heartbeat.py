@@ -87,7 +87,7 @@ def raw_peer(group: Group, hello: bytes) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_marks_arrive_and_nobody_is_lost() -> None:
+def test_marks_arrive_and_nobody_is_lost():
     group = Group(3)
     for step in range(4):
         group.clock.now_s += 6
@@ -96,7 +96,7 @@ def test_marks_arrive_and_nobody_is_lost() -> None:
     assert [peer.changed_at for peer in group.server.peers.values()] == [24.0, 24.0]
 
 
-def test_a_closed_connection_is_a_death_told_to_all() -> None:
+def test_a_closed_connection_is_a_death_told_to_all():
     group = Group(3)
     group.meet(RankStatus(4, "sum"), 1, 2)
     group.clients[0]._connection.close()  # as the kernel does for a killed process
@@ -108,7 +108,7 @@ def test_a_closed_connection_is_a_death_told_to_all() -> None:
     assert group.clients[1].poll(DEADLINE_S, RankStatus()) == failure
 
 
-def test_silence_is_found_after_hang_s_on_both_sides() -> None:
+def test_silence_is_found_after_hang_s_on_both_sides():
     group = Group(3)
     group.clock.now_s = 9.0
     group.meet(WORKING, 2)
@@ -123,7 +123,7 @@ def test_silence_is_found_after_hang_s_on_both_sides() -> None:
     assert (found.rank, found.how) == (0, "has been silent for 11 s")
 
 
-def test_a_lost_first_rank_is_named_with_its_own_phase() -> None:
+def test_a_lost_first_rank_is_named_with_its_own_phase():
     """Another may wait for it in its first step while it still starts."""
     group = Group(2)
     (one,) = group.clients
@@ -136,7 +136,7 @@ def test_a_lost_first_rank_is_named_with_its_own_phase() -> None:
     assert (failure.rank, failure.status, failure.how) == (0, RankStatus(0, "start"), "has been silent for 11 s")
 
 
-def test_a_goodbye_is_no_death_and_a_failure_names_its_cause_and_place() -> None:
+def test_a_goodbye_is_no_death_and_a_failure_names_its_cause_and_place():
     group = Group(3)
     one, two = group.clients
     one.close()
@@ -147,7 +147,7 @@ def test_a_goodbye_is_no_death_and_a_failure_names_its_cause_and_place() -> None
     assert failure.status == RankStatus(7, "step")
 
 
-def test_who_failed_by_itself_comes_before_who_died_of_it() -> None:
+def test_who_failed_by_itself_comes_before_who_died_of_it():
     group = Group(3)
     one, two = group.clients
     two.fail("RuntimeError: no", 7, WORKING)
@@ -162,7 +162,7 @@ def test_who_failed_by_itself_comes_before_who_died_of_it() -> None:
     assert (failure.rank, failure.is_reported) == (2, True)
 
 
-def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays() -> None:
+def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays():
     group = Group(3)
     one, two = group.clients
     two.close()
@@ -178,7 +178,7 @@ def test_the_first_ranks_goodbye_is_no_death_however_long_another_stays() -> Non
     one.close()
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_a_rank_that_never_comes_is_named():
     group = Group(1, hang_s=5.0)
     group.server._world = 2
     assert group.server.poll(0.0, WORKING) is None
@@ -188,7 +188,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 @pytest.mark.parametrize("hello", [b"{}", b'{"rank": 0}', b'{"rank": 2}', b'{"rank": true}', b'{"rank": "1"}'])
-def test_who_is_no_rank_of_the_run_is_turned_away(hello: bytes) -> None:
+def test_who_is_no_rank_of_the_run_is_turned_away(hello):
     group = Group(2)
     with raw_peer(group, hello):
         group.until(lambda: group.dropped)
@@ -208,7 +208,7 @@ def test_who_is_no_rank_of_the_run_is_turned_away(hello: bytes) -> None:
         b'{"failed": "x"}',
     ],
 )
-def test_a_rank_that_sends_nonsense_is_lost_and_rank_0_goes_on(line: bytes) -> None:
+def test_a_rank_that_sends_nonsense_is_lost_and_rank_0_goes_on(line):
     group = Group(1)
     group.server._world = 2
     with raw_peer(group, b'{"rank": 1, "host": "x"}') as connection:

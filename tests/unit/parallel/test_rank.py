@@ -3,7 +3,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,18 +18,18 @@ from flatout.parallel.strategies.single import Single
 from flatout.planner.parallel_layout import SINGLE_RANK
 
 
-def test_rank_is_read_from_the_environment() -> None:
+def test_rank_is_read_from_the_environment():
     assert Rank.from_env({}) == Rank(0, 1, 0)
     assert Rank.from_env({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Rank(3, 4, 1)
 
 
 @pytest.mark.parametrize("env", [{"RANK": "x"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}])
-def test_nonsense_is_refused(env: dict[str, str]) -> None:
+def test_nonsense_is_refused(env):
     with pytest.raises(UsageError, match=r"RANK"):
         Rank.from_env(env)
 
 
-def test_a_gpu_that_is_not_there_is_named() -> None:
+def test_a_gpu_that_is_not_there_is_named():
     assert choose_device("cpu", Rank()) == torch.device("cpu")
     if not torch.cuda.is_available():
         assert choose_device("auto", Rank()) == torch.device("cpu")
@@ -38,13 +37,13 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
             choose_device("cuda", Rank())
 
 
-def test_nodes_are_counted_where_they_hold_equally_many_ranks() -> None:
+def test_nodes_are_counted_where_they_hold_equally_many_ranks():
     env = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
     nodes = [Rank.from_env({**env, "LOCAL_WORLD_SIZE": size}).num_nodes for size in ("4", "8", "3", "0")]
     assert nodes == [2, 1, 1, 1]
 
 
-def test_single_does_nothing_and_measures_the_norm() -> None:
+def test_single_does_nothing_and_measures_the_norm():
     strategy = strategy_class("single")(Rank(), torch.device("cpu"), make_config({"model": {"name": "x"}}), SINGLE_RANK)
     assert isinstance(strategy, Single)
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)), nn.Parameter(torch.zeros(1))]
@@ -55,7 +54,7 @@ def test_single_does_nothing_and_measures_the_norm() -> None:
     assert strategy.sum_values(torch.tensor([1.0])).item() == 1.0
 
 
-def test_compiled_kernels_are_kept_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_kernels_are_kept_in_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     folder = tmp_path / "flatout" / "compiler"
@@ -67,7 +66,7 @@ def test_compiled_kernels_are_kept_in_the_users_cache_folder(monkeypatch: pytest
         assert keep_compiled_kernels() == chosen
 
 
-def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -75,7 +74,7 @@ def test_a_cache_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPa
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch):
     monkeypatch.setattr("sys.platform", "linux")
     assert allocator_env({"PATH": "/bin"})["PYTORCH_ALLOC_CONF"].startswith("expandable_segments:True,pinned_use")
     assert allocator_env({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}) == {}
@@ -93,9 +92,7 @@ OWN = [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}]
 
 
 @pytest.mark.parametrize(("enter", "own"), [*((one, {}) for one in ENTRIES), *((ENTRIES[0], own) for own in OWN)])
-def test_idle_threads_sleep_at_every_entry_unless_the_user_has_set_how_they_wait(
-    enter: str, own: dict[str, str]
-) -> None:
+def test_idle_threads_sleep_at_every_entry_unless_the_user_has_set_how_they_wait(enter, own):
     # what OpenMP would read: the environment as the first import of torch sees it
     code = f"""
 import os, sys
@@ -118,7 +115,7 @@ import torch
     assert done.stdout.splitlines()[-1] == str(own or {"OMP_WAIT_POLICY": "passive"})
 
 
-def test_a_taken_port_is_named_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_named_by_rank_0(monkeypatch):
     """A launcher's port, which another program has; ranks that meet at a free one are in tests/distributed."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

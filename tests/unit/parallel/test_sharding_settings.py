@@ -1,7 +1,5 @@
 """What strategies do inside one process: the order of buckets, and memory that runs out."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +19,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
+def group(tmp_path):
     """A gloo group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def test_buckets_come_in_reverse_order_and_large_gradients_travel_alone() -> None:
+def test_buckets_come_in_reverse_order_and_large_gradients_travel_alone():
     sizes = (100, 3, 4, 200, 5, 6)
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
@@ -43,7 +41,7 @@ def run_out(strategy: Any, *, last: bool, model: nn.Module | None = None) -> Non
         raise torch.OutOfMemoryError
 
 
-def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group: None) -> None:
+def test_memory_that_runs_out_is_final_where_other_ranks_cannot_follow(group):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     config = make_config({"model": {"name": "x"}, "method": "full"})
     replicated = DDP(Rank(), CPU, config, ParallelLayout("ddp"))

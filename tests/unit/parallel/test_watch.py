@@ -62,7 +62,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> type[Pair]:
+def pair(monkeypatch):
     monkeypatch.setattr(watch_module, "LEAVE_S", 0.2)
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
@@ -76,7 +76,7 @@ def from_a_collective() -> NoReturn:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_of_one_rank_is_told_to_the_other_with_its_exit_code(pair: type[Pair], failing: int) -> None:
+def test_a_failure_of_one_rank_is_told_to_the_other_with_its_exit_code(pair, failing):
     both = pair()
     both.watches[failing].set_phase("step", 6)
     with pytest.raises(DataError) as own, both.watches[failing].guard():
@@ -95,7 +95,7 @@ def test_a_failure_of_one_rank_is_told_to_the_other_with_its_exit_code(pair: typ
     assert both.told[other][0][0] == "peer_lost"
 
 
-def test_ranks_that_fail_at_the_same_moment_both_end_with_their_own_error(pair: type[Pair]) -> None:
+def test_ranks_that_fail_at_the_same_moment_both_end_with_their_own_error(pair):
     """A loss that is not finite is found by all ranks at once: none of them has lost another."""
     both = pair()
     errors = [NumericError(f"step 2 on rank {rank}") for rank in range(2)]
@@ -112,7 +112,7 @@ def test_ranks_that_fail_at_the_same_moment_both_end_with_their_own_error(pair: 
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_leaving_in_good_order_is_no_loss(pair: type[Pair], first: int) -> None:
+def test_leaving_in_good_order_is_no_loss(pair, first):
     both = pair()
     with both.watches[first].guard():
         pass
@@ -124,7 +124,7 @@ def test_leaving_in_good_order_is_no_loss(pair: type[Pair], first: int) -> None:
     assert (both.told, both.left) == ([[], []], [[], []])
 
 
-def test_an_error_of_its_own_stays_what_it_is_whatever_it_says(pair: type[Pair]) -> None:
+def test_an_error_of_its_own_stays_what_it_is_whatever_it_says(pair):
     """It is told from a lost peer's by where it comes from: words prove nothing, and nobody waits for the watch."""
     both = pair()
     with pytest.raises(RuntimeError, match="gloo"), both.watches[1].guard():
@@ -132,7 +132,7 @@ def test_an_error_of_its_own_stays_what_it_is_whatever_it_says(pair: type[Pair])
     both.until(both.watches[0]._lost.is_set)
 
 
-def test_a_lost_peer_is_told_from_a_backward_pass_that_has_no_frame_of_a_collective(pair: type[Pair]) -> None:
+def test_a_lost_peer_is_told_from_a_backward_pass_that_has_no_frame_of_a_collective(pair):
     """As under context.parallel and experts.parallel: gloo raises from C++, with the place in its source."""
     both = pair()
     both.watches[1]._heartbeats._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
@@ -142,9 +142,7 @@ def test_a_lost_peer_is_told_from_a_backward_pass_that_has_no_frame_of_a_collect
 
 
 @pytest.mark.parametrize("has_board", [True, False])
-def test_a_dead_rank_is_named_with_the_step_that_it_was_in(
-    pair: type[Pair], monkeypatch: pytest.MonkeyPatch, has_board: bool
-) -> None:
+def test_a_dead_rank_is_named_with_the_step_that_it_was_in(pair, monkeypatch, has_board):
     """Its last heartbeat is older; without a launcher of ours there is nothing else, and the error says so."""
     if has_board:
         board = StatusBoard.new(2)
@@ -159,7 +157,7 @@ def test_a_dead_rank_is_named_with_the_step_that_it_was_in(
     assert said in str(both.left[0][0])
 
 
-def test_who_does_not_move_is_named(pair: type[Pair]) -> None:
+def test_who_does_not_move_is_named(pair):
     """Both threads beat, but rank 1 waits for data while rank 0 waits in a sum."""
     both = pair(stall_s=1)
     both.watches[0].set_phase("sum", 4)
@@ -171,7 +169,7 @@ def test_who_does_not_move_is_named(pair: type[Pair]) -> None:
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "save"])
-def test_a_long_phase_has_a_bound_of_its_own(pair: type[Pair], phase: str) -> None:
+def test_a_long_phase_has_a_bound_of_its_own(pair, phase):
     both = pair(stall_s=1, long_phase_s=2)
     both.watches[0].set_phase("sum", 4)
     both.watches[1].set_phase(phase, 4)
@@ -183,7 +181,7 @@ def test_a_long_phase_has_a_bound_of_its_own(pair: type[Pair], phase: str) -> No
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_who_is_waited_for_is_told(pair: type[Pair], monkeypatch: pytest.MonkeyPatch, waiting: int) -> None:
+def test_who_is_waited_for_is_told(pair, monkeypatch, waiting):
     monkeypatch.setattr(bounded_wait, "NOTICE_AFTER_S", 0.3)
     both = pair()
     both.watches[waiting].set_phase("sum", 4)
@@ -199,7 +197,7 @@ def test_who_is_waited_for_is_told(pair: type[Pair], monkeypatch: pytest.MonkeyP
     assert len(both.told[0]) == num_told
 
 
-def test_an_event_of_another_rank_is_told_by_the_first(pair: type[Pair]) -> None:
+def test_an_event_of_another_rank_is_told_by_the_first(pair):
     both = pair()
     both.watches[1].event("out_of_memory", {"step": 3})
     both.until(lambda: both.told[0])
@@ -221,7 +219,7 @@ class Slow(Callback):
         self.events.append((kind, facts))
 
 
-def test_a_slow_callback_holds_up_no_heartbeat(pair: type[Pair]) -> None:
+def test_a_slow_callback_holds_up_no_heartbeat(pair):
     """While it works, rank 0 hears of an event and then of a failure; the events follow in their order."""
     slow = Slow()
     reporter = Reporter(slow)
@@ -243,7 +241,7 @@ def test_a_slow_callback_holds_up_no_heartbeat(pair: type[Pair]) -> None:
     assert [facts["step"] for _, facts in slow.events[:2]] == [3, 4]
 
 
-def test_a_disk_that_stalls_while_the_loss_is_noted_keeps_no_process_alive(pair: type[Pair]) -> None:
+def test_a_disk_that_stalls_while_the_loss_is_noted_keeps_no_process_alive(pair):
     stalled = threading.Event()
     try:
         both = pair(on_peer_lost=[lambda error: stalled.wait(DEADLINE_S) and None])
@@ -270,7 +268,7 @@ leave(PeerLostError("rank 1 died", 1))
 """
 
 
-def test_a_terminal_that_takes_no_text_keeps_no_process_alive() -> None:
+def test_a_terminal_that_takes_no_text_keeps_no_process_alive():
     with subprocess.Popen([sys.executable, "-c", NOBODY_READS], stderr=subprocess.PIPE) as process:
         try:
             assert process.wait(DEADLINE_S) == 7
@@ -294,7 +292,7 @@ stuck_in_a_library()
 """
 
 
-def test_a_rank_that_holds_the_interpreter_shows_where() -> None:
+def test_a_rank_that_holds_the_interpreter_shows_where():
     """No thread of Python can run in it, so the others know only that it is silent."""
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-c", HOLDS_THE_INTERPRETER]

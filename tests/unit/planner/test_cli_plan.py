@@ -19,7 +19,7 @@ from flatout.trainer.model_shape import make_shape
 
 
 @pytest.fixture
-def run_file(tiny, tmp_path) -> Path:
+def run_file(tiny, tmp_path):
     """A run file on a copy of the model; all of its weights are 0 bytes long, so none can be read."""
     model_dir = tmp_path / "model"
     shutil.copytree(tiny.model_dir, model_dir)

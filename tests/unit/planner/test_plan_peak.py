@@ -35,6 +35,6 @@ from flatout.planner.devices import nominal_peak
         ("", "bf16", None),
     ],
 )
-def test_peaks_by_name(name: str, arithmetic: str, tera: float | None) -> None:
+def test_peaks_by_name(name, arithmetic, tera):
     peak = nominal_peak(name, arithmetic)
     assert (None if peak is None else peak.flops_per_s / 1e12) == tera

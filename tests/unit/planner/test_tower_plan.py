@@ -31,7 +31,7 @@ TOWERS = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> PictureWorld:
+def world(tmp_path_factory):
     return PictureWorld(tmp_path_factory.mktemp("towers"))
 
 
@@ -68,7 +68,7 @@ def flops_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "method"), list(flops_cases()))
-def test_flops_are_those_that_torch_counts(world: PictureWorld, tmp_path: Path, family: str, method: str) -> None:
+def test_flops_are_those_that_torch_counts(world, tmp_path, family, method):
     """Within 15 %. Adapters leave the weights' gradients out, and count as nothing: here they are the biases."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -96,7 +96,7 @@ def test_flops_are_those_that_torch_counts(world: PictureWorld, tmp_path: Path, 
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=() if one == "qwen3_vl" else pytest.mark.exhaustive) for one in TOWERS]
 )
-def test_memory_is_what_tensors_take(tmp_path: Path, family: str, method: str) -> None:
+def test_memory_is_what_tensors_take(tmp_path, family, method):
     """In bf16 on a CPU: what a pass keeps within 15 %, and the peaks of both passes within 20 %.
 
     With its own attention, a GPU holds the same tensors. Gradients of weights are planned elsewhere.
@@ -145,7 +145,7 @@ def test_memory_is_what_tensors_take(tmp_path: Path, family: str, method: str) -
 
 
 @pytest.mark.parametrize("layout", ["packed", "rows"])
-def test_ranks_are_balanced_by_tower_and_decoder(world: PictureWorld, tmp_path: Path, layout: str) -> None:
+def test_ranks_are_balanced_by_tower_and_decoder(world, tmp_path, layout):
     """Samples of one length, of which a few have a picture: one for each rank, not two for one."""
     batch = {"samples_per_step": 8, "micro_batch_tokens": 1000 if layout == "packed" else 100, "layout": layout}
     config = world.config("qwen2_5_vl", tmp_path / "run", batch=batch)

@@ -29,7 +29,7 @@ def profiled(tmp_path: Path, read: Callable[[], float], **changes: float) -> lis
     return said
 
 
-def test_the_line_says_what_the_counter_counted() -> None:
+def test_the_line_says_what_the_counter_counted():
     energy = Energy(joules=1980.0, wall_s=3.0, num_steps=3, num_tokens=49_500)
     assert energy.line == (
         "energy: 660.0 J a step, 40.00 mJ a token, 660 W on average; 1,980.0 J in 3.00 s, within 3%; one GPU, idle "
@@ -37,7 +37,7 @@ def test_the_line_says_what_the_counter_counted() -> None:
     )
 
 
-def test_the_counter_is_read_around_the_profiled_steps(tmp_path: Path) -> None:
+def test_the_counter_is_read_around_the_profiled_steps(tmp_path):
     counter = iter([1000.0, 1600.0])
     said = profiled(tmp_path, lambda: next(counter))
     energy = json.loads((tmp_path / "profile.json").read_text())["energy"]
@@ -49,7 +49,7 @@ def test_the_counter_is_read_around_the_profiled_steps(tmp_path: Path) -> None:
     assert next(counter, None) is None
 
 
-def test_a_gpu_s_joules_are_for_its_own_share_of_the_tokens(tmp_path: Path) -> None:
+def test_a_gpu_s_joules_are_for_its_own_share_of_the_tokens(tmp_path):
     counter = iter([0.0, 600.0])
     profiled(tmp_path, lambda: next(counter), num_ranks=4)
     energy = json.loads((tmp_path / "profile.json").read_text())["energy"]
@@ -68,7 +68,7 @@ def failing_later(values: Iterator[float]) -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("read", [refusing, failing_later(iter([5.0]))])
-def test_a_profile_without_a_counter_says_so_once_and_goes_on(tmp_path: Path, read: Callable[[], float]) -> None:
+def test_a_profile_without_a_counter_says_so_once_and_goes_on(tmp_path, read):
     said = profiled(tmp_path, read)
     lines = [line for line in said if line.startswith("energy:")]
     assert lines == ["energy: not measured: NVML does not give the energy of this GPU: Not Supported"]
@@ -78,14 +78,14 @@ def test_a_profile_without_a_counter_says_so_once_and_goes_on(tmp_path: Path, re
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="this process uses a GPU")
-def test_without_a_gpu_there_is_no_counter() -> None:
+def test_without_a_gpu_there_is_no_counter():
     with pytest.raises(ResourceError, match="this process uses no CUDA GPU"):
         read_joules()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_the_counter_of_a_gpu_moves() -> None:
+def test_the_counter_of_a_gpu_moves():
     pytest.importorskip("pynvml")
     matrix = torch.randn(4096, 4096, device="cuda")
     first, deadline_s = read_joules(), time.monotonic() + 30

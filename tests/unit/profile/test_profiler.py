@@ -54,11 +54,11 @@ def event(name: str, start: float = 0, duration: float = 1, *ranges: str) -> Eve
         ("aten::mul", "norms, elementwise"),
     ],
 )
-def test_categories_by_name(name: str, category: str) -> None:
+def test_categories_by_name(name, category):
     assert category_of(event(name)) == category
 
 
-def test_our_ranges_tell_what_names_cannot() -> None:
+def test_our_ranges_tell_what_names_cannot():
     assert category_of(event("nvjet_tst_128x256_64x4", 0, 1, "flatout::head")) == "head"
     assert category_of(event("void at::native::elementwise_kernel", 0, 1, "ProfilerStep#1", "flatout::optimizer")) == (
         "optimizer"
@@ -66,14 +66,14 @@ def test_our_ranges_tell_what_names_cannot() -> None:
     assert category_of(event("nvjet_tst_128x256_64x4", 0, 1, "somebody's")) == "GEMM"
 
 
-def test_time_counts_as_busy_once_however_many_streams_run() -> None:
+def test_time_counts_as_busy_once_however_many_streams_run():
     spans = [(5, 6), (0, 2), (1, 3), (1, 2), (3, 4)]
     table = break_down([event("mm", a, b - a) for a, b in spans], wall_s=10e-6, num_steps=1, data_wait_s=0)
     assert (table.idle_s, table.overlap_s) == pytest.approx((5e-6, 2e-6))
     assert break_down([], wall_s=1e-6, num_steps=1, data_wait_s=0).idle_s == 1e-6
 
 
-def test_a_steps_time_adds_up() -> None:
+def test_a_steps_time_adds_up():
     """Two steps in 100 us: 60 us of GEMM, 20 of attention, a copy of 20 us half beside a GEMM; 10 us nothing runs."""
     events = [
         event("nvjet_tst_128x256_64x4", 0, 30),
@@ -99,7 +99,7 @@ def entry(cat: str, name: str, ts: float, dur: float, tid: Any = 7) -> dict[str,
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "pid": 0}
 
 
-def test_a_device_trace_gives_kernels_with_their_ranges() -> None:
+def test_a_device_trace_gives_kernels_with_their_ranges():
     trace = {
         "traceEvents": [
             entry("kernel", "inside", 12, 2),
@@ -119,7 +119,7 @@ def test_a_device_trace_gives_kernels_with_their_ranges() -> None:
     assert (events["inside"].start_us, events["inside"].end_us, events["inside"].own_us) == (12, 14, 2)
 
 
-def test_on_the_cpu_each_moment_belongs_to_the_innermost_operator() -> None:
+def test_on_the_cpu_each_moment_belongs_to_the_innermost_operator():
     matrix = torch.randn(200, 200)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         with torch.profiler.record_function("flatout::optimizer"):
@@ -156,7 +156,7 @@ def profiled(tmp_path: Path, num_records: int, num_steps: int = 2) -> list[str]:
     return said
 
 
-def test_a_run_is_profiled_after_its_warm_up(tmp_path: Path) -> None:
+def test_a_run_is_profiled_after_its_warm_up(tmp_path):
     said = profiled(tmp_path, num_records=9)
     table = json.loads((tmp_path / "profile.json").read_text())
     assert table["num_steps"] == 2
@@ -171,13 +171,13 @@ def test_a_run_is_profiled_after_its_warm_up(tmp_path: Path) -> None:
     assert "(100.0 ms before profiling)" in said[0]
 
 
-def test_a_run_that_ends_early_tells_what_there_is(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_tells_what_there_is(tmp_path):
     assert "shorter than the warm-up" in profiled(tmp_path, num_records=1)[0]
     assert "no step was profiled" in profiled(tmp_path, num_records=3)[0]
     assert profiled(tmp_path, num_records=4, num_steps=5)[0].startswith("1 steps of ")
 
 
-def test_a_training_run_is_profiled_on_request(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_run_is_profiled_on_request(tiny, tmp_path, capsys):
     from flatout.cli.main import main
     from flatout.config.read import dump_config
 

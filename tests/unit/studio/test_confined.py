@@ -29,7 +29,6 @@ from flatout.studio import trainings as trainings_module
 from flatout.studio import worker as worker_module
 from flatout.studio.jobs import Worker, WorkerJob
 from flatout.studio.workspace import Workspace
-from tests.conftest import Tiny
 from tests.studio_client import SETTINGS, open_studio, refusal, write_run
 from tests.watched import Watched
 
@@ -77,7 +76,7 @@ def override(name: str, path: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def outside(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outside(tiny, tmp_path_factory):
     """Another person's files, of each kind that a setting can name."""
     root = tmp_path_factory.mktemp("outside")
     shutil.copytree(tiny.model_dir, root / "model")
@@ -99,7 +98,7 @@ def outside(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def template(tiny: Tiny, outside: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template(tiny, outside, tmp_path_factory):
     root = tmp_path_factory.mktemp("workspace")
     shutil.copytree(tiny.model_dir, root / "tiny-model")
     shutil.copy(tiny.chats, root / "chats.jsonl")
@@ -121,7 +120,7 @@ def template(tiny: Tiny, outside: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def workspace(template: Path, tmp_path: Path) -> Path:
+def workspace(template, tmp_path):
     root = tmp_path / "workspace"
     shutil.copytree(template, root, symlinks=True)
     (root / "link-to-a").unlink()
@@ -130,7 +129,7 @@ def workspace(template: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def client(workspace, monkeypatch):
     """A studio whose jobs run here, as its workers do, and whose runs are only noted in `client.started`."""
     started = list[list[str]]()
 
@@ -206,7 +205,7 @@ FOLDERS = [
 ]  # fmt: skip
 
 
-def test_only_a_run_in_the_workspace_is_shown_or_changed(client: Any, workspace: Path, outside: Path) -> None:
+def test_only_a_run_in_the_workspace_is_shown_or_changed(client, workspace, outside):
     before, watched, num_sent = tree(workspace), Watched(outside), 0
     for name in FOLDERS:
         folder = name.replace("WORKSPACE", str(workspace)).replace("OUTSIDE", str(outside))
@@ -225,7 +224,7 @@ def test_only_a_run_in_the_workspace_is_shown_or_changed(client: Any, workspace:
     assert client.started == [["-P", "-m", "flatout", "train", "runs/a/config.yaml"]]
 
 
-def test_every_setting_that_takes_text_is_known_to_be_a_path_or_none(workspace: Path, outside: Path) -> None:
+def test_every_setting_that_takes_text_is_known_to_be_a_path_or_none(workspace, outside):
     assert {*text_settings(Config)} >= NO_PATHS
     assert len(PATHS) >= 12
     for kind in OBJECTIVES:  # their fields are settings, too
@@ -242,7 +241,7 @@ def test_every_setting_that_takes_text_is_known_to_be_a_path_or_none(workspace: 
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_a_setting_that_leads_outside_starts_nothing(client: Any, workspace: Path, outside: Path, name: str) -> None:
+def test_a_setting_that_leads_outside_starts_nothing(client, workspace, outside, name):
     (workspace / "docs" / "out").symlink_to(outside)
     before, watched = tree(workspace), Watched(outside)
     up = os.path.relpath(outside, workspace)
@@ -321,7 +320,7 @@ def forged_runs(workspace: Path, outside: Path) -> Iterator[str]:
         yield folder.name
 
 
-def test_forged_runs_show_and_change_nothing_outside(client: Any, workspace: Path, outside: Path) -> None:
+def test_forged_runs_show_and_change_nothing_outside(client, workspace, outside):
     names = [*forged_runs(workspace, outside)]
     assert len(names) >= 40
     watched = Watched(outside)
@@ -362,7 +361,7 @@ def test_forged_runs_show_and_change_nothing_outside(client: Any, workspace: Pat
     assert len(client.started) == len(PATHS) - len(OWN_CODE) - 1
 
 
-def test_an_adapter_and_rows_lead_nowhere_outside(client: Any, workspace: Path, outside: Path) -> None:
+def test_an_adapter_and_rows_lead_nowhere_outside(client, workspace, outside):
     """What only files name is refused while they are read: the base of an adapter, pictures, links in a folder."""
     adapter, rows = workspace / "adapter", workspace / "rows"
     adapter.mkdir()
@@ -402,9 +401,7 @@ def test_an_adapter_and_rows_lead_nowhere_outside(client: Any, workspace: Path, 
     assert watched.events() == set()
 
 
-def test_models_of_the_person_who_started_studio_are_read_with_their_links(
-    workspace: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_the_person_who_started_studio_are_read_with_their_links(workspace, outside, monkeypatch):
     snapshot = outside / "hub" / "snapshot"
     snapshot.mkdir(parents=True)
     for file in (outside / "model").iterdir():  # as in the hub's cache
@@ -424,9 +421,7 @@ def test_models_of_the_person_who_started_studio_are_read_with_their_links(
     assert hub_source(str(snapshot), None) == (str(snapshot), None)  # the command line reads what a person names
 
 
-def test_processes_that_tokenize_import_no_module_of_the_workspace(
-    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_tokenize_import_no_module_of_the_workspace(client, workspace, monkeypatch):
     (workspace / "json.py").write_text("raise SystemExit('a module of the workspace was imported')")
     rows = (workspace / "chats.jsonl").read_text()
     (workspace / "chats.jsonl").write_text(rows * (2 * ROWS_PER_CHUNK // rows.count("\n") + 1))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,20 +53,20 @@ class Controls(HTMLParser):
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Any]:
+def client(tmp_path):
     with open_studio(tmp_path) as client:
         yield client
 
 
 @pytest.mark.parametrize("page", ["/data", "/plan"])
-def test_each_control_shows_the_default_of_its_setting(client: Any, page: str) -> None:
+def test_each_control_shows_the_default_of_its_setting(client, page):
     values = Controls(client.get(page).text).values
     shown = {name: text for name, text in values.items() if name not in CHOSEN}
     assert len(shown) >= 6
     assert {name: text for name, text in shown.items() if not shows_default(name, text)} == {}
 
 
-def test_a_chat_answers_as_long_as_on_the_command_line(client: Any, tmp_path: Path) -> None:
+def test_a_chat_answers_as_long_as_on_the_command_line(client, tmp_path):
     (write_run(tmp_path / "runs" / "a") / "final").mkdir()
     parser = ArgumentParser()
     add_arguments(parser)
@@ -77,7 +75,7 @@ def test_a_chat_answers_as_long_as_on_the_command_line(client: Any, tmp_path: Pa
     assert int(shown[1]) == parser.get_default("max_new_tokens")
 
 
-def test_each_default_is_a_choice_and_reads_back_to_itself(tmp_path: Path) -> None:
+def test_each_default_is_a_choice_and_reads_back_to_itself(tmp_path):
     """Not only of the settings that have a field: YAML quotes some words, such as off, and not others."""
     needed = {"model.name": "m"}
     usual = Workspace(tmp_path).config(needed)
@@ -101,7 +99,7 @@ OTHER_VALUES = [
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER_VALUES)
-def test_the_settings_of_a_run_start_the_same_run(tmp_path: Path, name: str, value: Any) -> None:
+def test_the_settings_of_a_run_start_the_same_run(tmp_path, name, value):
     values: dict[str, Any] = {"model": {"name": "m"}, "eval": {"fraction": 0.1}}
     *sections, leaf = name.split(".")
     holder = values

@@ -17,7 +17,6 @@ from flatout.studio import app as app_module
 from flatout.studio import trainings as trainings_module
 from flatout.studio.app import make_app
 from flatout.studio.jobs import Worker, WorkerJob
-from tests.conftest import Tiny
 from tests.studio_client import PORT, SETTINGS, TOKEN, open_studio, refusal, write_run
 
 RUN = {"folder": "runs/a"}
@@ -75,7 +74,7 @@ BODIES_OF_ALL = [
 
 
 @pytest.fixture
-def workspace(tiny: Tiny, tmp_path: Path) -> Path:
+def workspace(tiny, tmp_path):
     shutil.copytree(tiny.model_dir, tmp_path / "own-model")
     (tmp_path / "tiny-model").symlink_to(tmp_path / "own-model")  # a link that stays inside
     shutil.copy(tiny.chats, tmp_path / "chats.jsonl")
@@ -85,7 +84,7 @@ def workspace(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def client(workspace, monkeypatch):
     """A client of a studio that starts no process: a request that gets as far has been accepted."""
 
     def start(*_: Any, **__: Any) -> Any:
@@ -115,7 +114,7 @@ def answered(answer: Any, sent: object) -> bool:
     return bool(answer.status_code == 200)
 
 
-def test_every_route_is_tested_and_accepts_what_its_page_sends(client: Any) -> None:
+def test_every_route_is_tested_and_accepts_what_its_page_sends(client):
     assert routes("GET") == QUERIES.keys()
     assert routes("POST") == BODIES.keys() | RAW
     for address, query in QUERIES.items():
@@ -128,7 +127,7 @@ def test_every_route_is_tested_and_accepts_what_its_page_sends(client: Any) -> N
 
 
 @pytest.mark.parametrize("address", QUERIES)
-def test_a_query_is_answered_in_a_sentence(client: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_is_answered_in_a_sentence(client, address, monkeypatch):
     asked = set[str]()
     get, getlist = ImmutableMultiDict.get, ImmutableMultiDict.getlist
     monkeypatch.setattr(ImmutableMultiDict, "get", lambda own, key, *rest: (asked.add(key), get(own, key, *rest))[1])
@@ -148,7 +147,7 @@ def test_a_query_is_answered_in_a_sentence(client: Any, address: str, monkeypatc
 
 
 @pytest.mark.parametrize("address", BODIES)
-def test_a_body_is_answered_in_a_sentence(client: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_answered_in_a_sentence(client, address, monkeypatch):
     read, kinds = app_module._read, list[Any]()
     monkeypatch.setattr(app_module, "_read", lambda request, kind: (kinds.append(kind), read(request, kind))[1])
     valid = BODIES[address]
@@ -177,7 +176,7 @@ def settings_of_others(valid: dict[str, Any]) -> Iterator[bytes]:
         yield json.dumps({**valid, "overrides": [line]}).encode()
 
 
-def test_an_upload_is_answered_in_a_sentence(client: Any, workspace: Path) -> None:
+def test_an_upload_is_answered_in_a_sentence(client, workspace):
     for value in TEXTS:
         assert not answered(client.post("/api/upload", params={"name": value}, content=b"{}"), value)
     for size in ("²", "-1", "9" * 5000, "x", "", "1e9"):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,14 @@ return [...document.querySelectorAll("body *")]
 
 
 @pytest.fixture
-def browser(open_chromium: Callable[..., Any]) -> Iterator[Any]:
+def browser(open_chromium):
     driver = open_chromium("--window-size=1280,1000")
     yield driver
     driver.quit()
 
 
 @pytest.fixture
-def studio(tiny: Tiny, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def studio(tiny, tmp_path):
     """The address of `flatout studio` in a fresh folder that holds the tiny model."""
     shutil.copytree(tiny.model_dir, tmp_path / "tiny-model")
     with subprocess.Popen(
@@ -123,7 +122,7 @@ class Page:
 
 
 @pytest.mark.slow
-def test_the_whole_road_runs_in_a_browser(browser: Any, studio: tuple[str, Path], tiny: Tiny) -> None:
+def test_the_whole_road_runs_in_a_browser(browser, studio, tiny):
     address, workspace = studio
     page = Page(browser)
     browser.get(address)
@@ -299,9 +298,7 @@ def alert_of(driver: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_forms_begin_with_defaults_and_send_only_what_a_person_chose(
-    browser: Any, studio: tuple[str, Path], tiny: Tiny
-) -> None:
+def test_forms_begin_with_defaults_and_send_only_what_a_person_chose(browser, studio, tiny):
     address, workspace = studio
     shutil.copy(tiny.chats, workspace / "chats.jsonl")
     page = Page(browser)
@@ -334,7 +331,7 @@ def test_forms_begin_with_defaults_and_send_only_what_a_person_chose(
 
 
 @pytest.mark.slow
-def test_columns_that_no_format_has_are_offered(browser: Any, studio: tuple[str, Path], tiny: Tiny) -> None:
+def test_columns_that_no_format_has_are_offered(browser, studio, tiny):
     """The page offers the columns with what stands in them, what was chosen is trained, and other files need none."""
     address, workspace = studio
     (workspace / "pairs.csv").write_text(

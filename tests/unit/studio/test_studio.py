@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,21 +34,11 @@ from flatout.studio.trainings import Trainings
 from flatout.studio.worker import chat
 from flatout.studio.workspace import Workspace
 from flatout.track.run_log import read_run, record_of
-from tests.conftest import Tiny
-from tests.studio_client import (
-    ADDRESS,
-    PORT,
-    SETTINGS,
-    TOKEN,
-    marked,
-    open_studio,
-    refusal,
-    testclient,
-)
+from tests.studio_client import ADDRESS, PORT, SETTINGS, TOKEN, marked, open_studio, refusal, testclient
 
 
 @pytest.fixture(scope="module")
-def workspace(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("workspace")
     shutil.copytree(tiny.model_dir, root / "tiny-model")
     shutil.copy(tiny.chats, root / "chats.jsonl")
@@ -60,7 +50,7 @@ def workspace(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(workspace: Path) -> Iterator[Any]:
+def client(workspace):
     """A browser with the cookie; its requests come from a page of studio, whose workers serve all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -75,7 +65,7 @@ def lines_of(answer: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", ["/", "/data", "/plan", "/static/studio.js", "/api/run?folder=runs"])
 @pytest.mark.parametrize("token", [None, "wrong", "ÿ"])
-def test_nothing_is_shown_without_the_token(workspace: Path, path: str, token: str | None) -> None:
+def test_nothing_is_shown_without_the_token(workspace, path, token):
     with testclient.TestClient(make_app(workspace, TOKEN, PORT, print), ADDRESS) as client:
         client.cookies.set(f"flatout-studio-{PORT}", "wrong too")
         answer = client.get(path, params={} if token is None else {"token": token})
@@ -86,7 +76,7 @@ def test_nothing_is_shown_without_the_token(workspace: Path, path: str, token: s
             assert client.get(path, params={"token": TOKEN}).status_code == 403
 
 
-def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(client: Any) -> None:
+def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(client):
     answer = client.get("/", params={"token": TOKEN})
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
@@ -97,12 +87,12 @@ def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(client: Any) -> 
 
 
 @pytest.mark.parametrize("host", ["evil.example", f"evil.example:{PORT}", "127.0.0.1", "127.0.0.1:80", ""])
-def test_a_name_that_was_pointed_at_this_machine_is_refused(client: Any, host: str) -> None:
+def test_a_name_that_was_pointed_at_this_machine_is_refused(client, host):
     assert "another host" in refusal(client.get("/data", headers={"host": host}), 403)
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", f"https://127.0.0.1:{PORT}", "http://127.0.0.1:80", "null"])
-def test_a_page_of_another_site_changes_nothing(client: Any, workspace: Path, origin: str) -> None:
+def test_a_page_of_another_site_changes_nothing(client, workspace, origin):
     answer = client.post("/api/upload", params={"name": "evil.jsonl"}, content=b"{}", headers={"origin": origin})
     assert "another site" in refusal(answer, 403)
     own = client.headers.pop("origin")
@@ -114,7 +104,7 @@ def test_a_page_of_another_site_changes_nothing(client: Any, workspace: Path, or
     client.headers["origin"] = own
 
 
-def test_every_page_forbids_what_is_not_its_own(client: Any) -> None:
+def test_every_page_forbids_what_is_not_its_own(client):
     pages = [
         "/data",
         "/plan",
@@ -140,7 +130,7 @@ def test_every_page_forbids_what_is_not_its_own(client: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["..", "/etc/passwd", "way-out/passwd", "tiny-model/../../x", "a\0b", "runs/" + "x" * 5000]
 )
-def test_paths_outside_the_workspace_are_refused(client: Any, path: str) -> None:
+def test_paths_outside_the_workspace_are_refused(client, path):
     assert "workspace" in refusal(client.get("/api/run", params={"folder": path}), 403)
     assert "workspace" in client.get("/run", params={"folder": path}).text
     for action, body in {
@@ -159,7 +149,7 @@ def test_paths_outside_the_workspace_are_refused(client: Any, path: str) -> None
      "eval.prompts=/etc/passwd", "data.tokenizer=/etc",
      "strategy=deepspeed; deepspeed={zero_optimization: {stage: 2, x: {nvme_path: /etc}}}"],
 )  # fmt: skip
-def test_settings_that_name_other_places_are_refused(client: Any, workspace: Path, override: str) -> None:
+def test_settings_that_name_other_places_are_refused(client, workspace, override):
     before = set(workspace.rglob("*"))
     for action in ("train", "plan"):
         overrides = ["eval.fraction=0.1", *override.split("; ")]
@@ -168,9 +158,7 @@ def test_settings_that_name_other_places_are_refused(client: Any, workspace: Pat
     assert set(workspace.rglob("*")) == before
 
 
-def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(
-    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(client, workspace, monkeypatch):
     started = list[list[str]]()
 
     def start(words: list[str], *_: Any, **__: Any) -> Any:
@@ -194,7 +182,7 @@ def test_a_page_starts_no_code_of_a_file_but_takes_losses_by_name(
     assert Workspace(workspace).config(SETTINGS, ["objective.kind=weighted_tokens"]).objective.kind == "weighted_tokens"
 
 
-def test_only_settings_that_are_paths_must_be_in_the_workspace(workspace: Path) -> None:
+def test_only_settings_that_are_paths_must_be_in_the_workspace(workspace):
     texts = [
         "eval.fraction=0.1",
         "eval.prompts=[/help, ~hello]",
@@ -207,7 +195,7 @@ def test_only_settings_that_are_paths_must_be_in_the_workspace(workspace: Path) 
     assert config.freeze == ["/x"]
 
 
-def test_wrong_settings_are_named(client: Any) -> None:
+def test_wrong_settings_are_named(client):
     body = {"settings": {**SETTINGS, "lora.rank": "many"}, "overrides": ["lora.rnak=8", "no-equals"]}
     assert "no-equals" in refusal(client.post("/api/train", json=body), 400)
     body["overrides"] = ["lora.rnak=8"]
@@ -221,15 +209,13 @@ def test_wrong_settings_are_named(client: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".hidden.jsonl", "../x.jsonl", "a/b.jsonl", "x.exe", "x" * 70 + ".jsonl", "a b.jsonl"]
 )
-def test_an_upload_needs_the_name_of_a_data_file(client: Any, workspace: Path, name: str) -> None:
+def test_an_upload_needs_the_name_of_a_data_file(client, workspace, name):
     before = list((workspace / "uploads").glob("*"))
     assert "rename the file" in refusal(client.post("/api/upload", params={"name": name}, content=b"{}"), 400)
     assert list((workspace / "uploads").glob("*")) == before
 
 
-def test_an_upload_is_streamed_bounded_and_never_overwrites(
-    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_is_streamed_bounded_and_never_overwrites(client, workspace, monkeypatch):
     monkeypatch.setattr(workspace_module, "MAX_UPLOAD_BYTES", 100_000)
     before = list((workspace / "uploads").glob("*"))
     answer = client.post("/api/upload", params={"name": "big.jsonl"}, content=(b"x" * 1000 for _ in range(200)))
@@ -243,7 +229,7 @@ def test_an_upload_is_streamed_bounded_and_never_overwrites(
     assert "larger than" in refusal(client.post("/api/upload", params={"name": "b.jsonl"}, content=b"x" * 101), 400)
 
 
-def test_two_uploads_of_one_name_do_not_mix(tmp_path: Path) -> None:
+def test_two_uploads_of_one_name_do_not_mix(tmp_path):
     workspace = Workspace(tmp_path)
 
     async def content(text: bytes, first_done: asyncio.Event | None = None) -> AsyncIterator[bytes]:
@@ -265,9 +251,7 @@ def test_two_uploads_of_one_name_do_not_mix(tmp_path: Path) -> None:
     assert file.read_bytes() == b"first"
 
 
-def test_an_upload_removes_what_killed_ones_left_and_syncs_beside_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_removes_what_killed_ones_left_and_syncs_beside_the_event_loop(tmp_path, monkeypatch):
     (tmp_path / "uploads").mkdir()
     (tmp_path / "uploads" / f".{'0a' * 8}.part").write_text("x")
     (tmp_path / "uploads" / ".mine.part").write_text("a person's")
@@ -284,9 +268,7 @@ def test_an_upload_removes_what_killed_ones_left_and_syncs_beside_the_event_loop
     assert event_loop not in synced_in
 
 
-def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(
-    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(client, workspace, monkeypatch):
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
@@ -311,7 +293,7 @@ def test_a_cut_off_request_and_an_unreadable_file_are_refused_in_a_sentence(
     assert "cannot use secret-folder: Permission denied" in answer.text
 
 
-def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> None:
+def test_a_second_run_on_one_folder_is_refused(client, workspace):
     folder = marked(workspace / "runs" / "taken")
     with RunLock(folder):
         holder = holder_of(folder)
@@ -340,7 +322,7 @@ def test_a_second_run_on_one_folder_is_refused(client: Any, workspace: Path) -> 
     shutil.rmtree(workspace / "runs")
 
 
-def test_what_files_and_settings_hold_is_escaped(client: Any, workspace: Path) -> None:
+def test_what_files_and_settings_hold_is_escaped(client, workspace):
     evil = "<img src=x onerror=alert(1)>"
     file = workspace / f"{evil}.jsonl"
     file.write_text("{}")
@@ -349,7 +331,7 @@ def test_what_files_and_settings_hold_is_escaped(client: Any, workspace: Path) -
     file.unlink()
 
 
-def test_the_form_shows_the_schemas_own_help_and_defaults(client: Any) -> None:
+def test_the_form_shows_the_schemas_own_help_and_defaults(client):
     html = client.get("/plan").text
     for name in ("lora.rank", "schedule.kind", "eval.every_steps"):
         section, _, leaf = name.partition(".")
@@ -360,9 +342,7 @@ def test_the_form_shows_the_schemas_own_help_and_defaults(client: Any) -> None:
     assert DataConfig.model_fields["loss_type"].default in client.get("/data").text
 
 
-def test_a_run_that_fails_says_why_and_lives_in_its_own_session(
-    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_says_why_and_lives_in_its_own_session(client, workspace, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     body = {"settings": {**SETTINGS, "name": "lost"}, "overrides": ["gpus=[3]"]}
     assert client.post("/api/train", json=body).json() == {"folder": "runs/lost"}
@@ -381,7 +361,7 @@ def test_a_run_that_fails_says_why_and_lives_in_its_own_session(
     shutil.rmtree(workspace / "runs")
 
 
-def test_data_is_built_and_shown_by_a_worker_that_may_die(client: Any, workspace: Path) -> None:
+def test_data_is_built_and_shown_by_a_worker_that_may_die(client, workspace):
     body = {"source": "chats.jsonl", "settings": {**SETTINGS, "data.num_procs": "2"}}
     found = lines_of(client.post("/api/build", json=body))
     assert found[-1] == {"result": "chats"}
@@ -400,7 +380,7 @@ def test_data_is_built_and_shown_by_a_worker_that_may_die(client: Any, workspace
     assert "error" in last
 
 
-def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path, monkeypatch):
     async def last_line(worker: Worker) -> str:
         job = worker.submit("samples", name="none", first=0, count=1)
         return str([line async for line in job.follow()][-1]["error"])
@@ -419,7 +399,7 @@ def test_a_worker_that_broke_the_protocol_is_replaced(tmp_path: Path, monkeypatc
     assert "no data set 'none'" in second
 
 
-def test_a_plan_does_not_wait_for_a_build(client: Any, workspace: Path) -> None:
+def test_a_plan_does_not_wait_for_a_build(client, workspace):
     def build() -> None:
         body = {"source": "chats.jsonl", "settings": {**SETTINGS, "data.name": "slow", "data.num_procs": "1"}}
         built.extend(lines_of(client.post("/api/build", json=body)))
@@ -435,9 +415,7 @@ def test_a_plan_does_not_wait_for_a_build(client: Any, workspace: Path) -> None:
     assert built[-1] == {"result": "slow"}
 
 
-def test_speed_is_of_the_run_that_started_last_and_not_all_of_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_is_of_the_run_that_started_last_and_not_all_of_it_is_read(tmp_path, monkeypatch):
     old, new = (marked(write_synthetic_run(tmp_path / "runs" / name, num_steps=400)) for name in ("old", "new"))
     for folder, day in ((old, 1), (new, 2)):
         start = json.loads((folder / "start.json").read_text())
@@ -457,9 +435,7 @@ def test_speed_is_of_the_run_that_started_last_and_not_all_of_it_is_read(
     assert 0 < len(num_read) < 100
 
 
-def test_a_chat_beside_a_training_says_so_or_is_refused(
-    client: Any, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_beside_a_training_says_so_or_is_refused(client, workspace, monkeypatch):
     folder = marked(workspace / "runs" / "busy")
     with RunLock(folder):
         (folder / "metrics.jsonl").touch()
@@ -477,7 +453,7 @@ def test_a_chat_beside_a_training_says_so_or_is_refused(
     shutil.rmtree(workspace / "runs")
 
 
-def test_models_outside_are_read_where_the_person_who_started_studio_allows_it(workspace: Path, tmp_path: Path) -> None:
+def test_models_outside_are_read_where_the_person_who_started_studio_allows_it(workspace, tmp_path):
     shutil.copytree(workspace / "tiny-model", tmp_path / "models" / "other")
     name = str(tmp_path / "models" / "other")
     guard = make_app(workspace, TOKEN, PORT, print, [tmp_path / "models"])
@@ -499,7 +475,7 @@ def test_models_outside_are_read_where_the_person_who_started_studio_allows_it(w
     assert main(["studio", "--models", str(tmp_path / "nowhere")]) == 2
 
 
-def test_a_runs_settings_start_another(client: Any, workspace: Path) -> None:
+def test_a_runs_settings_start_another(client, workspace):
     folder = marked(write_synthetic_run(workspace / "runs" / "old", num_steps=20))
     text = (
         "{name: old, model: {name: tiny-model}, lora: {rank: 4}, eval: {prompts: [a, b], fraction: 0.1}, gpus: [0, 1]}"
@@ -520,7 +496,7 @@ def test_a_runs_settings_start_another(client: Any, workspace: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_a_run_has_a_note_and_tags(client: Any, workspace: Path) -> None:
+def test_a_run_has_a_note_and_tags(client, workspace):
     folder = marked(write_synthetic_run(workspace / "runs" / "noted", num_steps=20))
     body = {"folder": "runs/noted", "note": " <b>lr</b> too high ", "tags": "baseline, v2 v2"}
     with RunLock(folder):  # as while it trains
@@ -547,7 +523,7 @@ def test_a_run_has_a_note_and_tags(client: Any, workspace: Path) -> None:
     shutil.rmtree(workspace / "runs" / "moved")
 
 
-def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace: Path) -> None:
+def test_a_run_is_renamed_and_resumes_under_its_new_name(client, workspace):
     folder = marked(write_synthetic_run(workspace / "runs" / "before", num_steps=20))
     (folder / "config.yaml").write_text("{name: before, model: {name: tiny-model}, data: {name: chats}}")
     own = "# flatout train runs/before/studio.yaml\n\nmodel: tiny-model  # {}\n{}\nlora:\n  rank: 4  # few\n"
@@ -578,7 +554,7 @@ def test_a_run_is_renamed_and_resumes_under_its_new_name(client: Any, workspace:
         shutil.rmtree(workspace / "runs" / name)
 
 
-def test_columns_that_no_format_has_are_offered_and_read(client: Any, workspace: Path) -> None:
+def test_columns_that_no_format_has_are_offered_and_read(client, workspace):
     (workspace / "pairs.csv").write_text("frage,antwort\n" + "Wie heisst du?,Ich bin ein Test.\n" * 4)
     (workspace / "known.csv").write_text("question,answer\n" + "Who?,A test.\n" * 4)
     seen = lines_of(client.post("/api/columns", json={"source": "pairs.csv"}))[-1]["result"]
@@ -597,7 +573,7 @@ def test_columns_that_no_format_has_are_offered_and_read(client: Any, workspace:
     assert "'x'" in lines_of(client.post("/api/build", json=wrong))[-1]["error"]
 
 
-def test_a_model_without_weights_has_no_plan(client: Any, workspace: Path) -> None:
+def test_a_model_without_weights_has_no_plan(client, workspace):
     shutil.copytree(workspace / "tiny-model", workspace / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
     body = {"settings": {**SETTINGS, "model.name": "empty-model"}}
     *_, last = lines_of(client.post("/api/plan", json=body))
@@ -605,7 +581,7 @@ def test_a_model_without_weights_has_no_plan(client: Any, workspace: Path) -> No
     shutil.rmtree(workspace / "empty-model")
 
 
-def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["studio", "--port", str(port), "--no-browser"]) == 6
@@ -618,9 +594,7 @@ def test_a_port_in_use_and_a_missing_extra_are_said(monkeypatch: pytest.MonkeyPa
     assert install("studio") in capsys.readouterr().err
 
 
-def test_the_browser_gets_a_private_file_instead_of_the_token(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_browser_gets_a_private_file_instead_of_the_token(workspace, monkeypatch, capsys):
     opened: queue.Queue[tuple[str, str, int]] = queue.Queue()
 
     def open_browser(url: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from tests.studio_client import open_studio, refusal, write_run
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Any]:
+def client(tmp_path):
     with open_studio(tmp_path) as client:
         yield client
 
@@ -25,7 +23,7 @@ def delete(client: Any, folder: str, others: list[str] | None = None) -> Any:
     return client.post("/api/delete", json={"folder": folder, "others": others})
 
 
-def test_a_deleted_run_is_in_the_trash_with_a_persons_files(client: Any, tmp_path: Path) -> None:
+def test_a_deleted_run_is_in_the_trash_with_a_persons_files(client, tmp_path):
     for number in (1, 2, 3):
         folder = write_run(tmp_path / "runs" / "old")
         (folder / "thesis").mkdir()
@@ -50,9 +48,7 @@ def test_a_deleted_run_is_in_the_trash_with_a_persons_files(client: Any, tmp_pat
     assert client.get("/run", params={"folder": "runs/old"}).status_code == 200
 
 
-def test_a_run_that_flatout_alone_wrote_has_nothing_to_name(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_that_flatout_alone_wrote_has_nothing_to_name(client, tmp_path, monkeypatch, capsys):
     folder = write_run(tmp_path / "runs" / "plain")
     with RunLock(folder):
         assert "is locked by" in refusal(delete(client, "runs/plain", []), 409)
@@ -65,7 +61,7 @@ def test_a_run_that_flatout_alone_wrote_has_nothing_to_name(
 
 
 @pytest.mark.parametrize("where", [".", "proj"])
-def test_a_folder_in_which_others_wrote_what_runs_write_stays(client: Any, tmp_path: Path, where: str) -> None:
+def test_a_folder_in_which_others_wrote_what_runs_write_stays(client, tmp_path, where):
     folder = tmp_path / where
     folder.mkdir(exist_ok=True)
     for name in ("start.json", "metrics.jsonl", "train.log", "config.yaml", "thesis.txt"):
@@ -83,7 +79,7 @@ def test_a_folder_in_which_others_wrote_what_runs_write_stays(client: Any, tmp_p
     assert (folder / "thesis.txt").read_text() == "{}"
 
 
-def test_a_trash_that_leads_outside_is_refused(client: Any, tmp_path: Path) -> None:
+def test_a_trash_that_leads_outside_is_refused(client, tmp_path):
     folder, outside = write_run(tmp_path / "runs" / "a"), tmp_path.parent / f"{tmp_path.name}-outside"
     outside.mkdir()
     (tmp_path / ".trash").symlink_to(outside)
@@ -92,7 +88,7 @@ def test_a_trash_that_leads_outside_is_refused(client: Any, tmp_path: Path) -> N
     assert not list(outside.iterdir())
 
 
-def test_a_new_run_takes_no_folder_of_others(client: Any, tmp_path: Path) -> None:
+def test_a_new_run_takes_no_folder_of_others(client, tmp_path):
     (tmp_path / "proj").mkdir()
     (tmp_path / "proj" / "config.yaml").write_text("# mine\n")
     body = {"settings": {"model.name": "m", "data.name": "d"}, "overrides": ["run_dir=proj"]}
@@ -104,7 +100,7 @@ def test_a_new_run_takes_no_folder_of_others(client: Any, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["proj"]
 
 
-def test_a_run_with_a_name_of_other_letters_is_shown_and_deleted(client: Any, tmp_path: Path) -> None:
+def test_a_run_with_a_name_of_other_letters_is_shown_and_deleted(client, tmp_path):
     name = "runs/Läufe 中文"
     folder = write_run(tmp_path / name)
     (folder / "config.yaml").write_text(f"name: x\nrun_dir: {name}\nmodel: m\n")

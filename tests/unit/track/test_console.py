@@ -3,7 +3,6 @@ import json
 import re
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ class Screen:
     ("num_steps", "step_s", "every_record"),
     [(20_000, 0.5, False), (50, 70.0, False), (400, 8.0, False), (300, 20.0, True)],
 )
-def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps: int, step_s: float, every_record: bool) -> None:
+def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps, step_s, every_record):
     screen = Screen(every_record=every_record)
     reporter = Reporter(screen.callback)
     for phase in ("importing torch", "loading weights"):
@@ -86,7 +85,7 @@ def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps: int, step_s: f
     assert len(screen.line_times) < 75 + screen.now_s / 15
 
 
-def test_a_run_that_is_watched_shows_a_step_as_often_as_asked() -> None:
+def test_a_run_that_is_watched_shows_a_step_as_often_as_asked():
     screen = Screen(step_line_s=3.0)
     for step in range(400):
         screen.callback.on_phase("step", step + 1)
@@ -96,7 +95,7 @@ def test_a_run_that_is_watched_shows_a_step_as_often_as_asked() -> None:
     assert screen.longest_silence_s() <= 3.5
 
 
-def test_a_terminal_moves_while_a_phase_is_silent_and_forgets_it_afterwards() -> None:
+def test_a_terminal_moves_while_a_phase_is_silent_and_forgets_it_afterwards():
     screen = Screen(is_terminal=True)
     reporter = Reporter(screen.callback)
     reporter.phase("loading weights")
@@ -113,7 +112,7 @@ def test_a_terminal_moves_while_a_phase_is_silent_and_forgets_it_afterwards() ->
     assert screen.out.getvalue().rstrip("\n").endswith("\x1b[2K")
 
 
-def test_a_bar_that_is_closed_for_good_stays_closed() -> None:
+def test_a_bar_that_is_closed_for_good_stays_closed():
     """Though a step is reported and time goes on, so that the cursor is shown when the process is ended."""
     screen = Screen(is_terminal=True)
     reporter = Reporter(screen.callback)
@@ -127,7 +126,7 @@ def test_a_bar_that_is_closed_for_good_stays_closed() -> None:
     assert screen.out.getvalue().rfind(SHOW_CURSOR) > screen.out.getvalue().rfind(HIDE_CURSOR)
 
 
-def test_the_bar_counts_down_between_steps_and_survives_long_paths_and_phases() -> None:
+def test_the_bar_counts_down_between_steps_and_survives_long_paths_and_phases():
     screen = Screen(is_terminal=True, width=60)
     reporter = Reporter(screen.callback)
     reporter.record(STEP)
@@ -145,7 +144,7 @@ def test_the_bar_counts_down_between_steps_and_survives_long_paths_and_phases() 
     assert lines[-1].strip().startswith("━━━━━━━━ 100/100")
 
 
-def test_a_launcher_shows_rank_0_as_it_is_in_a_pipe_and_with_a_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_a_launcher_shows_rank_0_as_it_is_in_a_pipe_and_with_a_bar_on_a_terminal(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     earlier, later = ({"kind": "step", **asdict(replace(STEP, step=step, loss=float(step)))} for step in (3, 4))
     metrics.write_text(json.dumps(earlier) + "\n")
@@ -196,9 +195,7 @@ START = [
 
 
 @pytest.mark.parametrize(("is_terminal", "shows_all"), [(True, False), (True, True), (False, False)])
-def test_a_terminal_shows_six_lines_of_a_start_unless_it_is_to_show_all(
-    tmp_path: Path, is_terminal: bool, shows_all: bool
-) -> None:
+def test_a_terminal_shows_six_lines_of_a_start_unless_it_is_to_show_all(tmp_path, is_terminal, shows_all):
     is_brief = is_terminal and not shows_all
     screen = Screen(is_terminal=is_terminal, shows_all=shows_all)
     for name, text, _ in START:
@@ -215,7 +212,7 @@ def test_a_terminal_shows_six_lines_of_a_start_unless_it_is_to_show_all(
         assert told == [f"and more of {name}" for name, _, always in START if always or not is_brief]
 
 
-def test_events_are_shown_however_brief_a_terminal_is() -> None:
+def test_events_are_shown_however_brief_a_terminal_is():
     screen = Screen(is_terminal=True, shows_all=False)
     screen.callback.on_event("rows", {"truncated": 3})
     assert "truncated 3" in screen.text

@@ -1,11 +1,8 @@
 """A run folder is read while it is written, after a kill, and when something else lies in it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from test_track import END, EVAL, STEP
@@ -18,7 +15,7 @@ from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import LineFollower, RunFollower, read_run
 
 
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_records_come_back_as_they_were_written(tmp_path):
     evaluated = replace(EVAL, by_data={"chats": EvalFigures(2.0, 0.5, 60)})
     answers = AnswersRecord(1, (Answer("what?", "that", "this"), Answer("who?", "me")), 0.5)
     step = replace(STEP, rank_busy_s=(0.1, 0.2))
@@ -40,14 +37,14 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert log.num_bad_lines == 0
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     reporter = Reporter(RunFolderWriter(tmp_path))
     for step in (1, 2, 3, 2):
         reporter.record(replace(STEP, step=step, loss=step / 2 if step == 3 else 1.0))
     assert [(record.step, record.loss) for record in read_run(tmp_path).steps] == [(1, 1.0), (2, 1.0)]
 
 
-def test_a_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_is_read_once_it_is_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
     line = json.dumps({"kind": "step", **asdict(STEP)}).encode()
     path.write_bytes(line + b"\n" + line[:20])
@@ -61,7 +58,7 @@ def test_a_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
     assert list(LineFollower(path, follower.offset).new_lines()) == []
 
 
-def test_what_flatout_did_not_write_is_counted_or_named(tmp_path: Path) -> None:
+def test_what_flatout_did_not_write_is_counted_or_named(tmp_path):
     with pytest.raises(DataError, match=r"is not a run folder: it has no run\.json of flatout"):
         read_run(tmp_path)
     run_identity(tmp_path)

@@ -1,8 +1,6 @@
 """A callback that does not return is named while it holds the run; and what a killed process left is cleared."""
 
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,9 +23,7 @@ class Holding(Callback):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_run_in_one_process_says_which_callback_it_waits_for(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+def test_a_run_in_one_process_says_which_callback_it_waits_for(tiny, tmp_path, monkeypatch, waits):
     said: list[str] = []
     monkeypatch.setattr(bounded_wait, "to_stderr", said.append)
     # a quick callback of a machine ten times slower stays below the bound

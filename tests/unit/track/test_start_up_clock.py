@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_the_stages_add_up_to_the_time_since_the_launch() -> None:
+def test_the_stages_add_up_to_the_time_since_the_launch():
     clock, heard = Clock(), MemoryCallback()
     start_up = StartUpClock(97.0, "starting the launcher", clock)
     start_up.begin("starting Python", at=98.5)
@@ -58,7 +58,7 @@ def test_the_stages_add_up_to_the_time_since_the_launch() -> None:
     assert line.startswith("10.8 s from launch to the end of the first step: planning 6.0, starting the launcher 1.5")
 
 
-def test_a_clock_that_is_set_back_makes_no_stage_negative() -> None:
+def test_a_clock_that_is_set_back_makes_no_stage_negative():
     clock = Clock()
     start_up = StartUpClock(clock=clock)
     clock.now = 50.0
@@ -67,17 +67,17 @@ def test_a_clock_that_is_set_back_makes_no_stage_negative() -> None:
     assert start_up.finish() == {"total_s": 1.0, "stages": {"starting": 0.0, "planning": 1.0}}
 
 
-def test_the_launch_of_this_process_is_before_now() -> None:
+def test_the_launch_of_this_process_is_before_now():
     assert time.time() - 86_400 < process_launch() <= time.time()
 
 
-def test_a_damaged_event_has_no_stages() -> None:
+def test_a_damaged_event_has_no_stages():
     assert stages_of({"stages": "gone"}) == {}
     assert stages_of({"stages": {"planning": "long", "step": 2}}) == {"step": 2.0}
     assert describe_event(EVENT, {}) == "0.0 s from launch to the end of the first step: "
 
 
-def test_a_report_lists_the_stages_of_the_last_start_and_their_sum() -> None:
+def test_a_report_lists_the_stages_of_the_last_start_and_their_sum():
     earlier = {"kind": EVENT, "stages": {"planning": 9.0}}
     last = {"kind": EVENT, "stages": {"planning": 1.5, "step": 2.0}}
     rows = start_rows(RunLog(Path("run"), events=[earlier, {"kind": "saved"}, last]))
@@ -86,7 +86,7 @@ def test_a_report_lists_the_stages_of_the_last_start_and_their_sum() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not kept"])
-def test_packages_without_bytecode_are_named(tmp_path: Path, keeps: bool) -> None:
+def test_packages_without_bytecode_are_named(tmp_path, keeps):
     code = (
         "import json; from flatout.track.start_up import bytecode_problem; print(bytecode_problem(['json', 'flatout']))"
     )
@@ -101,7 +101,7 @@ def test_packages_without_bytecode_are_named(tmp_path: Path, keeps: bool) -> Non
         assert told.startswith("Python compiles json, flatout at every start, as it keeps no bytecode: unset PYTHOND")
 
 
-def test_a_cache_that_may_not_be_read_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_may_not_be_read_ends_no_run(monkeypatch):
     def refuse(path: object, **_: object) -> None:
         raise PermissionError(13, "Permission denied", path)
 

@@ -37,7 +37,7 @@ def log(folder: Path = Path("runs/x")) -> RunLog:
     return RunLog(folder, end=RunEnd("complete", 0, 1.0), steps=steps, evals=evals, events=events)
 
 
-def test_a_summary_adds_up_what_the_records_stand_for() -> None:
+def test_a_summary_adds_up_what_the_records_stand_for():
     found = summarize(log())
     assert (found.num_steps, found.num_planned_steps, found.outcome, found.name) == (100, 100, "complete", "x")
     assert (found.first_loss, found.last_loss) == pytest.approx((2.9, 2.0))
@@ -63,7 +63,7 @@ def test_a_summary_adds_up_what_the_records_stand_for() -> None:
     )
 
 
-def test_what_went_wrong_is_a_warning() -> None:
+def test_what_went_wrong_is_a_warning():
     bad = log()
     bad.steps = [replace(step, loss=1.0 + 0.1 * n) for n, step in enumerate(bad.steps)]
     bad.evals = [evaluation(0, 1.0, best=True), evaluation(50, 1.5, best=False)]
@@ -76,7 +76,7 @@ def test_what_went_wrong_is_a_warning() -> None:
     assert "2 lines of this run's files could not be read" in text
 
 
-def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too() -> None:
+def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too():
     found = log()
     found.num_bad_lines = 1
     lines = summary_lines(summarize(found), next_commands(found))
@@ -90,7 +90,7 @@ def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too() -> None:
     assert summary_lines(summarize(empty), [])[0] == "summary    not ended, 0 of 0 steps"
 
 
-def test_an_incomplete_run_says_where_the_next_start_continues() -> None:
+def test_an_incomplete_run_says_where_the_next_start_continues():
     stopped = log()
     stopped.end = RunEnd("stopped", 75, 1.0, "stop requested")
     for events, line in (
@@ -101,7 +101,7 @@ def test_an_incomplete_run_says_where_the_next_start_continues() -> None:
         assert line in summary_lines(summarize(stopped), [], is_short=True)
 
 
-def test_the_next_commands_follow_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_commands_follow_from_the_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = log(Path("runs/my x"))
     assert [command.split()[1] for command in next_commands(done)] == ["chat", "report", "merge"]
@@ -116,7 +116,7 @@ def test_the_next_commands_follow_from_the_end(tmp_path: Path, monkeypatch: pyte
     assert next_commands(done)[0] == "flatout watch 'runs/my x'"
 
 
-def test_numbers_are_short() -> None:
+def test_numbers_are_short():
     assert [short_count(number) for number in (7, 999, 12_345, 1_234_567, 9.9e11)] == [
         "7", "999", "12.3k", "1.23M", "990G",
     ]  # fmt: skip

@@ -6,7 +6,6 @@ import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ START = RunStart(
 END = RunEnd("complete", 0, 1.0)
 
 
-def test_run_folder_keeps_records_events_and_log(tmp_path: Path) -> None:
+def test_run_folder_keeps_records_events_and_log(tmp_path):
     reporter = Reporter(RunFolderWriter(tmp_path / "run"))
     reporter.stage("plan", "100 steps")
     reporter.record(STEP)
@@ -58,7 +57,7 @@ def test_run_folder_keeps_records_events_and_log(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path: Path) -> None:
+def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path):
     reporter = Reporter(RunFolderWriter(tmp_path))
     reporter.record(STEP)
     reporter.record(EVAL)
@@ -73,7 +72,7 @@ def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "events.jsonl").read_text())["staged_s"] == 0.5
 
 
-def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path):
     told: list[str] = []
     reporter = Reporter(RunFolderWriter(tmp_path, told.append))
     found = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -93,7 +92,7 @@ def test_a_disk_that_refuses_lines_is_told_once_and_once_it_is_over(tmp_path: Pa
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_alone(tmp_path):
     folder = tmp_path / "run"
     with RunLock(folder) as lock:
         reporter = Reporter(RunFolderWriter(folder, keep_folder=lock.keep))
@@ -111,7 +110,7 @@ def test_a_folder_that_is_deleted_is_made_again_and_one_that_is_taken_is_left_al
             assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-def test_passwords_in_addresses_are_shown_to_nobody(tmp_path: Path) -> None:
+def test_passwords_in_addresses_are_shown_to_nobody(tmp_path):
     out = io.StringIO()
     callbacks = Reporter(ConsoleCallback(Console(file=out, width=200)), RunFolderWriter(tmp_path))
     callbacks.stage("tokens", "read https://me:hunter2@host/a.jsonl?part=1&access_token=hunter3&x=2")
@@ -122,13 +121,13 @@ def test_passwords_in_addresses_are_shown_to_nobody(tmp_path: Path) -> None:
     assert "https://***@host/a.jsonl?part=1&access_token=***&x=2" in written
 
 
-def test_failures_are_told_by_whoever_started_the_run() -> None:
+def test_failures_are_told_by_whoever_started_the_run():
     out = io.StringIO()
     ConsoleCallback(Console(file=out, width=200)).on_event("stopped", {"exit_code": 6, "why": "no room"})
     assert out.getvalue() == ""
 
 
-def test_a_reader_that_leaves_and_a_full_disk_end_nothing() -> None:
+def test_a_reader_that_leaves_and_a_full_disk_end_nothing():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -149,7 +148,7 @@ def test_a_reader_that_leaves_and_a_full_disk_end_nothing() -> None:
     TolerantStream(closed).write("x")
 
 
-def test_a_character_that_the_terminal_lacks_is_replaced() -> None:
+def test_a_character_that_the_terminal_lacks_is_replaced():
     raw = io.BytesIO()
     output = TolerantStream(io.TextIOWrapper(raw, encoding="ascii"))
     output.write("caf\u00e9 \u2192 ok\n")
@@ -169,7 +168,7 @@ def shown(is_terminal: bool) -> str:
     return out.getvalue()
 
 
-def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines() -> None:
+def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines():
     text = shown(is_terminal=False)
     assert "\x1b" not in text
     assert "[not markup] 100 steps" in text
@@ -181,13 +180,13 @@ def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines() -> No
     assert "saved      path checkpoints/step-1" in text
 
 
-def test_on_a_terminal_a_bar_shows_the_figures() -> None:
+def test_on_a_terminal_a_bar_shows_the_figures():
     text = shown(is_terminal=True)
     assert "100/100" in text
     assert "loss 2.5000  0 s left  1,000 tok/s  MFU 40.4%  1.00 GiB" in text
 
 
-def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
+def test_no_utilisation_is_shown_where_no_peak_is_known():
     out = io.StringIO()
     ConsoleCallback(Console(file=out, width=200)).on_step(replace(STEP, mfu=None))
     assert "MFU" not in out.getvalue()
@@ -195,7 +194,7 @@ def test_no_utilisation_is_shown_where_no_peak_is_known() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_the_lines_of_a_long_run_fit_80_columns(is_terminal: bool) -> None:
+def test_the_lines_of_a_long_run_fit_80_columns(is_terminal):
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=is_terminal, legacy_windows=False)
     reporter = Reporter(ConsoleCallback(console, every_record=True))
@@ -208,7 +207,7 @@ def test_the_lines_of_a_long_run_fit_80_columns(is_terminal: bool) -> None:
     assert "120.00 GiB" in plain
 
 
-def test_every_recorded_step_is_shown_when_asked_for() -> None:
+def test_every_recorded_step_is_shown_when_asked_for():
     out = io.StringIO()
     reporter = Reporter(ConsoleCallback(Console(file=out, width=80), every_record=True))
     for step in range(10, 1001, 10):
@@ -236,7 +235,7 @@ class Notes(Callback):
         self.told.append("end")
 
 
-def test_posted_events_keep_their_order_and_none_is_lost_at_the_end() -> None:
+def test_posted_events_keep_their_order_and_none_is_lost_at_the_end():
     notes = Notes()
     reporter = Reporter(notes)
     for number in range(50):
@@ -252,7 +251,7 @@ def test_posted_events_keep_their_order_and_none_is_lost_at_the_end() -> None:
     assert notes.told[-1] == "end"
 
 
-def test_a_callback_that_raises_for_a_posted_event_ends_the_run_with_the_next_report() -> None:
+def test_a_callback_that_raises_for_a_posted_event_ends_the_run_with_the_next_report():
     notes, other = Notes(), Notes()
     reporter = Reporter(notes, other)
     reporter.post("bad", {})
@@ -265,7 +264,7 @@ def test_a_callback_that_raises_for_a_posted_event_ends_the_run_with_the_next_re
     assert notes.told == other.told == ["bad", "plan", "model", "bad", "end"]
 
 
-def test_how_a_run_ends_is_written_early_and_a_later_end_has_precedence(tmp_path: Path) -> None:
+def test_how_a_run_ends_is_written_early_and_a_later_end_has_precedence(tmp_path):
     """By a rank that may not live to its end; one that has not started leaves the folder as it was."""
     folder = RunFolderWriter(tmp_path)
     lost = RunEnd("failed", 7, 2.0, "rank 1 died", fixes=(Fix({"lora.targets": ["q_proj"], "gpus": None}, "fewer"),))
@@ -287,7 +286,7 @@ def test_how_a_run_ends_is_written_early_and_a_later_end_has_precedence(tmp_path
     assert read_end(tmp_path) is None
 
 
-def test_every_callback_is_called(tmp_path: Path) -> None:
+def test_every_callback_is_called(tmp_path):
     folders = [RunFolderWriter(tmp_path / name) for name in ("a", "b")]
     both = Reporter(*folders)
     both.record(EVAL)

@@ -60,7 +60,7 @@ def config_file(tiny: Any, folder: Path, run: Path, num_steps: int, **track: Any
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tiny, tmp_path_factory):
     """A run folder of four steps, with answers and without trackers."""
     from flatout.trainer.run import train
 
@@ -72,7 +72,7 @@ def trained(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -98,7 +98,7 @@ def resumed(run: Path, metrics_of: Any) -> None:
 
 
 @needs("tensorboard")
-def test_tensorboard_shows_each_step_once(run: Path, metrics_of: Any) -> None:
+def test_tensorboard_shows_each_step_once(run, metrics_of):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flatout("track", run, "--to", "tensorboard")
@@ -131,7 +131,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 
 
 @needs("wandb")
-def test_wandb_offline_keeps_everything_for_its_own_sync(run: Path, metrics_of: Any) -> None:
+def test_wandb_offline_keeps_everything_for_its_own_sync(run, metrics_of):
     from wandb.proto.wandb_internal_pb2 import Record
 
     env = {"WANDB_MODE": "offline", "WANDB_PROJECT": "papers"}
@@ -164,7 +164,7 @@ def test_wandb_offline_keeps_everything_for_its_own_sync(run: Path, metrics_of: 
 
 
 @needs("comet_ml")
-def test_comet_offline_writes_archives_of_one_experiment(run: Path, metrics_of: Any) -> None:
+def test_comet_offline_writes_archives_of_one_experiment(run, metrics_of):
     env = {"COMET_START_ONLINE": "0", "COMET_PROJECT_NAME": "papers"}
     flatout("track", run, "--to", "comet", **env)
     resumed(run, metrics_of)
@@ -188,7 +188,7 @@ def test_comet_offline_writes_archives_of_one_experiment(run: Path, metrics_of: 
 
 
 @needs("trackio")
-def test_trackio_keeps_one_local_run(run: Path, tmp_path: Path, metrics_of: Any) -> None:
+def test_trackio_keeps_one_local_run(run, tmp_path, metrics_of):
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     flatout("track", run, "--to", "trackio", **env)
     resumed(run, metrics_of)
@@ -244,7 +244,7 @@ class MlflowServer:
 
 
 @pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
+def mlflow_server(tmp_path):
     (tmp_path / "mlflow").mkdir()
     server = MlflowServer(tmp_path / "mlflow")
     server.start()
@@ -253,7 +253,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
 
 
 @needs("mlflow", "2.14")
-def test_a_real_mlflow_server(tiny: Any, tmp_path: Path, mlflow_server: MlflowServer, metrics_of: Any) -> None:
+def test_a_real_mlflow_server(tiny, tmp_path, mlflow_server, metrics_of):
     server, run = mlflow_server, tmp_path / "run"
     env = {"MLFLOW_TRACKING_URI": server.address, "MLFLOW_EXPERIMENT_NAME": "papers", "MLFLOW_TRACKING_USERNAME": "ann"}
     track = {"to": ["mlflow"], "tags": ["first"], "upload_final": True}
@@ -307,7 +307,7 @@ def test_a_real_mlflow_server(tiny: Any, tmp_path: Path, mlflow_server: MlflowSe
 
 @needs("mlflow", "2.14")
 @pytest.mark.parametrize("mode", [500, 401, "stall"])
-def test_mlflow_with_a_server_that_does_not_serve(mode: str | int, run: Path, tmp_path: Path) -> None:
+def test_mlflow_with_a_server_that_does_not_serve(mode, run, tmp_path):
     (tmp_path / "client").mkdir()
     service = Service(tmp_path / "client")
     service.mode = mode

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +33,7 @@ CANARY = "canary-9f2c77e1"
 
 
 @pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def service(tmp_path, monkeypatch):
     client = tmp_path / "client"
     client.mkdir()
     found = Service(client)
@@ -88,9 +88,7 @@ def _bytes(path: Path) -> bytes:
         return b""
 
 
-def test_a_run_and_its_resumption_are_one_run_at_the_service(
-    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_and_its_resumption_are_one_run_at_the_service(tiny, tmp_path, service, metrics_of, monkeypatch):
     monkeypatch.setattr(tracker_process, "WAIT_S", 100.0)
     run = tmp_path / "run"
     train(tiny, run, 2, tags=["first"], project="papers", upload_final=True)
@@ -125,8 +123,8 @@ def test_a_run_and_its_resumption_are_one_run_at_the_service(
 
 
 def test_training_ends_while_the_service_stalls_and_what_waits_is_sent_later(
-    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    tiny, tmp_path, service, metrics_of, monkeypatch, capsys
+):
     monkeypatch.setattr(tracker_process, "WAIT_S", 2.5)
     service.mode, run = "stall", tmp_path / "run"
     train(tiny, run, 3, upload_final=True)  # sending then goes on for half an hour, which no machine needs
@@ -144,8 +142,8 @@ def test_training_ends_while_the_service_stalls_and_what_waits_is_sent_later(
 
 
 def test_a_service_that_refuses_costs_nothing_and_gets_everything_later(
-    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    tiny, tmp_path, service, metrics_of, monkeypatch, capsys
+):
     monkeypatch.setattr(tracker_process, "WAIT_S", 2.5)
     monkeypatch.setattr(tracker_process, "CHECK_EVERY_S", 0.0)
     service.mode, run = 500, tmp_path / "run"
@@ -178,9 +176,7 @@ def test_a_service_that_refuses_costs_nothing_and_gets_everything_later(
     assert "start.json: track: " in capsys.readouterr().err
 
 
-def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(
-    tiny: Any, tmp_path: Path, service: Service, metrics_of: Any
-) -> None:
+def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(tiny, tmp_path, service, metrics_of):
     run = tmp_path / "run"
     train(tiny, run, 2)
     until(lambda: not forwarders(run))
@@ -214,9 +210,7 @@ def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(
 
 
 @pytest.mark.parametrize("mode", ["take", 500])
-def test_a_client_that_hangs_at_exit_does_not_keep_the_command(
-    tiny: Any, tmp_path: Path, service: Service, mode: str | int
-) -> None:
+def test_a_client_that_hangs_at_exit_does_not_keep_the_command(tiny, tmp_path, service, mode):
     train(tiny, tmp_path / "run", 2, to=[])
     service.mode = mode
     with (tmp_path / "client" / "trackio.py").open("a") as client:
@@ -229,7 +223,7 @@ def test_a_client_that_hangs_at_exit_does_not_keep_the_command(
     assert ("nothing is lost" in done.stderr) == (mode == 500)
 
 
-def test_a_folder_that_cannot_be_sent_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_that_cannot_be_sent_is_refused(tmp_path, capsys):
     assert main(["track", str(tmp_path)]) == 3
     assert "has no start.json" in capsys.readouterr().err
     (tmp_path / "trackers").mkdir()
@@ -238,7 +232,7 @@ def test_a_folder_that_cannot_be_sent_is_refused(tmp_path: Path, capsys: Any) ->
         read_cursor(tmp_path, "mlflow")
 
 
-def test_settings_of_trackers() -> None:
+def test_settings_of_trackers():
     def settings(*overrides: str, **sections: Any) -> Any:
         return make_config({"model": {"name": "m"}, **sections}, overrides).track
 
@@ -264,7 +258,7 @@ def test_settings_of_trackers() -> None:
             settings(track=wrong)
 
 
-def test_every_tracker_has_a_name_a_row_and_an_extra() -> None:
+def test_every_tracker_has_a_name_a_row_and_an_extra():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extras = {name: requirements[0] for name, requirements in project["optional-dependencies"].items()}
     assert set(get_args(TrackerName)) == set(TRACKERS)
@@ -272,9 +266,7 @@ def test_every_tracker_has_a_name_a_row_and_an_extra() -> None:
     assert not any("mlflow" in text for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]))
 
 
-def test_a_missing_package_is_told_before_anything_is_loaded(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_missing_package_is_told_before_anything_is_loaded(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TRACKERS, "trackio", ("no_such_package", TRACKERS["trackio"][1]))
     with pytest.raises(UsageError, match=r"no_such_package, which is not installed; pip install -e '.*\[trackio\]'"):
         require_installed(["trackio"])
@@ -286,7 +278,7 @@ def test_a_missing_package_is_told_before_anything_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def test_secrets_are_found_by_the_names_of_variables() -> None:
+def test_secrets_are_found_by_the_names_of_variables():
     env = {
         "HF_TOKEN": "hf_abcdef",
         "WANDB_API_KEY": "0123456",

@@ -42,13 +42,13 @@ def planned(tiny: Any, folder: Path, said: MemoryCallback | None = None, **secti
 
 
 @pytest.fixture(scope="module")
-def answered(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answered(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("answered")
     train(tiny.config(folder, **settings(prompts=PROMPTS, max_new_tokens=10)))
     return folder
 
 
-def test_answers_are_those_of_chat_with_the_same_weights(answered: Path) -> None:
+def test_answers_are_those_of_chat_with_the_same_weights(answered):
     log = read_run(answered)
     assert [record.step for record in log.answers] == [0, 6, 12]
     last = log.answers[-1].answers
@@ -62,8 +62,8 @@ def test_answers_are_those_of_chat_with_the_same_weights(answered: Path) -> None
 
 @pytest.mark.parametrize(("prompts", "steps"), [(None, [6, 12]), (PROMPTS, [0, 6, 12])])
 def test_on_a_cpu_no_time_passes_for_answers_before_step_1_unless_they_are_asked_for(
-    prompts: list[str] | None, steps: list[int], tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    prompts, steps, tiny, tmp_path, monkeypatch
+):
     new_tokens, first = 0, list[int]()
     forward = Qwen3Attention.forward
 
@@ -85,7 +85,7 @@ def test_on_a_cpu_no_time_passes_for_answers_before_step_1_unless_they_are_asked
     assert [first[0] > 0, new_tokens > first[0]] == [prompts is not None, True]
 
 
-def test_a_run_with_answers_equals_one_without_to_the_bit(tiny: Any, answered: Path, tmp_path: Path) -> None:
+def test_a_run_with_answers_equals_one_without_to_the_bit(tiny, answered, tmp_path):
     after: list[torch.Tensor] = []
     for folder, evaluation in (("with", {"prompts": PROMPTS, "temperature": 1.0}), ("without", {"prompts": []})):
         torch.manual_seed(3)
@@ -108,9 +108,7 @@ def test_a_run_with_answers_equals_one_without_to_the_bit(tiny: Any, answered: P
     assert all(one.eval_tokens_per_s > 0 and one.by_data == {} for log in logs for one in log.evals)
 
 
-def test_each_token_is_computed_once(
-    tiny: Any, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_token_is_computed_once(tiny, answered, tmp_path, monkeypatch):
     """With a cache, prompts together; without an exact one, the answers are the same and say so."""
     passes: list[int] = []
     forward = Qwen3Attention.forward
@@ -135,7 +133,7 @@ def test_each_token_is_computed_once(
     assert "every token computes its prompt again" in (tmp_path / "again" / "train.log").read_text()
 
 
-def test_a_low_temperature_draws_the_likeliest_tokens(tiny: Any, answered: Path, tmp_path: Path) -> None:
+def test_a_low_temperature_draws_the_likeliest_tokens(tiny, answered, tmp_path):
     cold = settings(prompts=PROMPTS, max_new_tokens=10, temperature=1e-4)
     train(tiny.config(tmp_path / "cold", **cold))
     log, greedy = read_run(tmp_path / "cold"), read_run(answered)
@@ -143,7 +141,7 @@ def test_a_low_temperature_draws_the_likeliest_tokens(tiny: Any, answered: Path,
 
 
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "alpaca"])
-def test_rows_of_the_evaluation_set_are_asked(tiny: Any, tmp_path: Path, template: str) -> None:
+def test_rows_of_the_evaluation_set_are_asked(tiny, tmp_path, template):
     rows = [
         [{"role": "user", "content": f"Say {name}."}, {"role": "assistant", "content": f"It is {name}."}]
         for name in ("ada", "bob", "cy", "dee", "eve", "flo")
@@ -168,7 +166,7 @@ def test_rows_of_the_evaluation_set_are_asked(tiny: Any, tmp_path: Path, templat
         assert text.startswith(context) or context.startswith(text)
 
 
-def test_text_and_tokens_without_turns_continue_in_the_middle(tiny: Any, tmp_path: Path) -> None:
+def test_text_and_tokens_without_turns_continue_in_the_middle(tiny, tmp_path):
     texts = tmp_path / "texts.jsonl"
     words = "one two three four five six seven eight"
     texts.write_text("".join(json.dumps({"text": f"{number} {words}"}) + "\n" for number in range(8)))
@@ -191,7 +189,7 @@ def test_text_and_tokens_without_turns_continue_in_the_middle(tiny: Any, tmp_pat
     assert list(found[1][1].token_ids) == list(range(20, 32))
 
 
-def test_a_long_prompt_is_cut_and_said(tiny: Any, tmp_path: Path) -> None:
+def test_a_long_prompt_is_cut_and_said(tiny, tmp_path):
     said = MemoryCallback()
     file = tmp_path / "prompts.txt"
     file.write_text("short\n\n" + "word " * 5000 + "\n")
@@ -205,7 +203,7 @@ def test_a_long_prompt_is_cut_and_said(tiny: Any, tmp_path: Path) -> None:
     assert lines[1] == "2 prompts at each evaluation, at most 48 tokens each"
 
 
-def test_a_prompt_that_no_pass_holds_is_refused_by_its_row(tiny: Any, tmp_path: Path) -> None:
+def test_a_prompt_that_no_pass_holds_is_refused_by_its_row(tiny, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("short\n\n" + "word " * 800 + "\n")
     for prompts, where in (
@@ -217,7 +215,7 @@ def test_a_prompt_that_no_pass_holds_is_refused_by_its_row(tiny: Any, tmp_path: 
         assert caught.value.fixes
 
 
-def test_rows_are_chosen_that_a_pass_holds(tiny: Any, tmp_path: Path) -> None:
+def test_rows_are_chosen_that_a_pass_holds(tiny, tmp_path):
     file = tmp_path / "texts.jsonl"
     texts = [f"{n} " + "one two three " * (4 + 40 * (n % 4 > 0)) for n in range(40)]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -237,9 +235,7 @@ def test_rows_are_chosen_that_a_pass_holds(tiny: Any, tmp_path: Path) -> None:
     assert "too long: a pass holds 450 tokens, 300 of them for the answer (eval.max_new_tokens)" in found[1][1]
 
 
-def test_a_run_without_memory_to_answer_says_so_and_trains_on(
-    tiny: Any, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_memory_to_answer_says_so_and_trains_on(tiny, answered, tmp_path, monkeypatch):
     def fail(model: Any, batch: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
 
@@ -290,7 +286,7 @@ BAD: dict[str, tuple[str | None, type[FlatoutError], str]] = {
 }
 
 
-def test_a_prompt_is_a_text_its_parts_or_turns(tiny: Any, tmp_path: Path) -> None:
+def test_a_prompt_is_a_text_its_parts_or_turns(tiny, tmp_path):
     """As TRL and OpenAI write them, they are the same tokens."""
     file, parts = tmp_path / "forms.jsonl", [{"type": "text", "text": "What is "}, {"type": "text", "text": "my name?"}]
     asked = {"role": "user", "content": "What is my name?"}
@@ -312,7 +308,7 @@ def test_a_prompt_is_a_text_its_parts_or_turns(tiny: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_of_prompts_that_cannot_be_used_is_refused(tiny: Any, tmp_path: Path, name: str) -> None:
+def test_a_file_of_prompts_that_cannot_be_used_is_refused(tiny, tmp_path, name):
     content, error, text = BAD[name]
     file = tmp_path / name
     if content is not None:
@@ -333,7 +329,7 @@ def test_a_file_of_prompts_that_cannot_be_used_is_refused(tiny: Any, tmp_path: P
         ({"data": []}, "at least one data set"),
     ],
 )
-def test_settings_without_effect_are_refused(tiny: Any, tmp_path: Path, evaluation: Any, text: str) -> None:
+def test_settings_without_effect_are_refused(tiny, tmp_path, evaluation, text):
     with pytest.raises(UsageError, match=text.replace("[", r"\[")):
         tiny.config(tmp_path, eval=evaluation)
 
@@ -347,14 +343,14 @@ def test_settings_without_effect_are_refused(tiny: Any, tmp_path: Path, evaluati
         {"data": ["a", "b"]},
     ],
 )
-def test_settings_with_effect_are_not(tiny: Any, tmp_path: Path, evaluation: Any) -> None:
+def test_settings_with_effect_are_not(tiny, tmp_path, evaluation):
     assert tiny.config(tmp_path, eval=evaluation).eval
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("storage", ["model", "nf4", "fp8"])
-def test_compiled_layers_and_recorded_graphs_answer_and_train_on(tiny: Any, tmp_path: Path, storage: str) -> None:
+def test_compiled_layers_and_recorded_graphs_answer_and_train_on(tiny, tmp_path, storage):
     """On a GPU as on a CPU: the steps between answers do not change, and nothing is compiled for answers."""
     if storage == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no float8 products")

@@ -25,7 +25,7 @@ NAMES = ("weight", "ref_logprob", "kind")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+def store(tmp_path_factory):
     """Units of 2, 1, 3 and 2 samples. A token's weight is its position in the store, a sample's value its number."""
     rng, ids, masks = np.random.default_rng(0), [], []
     for unit, size in enumerate(SIZES):
@@ -103,7 +103,7 @@ CUTS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_each_label_has_the_columns_of_its_token_sample_and_unit(store: TokenStore, name: str) -> None:
+def test_each_label_has_the_columns_of_its_token_sample_and_unit(store, name):
     ids, more = CUTS[name]
     batch = read(store, micro_batch(store, ids, **more))
     assert seen(batch, ids) == expected(store, ids)
@@ -112,21 +112,21 @@ def test_each_label_has_the_columns_of_its_token_sample_and_unit(store: TokenSto
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
-def test_the_shards_of_ranks_have_each_label_once_and_all_samples(store: TokenStore, num_shards: int) -> None:
+def test_the_shards_of_ranks_have_each_label_once_and_all_samples(store, num_shards):
     ids = (3, 4, 5, 0, 1, 2)
     shards = [read(store, micro_batch(store, ids), ContextShard(num_shards, place)) for place in range(num_shards)]
     assert sorted(label for shard in shards for label in seen(shard, ids)) == sorted(expected(store, ids))
     assert {(shard.num_samples, shard.num_units) for shard in shards} == {(6, 3)}
 
 
-def test_a_filler_has_no_sample_and_no_unit(store: TokenStore) -> None:
+def test_a_filler_has_no_sample_and_no_unit(store):
     filler = read(store, micro_batch(store, (2,), is_filler=True))
     assert (filler.num_tokens, filler.num_samples, filler.num_units) == (4, 0, 0)
     assert {name: len(values) for name, values in filler.columns.items()} == dict.fromkeys(NAMES, 0)
     assert read(store, micro_batch(store, (2,))).num_samples == 1
 
 
-def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
+def test_nothing_is_gathered_unless_asked(store):
     loader = BatchLoader(store, torch.device("cpu"), max_documents=8)
     (batch,) = loader.batches([micro_batch(store, (0, 1))])
     loader.close()
@@ -137,7 +137,7 @@ def test_nothing_is_gathered_unless_asked(store: TokenStore) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_columns_reach_the_gpu(store: TokenStore) -> None:
+def test_columns_reach_the_gpu(store):
     loader = BatchLoader(store, torch.device("cuda"), max_documents=8, columns=NAMES)
     (batch,) = loader.batches([micro_batch(store, (6, 7, 0, 1, 2))])
     assert {values.device.type for values in batch.columns.values()} == {"cuda"}

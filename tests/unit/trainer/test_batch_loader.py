@@ -83,7 +83,7 @@ STEPS = [
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=needs_gpu)])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
-def test_steps_and_batches_are_those_of_the_plan(device: torch.device, num_steps: int) -> None:
+def test_steps_and_batches_are_those_of_the_plan(device, num_steps):
     store = Store()
     loader = make_loader(store, device)
     seen, ours = [], []
@@ -99,7 +99,7 @@ def test_steps_and_batches_are_those_of_the_plan(device: torch.device, num_steps
     assert store.read == [i for batch in expected for i in batch.sample_ids]
 
 
-def test_the_next_micro_batches_are_ready_before_they_are_asked_for() -> None:
+def test_the_next_micro_batches_are_ready_before_they_are_asked_for():
     """Across the step's border; and no more of them than the look-ahead."""
     store = Store()
     loader = make_loader(store)
@@ -122,7 +122,7 @@ def settle(loader: BatchLoader) -> None:
         future.result()
 
 
-def test_waiting_is_counted_only_where_the_host_was_blocked() -> None:
+def test_waiting_is_counted_only_where_the_host_was_blocked():
     loader = make_loader(Store(slow_s=0.05))
     batches = loader.batches([micro_batch(1), micro_batch(2)])
     next(batches)
@@ -146,7 +146,7 @@ class HeldStore(Store):
         return super().sample(index)
 
 
-def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch):
     """A step is cut anew in the middle, as after running out of memory; the steps after it go on as planned."""
     store = HeldStore()
     loader = make_loader(store)
@@ -167,7 +167,7 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch: 
     loader.close()
 
 
-def test_leaving_early_leaves_nothing_behind() -> None:
+def test_leaving_early_leaves_nothing_behind():
     before = set(threading.enumerate())  # others may end meanwhile
     loader = make_loader(Store(slow_s=0.01))
     for _ in loader.batches(STEPS[0].by_rank[1]):
@@ -179,7 +179,7 @@ def test_leaving_early_leaves_nothing_behind() -> None:
     make_loader(Store()).close()
 
 
-def test_an_error_surfaces_where_its_micro_batch_is_used() -> None:
+def test_an_error_surfaces_where_its_micro_batch_is_used():
     loader = make_loader(Store(bad=3))
     batches = loader.batches(STEPS[0].by_rank[1])
     assert_equal([next(batches)], plain(loader, [micro_batch(1, 2)]))
@@ -194,7 +194,7 @@ def test_an_error_surfaces_where_its_micro_batch_is_used() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it() -> None:
+def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it():
     """The training stream is far behind the host: batches freed by the host must not be overwritten by later ones."""
     loader = make_loader(Store(), CUDA)
     micro_batches = [micro_batch(i, i + 1) for i in range(200)]
@@ -208,7 +208,7 @@ def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it() -> None:
     assert torch.stack(sums).tolist() == truth
 
 
-def test_a_mask_with_other_labels_than_the_plan_counts_is_refused() -> None:
+def test_a_mask_with_other_labels_than_the_plan_counts_is_refused():
     loader = make_loader(Store())
     planned = micro_batch(1, 2)
     with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, but the plan counts"):

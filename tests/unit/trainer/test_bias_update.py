@@ -32,7 +32,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 @pytest.fixture(scope="session")
-def skewed_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def skewed_dir(tiny, tmp_path_factory):
     """A model whose biases send most tokens to the first two of eight experts."""
     folder = tmp_path_factory.mktemp("skewed")
     AutoTokenizer.from_pretrained(tiny.model_dir).save_pretrained(folder)
@@ -61,7 +61,7 @@ def config_of(tiny: Any, folder: Path, model_dir: Path, **sections: Any) -> Any:
     return tiny.config(folder, **{**values, **sections})
 
 
-def test_biases_are_those_of_a_loop_written_out(tiny: Any, skewed_dir: Path, tmp_path: Path, metrics_of: Any) -> None:
+def test_biases_are_those_of_a_loop_written_out(tiny, skewed_dir, tmp_path, metrics_of):
     lr, speed = 1e-2, 0.03
     config = config_of(
         tiny, tmp_path / "run", skewed_dir,
@@ -105,7 +105,7 @@ def test_biases_are_those_of_a_loop_written_out(tiny: Any, skewed_dir: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, skewed_dir: Path, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tiny, skewed_dir, tmp_path, name):
     sections: dict[str, Any] = {"optim": {"name": name, "lr": 1e-3}, "checkpoint": {"every_steps": 3}}
     train(config_of(tiny, tmp_path / "run", skewed_dir, **sections))
     whole = load_file(tmp_path / "run/final/model.safetensors")
@@ -118,7 +118,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tiny: Any, skewed_dir: Path, tmp_
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_the_load_gets_more_even(tiny: Any, skewed_dir: Path, tmp_path: Path, metrics_of: Any, update: str) -> None:
+def test_the_load_gets_more_even(tiny, skewed_dir, tmp_path, metrics_of, update):
     peaks = {}
     for speed in (0.0, 0.05):
         config = config_of(
@@ -139,7 +139,7 @@ def test_the_load_gets_more_even(tiny: Any, skewed_dir: Path, tmp_path: Path, me
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: Path, name: str) -> None:
+def test_a_skipped_update_moves_no_bias(tiny, skewed_dir, tmp_path, name):
     config = config_of(tiny, tmp_path / "run", skewed_dir, optim={"name": name})
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
     run = build_run(Setup(config, open_and_plan(config, Reporter(), Rank()), checkpoints, Reporter(), Rank()))
@@ -156,7 +156,7 @@ def test_a_skipped_update_moves_no_bias(tiny: Any, skewed_dir: Path, tmp_path: P
     assert run.model.get_buffer(BIAS) is run.aux_loss.buffers[BIAS]
 
 
-def test_files_keep_the_biases_of_a_16_bit_run_exact(tiny: Any, skewed_dir: Path, tmp_path: Path) -> None:
+def test_files_keep_the_biases_of_a_16_bit_run_exact(tiny, skewed_dir, tmp_path):
     model = {"name": str(skewed_dir), "precision": "bf16"}
     sections: dict[str, Any] = {"model": model, "full": {"weights": "bf16"}, "experts": {"bias_update": 0.0007}}
     train(config_of(tiny, tmp_path / "run", skewed_dir, **sections))
@@ -170,7 +170,7 @@ def test_files_keep_the_biases_of_a_16_bit_run_exact(tiny: Any, skewed_dir: Path
 @pytest.mark.parametrize(
     "model_type", ["afmoe", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "hy_v3", "laguna", "lfm2_moe", "minimax_m2"]
 )
-def test_biases_are_found_where_models_keep_them(model_type: str) -> None:
+def test_biases_are_found_where_models_keep_them(model_type):
     register_experts()
     with torch.device("meta"):
         model = auto_class(config := tiny_config_of(model_type)).from_config(config)
@@ -184,7 +184,7 @@ def test_biases_are_found_where_models_keep_them(model_type: str) -> None:
     assert f"{len(expected)} biases updated by 0.001" in routers.line
 
 
-def test_what_has_no_biases_is_refused(tiny: Any, skewed_dir: Path, tmp_path: Path) -> None:
+def test_what_has_no_biases_is_refused(tiny, skewed_dir, tmp_path):
     with pytest.raises(UsageError, match=r"experts.bias_update is only for method: full"):
         config_of(tiny, tmp_path / "run", skewed_dir, method="lora")
     with pytest.raises(UsageError, match=r"experts.bias_update: model type qwen3 has no router with a correction bias"):

@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 @pytest.fixture
-def config_of(tiny: Any, tmp_path: Path) -> Callable[..., Config]:
+def config_of(tiny, tmp_path):
     def make(
         rows: list[dict[str, Any]],
         source: dict[str, Any] | None = None,
@@ -85,14 +85,12 @@ def config_of(tiny: Any, tmp_path: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def plan(config_of: Callable[..., Config]) -> Plan:
+def plan(config_of):
     return lambda *rows, **sections: open_and_plan(config_of(*rows, **sections), Reporter(), Rank())
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_transformers(
-    tiny: Any, tmp_path: Path, metrics_of: Any, config_of: Any, plan: Plan, name: str
-) -> None:
+def test_loss_and_gradients_are_those_of_transformers(tiny, tmp_path, metrics_of, config_of, plan, name):
     make, pads = MODELS[name]
     folder = folder_of(tiny, tmp_path / "model", make, pads=pads)
     sections: dict[str, Any] = {
@@ -155,9 +153,7 @@ def _batch_of(store: TokenStore, sample_id: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_models_without_a_score_are_refused(
-    tiny: Any, tmp_path: Path, plan: Plan, config: Any, objective: str, said: str | None
-) -> None:
+def test_models_without_a_score_are_refused(tiny, tmp_path, plan, config, objective, said):
     model = {"name": str(folder_of(tiny, tmp_path / "model", config)), "init": "random"}
     if said is None:
         assert plan(ROWS, model=model, objective=objective).plan.num_steps
@@ -181,7 +177,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny: Any, plan: Plan, form: str) -> None:
+def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny, plan, form):
     row, source, plain = FORMS[form]
     other = {**row, source.get("columns", {}).get("label", "label"): "b"}
     store = plan([row, other], source).store
@@ -214,7 +210,7 @@ def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny: Any, plan: P
         (["a", "a", "a"], "every row has the label 'a': there is nothing to classify"),
     ],
 )
-def test_labels_are_numbers_by_value_and_texts_by_character(plan: Plan, labels: list[Any], found: Any) -> None:
+def test_labels_are_numbers_by_value_and_texts_by_character(plan, labels, found):
     rows = [{"text": f"it was {k}", "label": label} for k, label in enumerate(labels)]
     if isinstance(found, tuple):
         store = plan(rows).store
@@ -227,7 +223,7 @@ def test_labels_are_numbers_by_value_and_texts_by_character(plan: Plan, labels: 
         plan(rows)
 
 
-def test_rows_of_several_labels_are_left_out_by_the_proposed_setting(plan: Plan) -> None:
+def test_rows_of_several_labels_are_left_out_by_the_proposed_setting(plan):
     labels = [["a"], ["a", "b"], ["b"], []]
     rows = [{"text": f"it was {k}", "label": label} for k, label in enumerate(labels)]
     with pytest.raises(DataError, match=r"rows.jsonl:2: label is a list of 2") as caught:
@@ -241,7 +237,7 @@ def test_rows_of_several_labels_are_left_out_by_the_proposed_setting(plan: Plan)
     assert not caught.value.fixes
 
 
-def test_a_label_without_the_objective_means_what_it_did(plan: Plan) -> None:
+def test_a_label_without_the_objective_means_what_it_did(plan):
     assert plan(ROWS, objective="cross_entropy").store.extra.keys() == set()
     judged = [{"prompt": "it was", "completion": f"great {k}", "label": k % 2 == 0} for k in range(4)]
     with pytest.raises(DataError, match="2 answers whose label is 0, and objective cross_entropy would learn them"):
@@ -250,7 +246,7 @@ def test_a_label_without_the_objective_means_what_it_did(plan: Plan) -> None:
         plan(ROWS, {"format": "classify"}, objective="cross_entropy", file="classes")
 
 
-def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: Any) -> None:
+def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of):
     empty, used = {"text": "", "label": "fair"}, tuple(sorted(WORDS))
     skips = {"data": {"on_bad_row": "skip"}}
     for file, rows, told in (
@@ -272,7 +268,7 @@ def test_a_label_whose_rows_are_left_out_is_told_and_two_must_stay(config_of: An
         open_and_plan(config_of([*good, empty], file="one", **skips), Reporter(), Rank())
 
 
-def test_evaluation_numbers_labels_as_training_does(plan: Plan) -> None:
+def test_evaluation_numbers_labels_as_training_does(plan):
     few = [{**row, "text": row["text"] + " then"} for row in ROWS if row["label"] != "bad"]
     assert plan(few, file="few").store.meta.labels == ("good", "so-so")
     [evaluated] = plan(ROWS, eval={"data": "few"}).eval_sets
@@ -286,9 +282,7 @@ def test_evaluation_numbers_labels_as_training_does(plan: Plan) -> None:
     ("policy", "lengths", "count"),
     [("auto", [6, 6, 3, 3], {"truncated": 2}), ("drop", [3, 3], {"too_long": 2}), ("split", [], {})],
 )
-def test_a_text_over_the_limit_loses_its_end(
-    plan: Plan, policy: str, lengths: list[int], count: dict[str, int]
-) -> None:
+def test_a_text_over_the_limit_loses_its_end(plan, policy, lengths, count):
     texts = ["great " * 9, "poor " * 9, "so", "it"]
     rows = [{"text": text, "label": label} for text, label in zip(texts, "abab", strict=True)]
     limits = {"max_tokens": 6, "too_long": policy}
@@ -304,7 +298,7 @@ def test_a_text_over_the_limit_loses_its_end(
     )
 
 
-def test_the_row_of_a_position_is_found_behind_shared_prefixes() -> None:
+def test_the_row_of_a_position_is_found_behind_shared_prefixes():
     ids = [np.array([5, 6, 7, 8]), np.array([5, 6, 0]), np.array([9, 0, 0]), np.array([0, 0])]
     samples = [(own, np.zeros(len(own), bool)) for own in ids]
     positions = [last_position(own, 0) for own in ids]
@@ -317,7 +311,7 @@ def test_the_row_of_a_position_is_found_behind_shared_prefixes() -> None:
     assert batch.token_ids[rows].tolist() == [8, 6, 9, 0]
 
 
-def test_a_model_that_scores_does_not_write(config_of: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_model_that_scores_does_not_write(config_of, tmp_path, capsys):
     short: dict[str, Any] = {"batch": {"max_steps": 1}, "optim": {"lr": 1e-30}}
     train(config_of(ROWS, **short))
     for verb in (["chat", "--prompt", "hi"], ["export", "--to", "gguf", "--out", str(tmp_path / "gguf")]):
@@ -338,7 +332,7 @@ def test_a_model_that_scores_does_not_write(config_of: Any, tmp_path: Path, caps
         train(config_of(ROWS, file="writes", run="writes", objective="cross_entropy", **short))
 
 
-def test_an_adapter_goes_on_only_with_its_own_labels(config_of: Any, tmp_path: Path) -> None:
+def test_an_adapter_goes_on_only_with_its_own_labels(config_of, tmp_path):
     """Its rows of `score` would otherwise be read under other names."""
     short: dict[str, Any] = {"batch": {"max_steps": 1}, "optim": {"lr": 1e-30}}
     two = [row for row in ROWS if row["label"] != "so-so"]
@@ -362,7 +356,7 @@ class Own(flatout.Objective):
 """
 
 
-def test_scores_of_an_own_objective_are_of_whole_texts(config_of: Any, metrics_of: Any, tmp_path: Path) -> None:
+def test_scores_of_an_own_objective_are_of_whole_texts(config_of, metrics_of, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     lora = {"modules_to_save": ["score"]}
     sections: dict[str, Any] = {"objective": f"{tmp_path / 'own.py'}:Own", "lora": lora, "batch": {"max_steps": 1}}

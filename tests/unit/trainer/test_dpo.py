@@ -27,7 +27,7 @@ NUM_PAIRS, PREFIX, BETA = 12, 70, 0.2
 
 
 @pytest.fixture(scope="module")
-def pairs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pairs(tiny, tmp_path_factory):
     """The root of a data set of pairs whose answers follow a prompt in common, with a reference's log-probabilities."""
     root = tmp_path_factory.mktemp("pairs")
     built = open_and_plan(tiny.config(root / "run"), Reporter(), Rank()).store
@@ -84,7 +84,7 @@ def options(file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Any, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def plain(tiny, pairs, tmp_path_factory):
     """Loss, gradient norm and figures of the first step: each document alone in plain transformers."""
     folder = tmp_path_factory.mktemp("plain")
     written(tiny, pairs, folder)
@@ -126,9 +126,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[str], int]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "two ranks" else []) for name in RUNS]
 )
-def test_a_step_is_that_of_plain_transformers(
-    tiny: Any, pairs: Path, plain: dict[str, float], tmp_path: Path, metrics_of: Any, name: str
-) -> None:
+def test_a_step_is_that_of_plain_transformers(tiny, pairs, plain, tmp_path, metrics_of, name):
     batch, more, least = RUNS[name]
     assert main(["train", *options(written(tiny, pairs, tmp_path, batch=batch)), *more]) == 0
     (line,) = metrics_of(tmp_path / "run")
@@ -140,12 +138,9 @@ def test_a_step_is_that_of_plain_transformers(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "is_sum"),
-    [(1, False), *(pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1, 2))],
+    ("ranks", "is_sum"), [(1, False), *(pytest.param(ranks, True, marks=pytest.mark.exhaustive) for ranks in (1, 2))]
 )
-def test_verify_proves_it_and_finds_a_wrong_one(
-    tiny: Any, pairs: Path, tmp_path: Path, ranks: int, is_sum: bool
-) -> None:
+def test_verify_proves_it_and_finds_a_wrong_one(tiny, pairs, tmp_path, ranks, is_sum):
     file = written(tiny, pairs, tmp_path)
     if not is_sum:  # a loss that depends on how a step is split
         text = DPO.read_text().replace("-logsigmoid(margins).sum()", "-logsigmoid(margins).sum() * len(margins)")

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ Change = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def finished(tiny, tmp_path_factory):
     """Four steps with a checkpoint after every second one."""
     config = tiny.config(
         tmp_path_factory.mktemp("edited") / "run", batch={"max_steps": 4}, checkpoint={"every_steps": 2, "keep": 5}
@@ -34,7 +33,7 @@ def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def killed(finished: Any, tmp_path: Path) -> Any:
+def killed(finished, tmp_path):
     """A copy of the run as if it had been killed after its last checkpoint."""
     shutil.copytree(finished.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
@@ -70,9 +69,7 @@ def edit(folder: Path, stem: str, key: str, change: Change) -> None:
         ("model", "lora_b", lambda old: old + 1, None),
     ],
 )
-def test_state_that_does_not_fit_is_one_sentence(
-    killed: Any, stem: str, key: str, change: Change, said: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_state_that_does_not_fit_is_one_sentence(killed, stem, key, change, said, capsys):
     edit(killed.folder / "checkpoints" / "step-4", stem, key, change)
     code = main(["train", str(killed.folder.with_name("run.yaml"))])
     error = capsys.readouterr().err
@@ -87,9 +84,7 @@ def test_state_that_does_not_fit_is_one_sentence(
 
 @pytest.mark.parametrize(("stem", "key"), [("optimizer", "/exp_avg_sq"), ("model", "lora_a")])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_state_that_is_not_finite_is_passed_over_for_the_older_checkpoint(
-    killed: Any, finished: Any, stem: str, key: str, value: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_state_that_is_not_finite_is_passed_over_for_the_older_checkpoint(killed, finished, stem, key, value, capsys):
     def spoil(held: torch.Tensor) -> torch.Tensor:
         held = held.clone()
         held.view(-1)[-1] = value

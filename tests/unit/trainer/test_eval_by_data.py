@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
 
-def test_figures_of_each_data_set_add_up(tiny: Any, tmp_path: Path) -> None:
+def test_figures_of_each_data_set_add_up(tiny, tmp_path):
     rows = tiny.chats.read_text().splitlines(keepends=True)
     evaluation = {"every_steps": 1, "prompts": None, "max_new_tokens": 2}
     sections = {"data": {"root": str(tmp_path), "num_procs": 1}, "batch": {"max_steps": 2}}
@@ -63,7 +62,7 @@ def test_figures_of_each_data_set_add_up(tiny: Any, tmp_path: Path) -> None:
         train(longer)
 
 
-def test_a_set_to_evaluate_on_has_its_own_rows_and_the_tokens_of_the_run(tiny: Any, tmp_path: Path) -> None:
+def test_a_set_to_evaluate_on_has_its_own_rows_and_the_tokens_of_the_run(tiny, tmp_path):
     """What chooses the rows of the training data says nothing of the evaluation set; what makes tokens must agree."""
     data = {"root": str(tmp_path), "num_procs": 1}
     held_out = {"name": "held-out", "sources": [SourceConfig(path=str(tiny.chats))]}

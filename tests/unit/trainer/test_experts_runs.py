@@ -20,7 +20,7 @@ from flatout.view.report import run_fragment
 
 
 @pytest.fixture(scope="session")
-def experts_dir(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts_dir(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     AutoTokenizer.from_pretrained(tiny.model_dir).save_pretrained(folder)
     shape = json.loads((tiny.model_dir / "config.json").read_text())
@@ -50,9 +50,7 @@ def config_of(tiny: Any, folder: Path, experts_dir: Path, **sections: Any) -> An
     )
 
 
-def test_adapters_of_experts_train_resume_and_merge(
-    tiny: Any, experts_dir: Path, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_adapters_of_experts_train_resume_and_merge(tiny, experts_dir, tmp_path, metrics_of):
     config = config_of(tiny, tmp_path / "run", experts_dir)
     train(config)
     losses = [record["loss"] for record in metrics_of(tmp_path / "run")]
@@ -77,9 +75,7 @@ def test_adapters_of_experts_train_resume_and_merge(
         torch.testing.assert_close(merged(ids).logits.float(), adapted(ids).logits.float(), rtol=1e-3, atol=1e-3)
 
 
-def test_losses_on_routers_are_the_same_in_any_micro_batches(
-    tiny: Any, experts_dir: Path, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_losses_on_routers_are_the_same_in_any_micro_batches(tiny, experts_dir, tmp_path, metrics_of):
     records = []
     for tokens in (520, 5000):
         config = tiny.config(

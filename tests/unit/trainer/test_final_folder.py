@@ -2,8 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,7 +14,7 @@ from flatout.trainer.run import train
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_the_trained_template_is_the_exported_tokenizers(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_the_trained_template_is_the_exported_tokenizers(tiny, tmp_path, method):
     """`data.template` is not the tokenizer's own; whoever renders with the export gets the tokens that were trained."""
     config = tiny.config(
         tmp_path / "run",
@@ -43,6 +41,6 @@ def test_the_trained_template_is_the_exported_tokenizers(tiny: Any, tmp_path: Pa
             assert rendered == store.sample(index).token_ids.tolist()
 
 
-def test_a_senseless_rank_is_refused_before_memory_is_taken(tiny: Any, tmp_path: Path) -> None:
+def test_a_senseless_rank_is_refused_before_memory_is_taken(tiny, tmp_path):
     with pytest.raises(UsageError, match=r"lora\.rank is 1,000,000,000"):
         train(tiny.config(tmp_path / "run", lora={"rank": 1_000_000_000}))

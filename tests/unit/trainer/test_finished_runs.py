@@ -24,7 +24,7 @@ ADAPTER = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def finished(tiny, tmp_path_factory):
     """A copy of the model to damage, and a run of four steps on it with every checkpoint kept."""
     root = tmp_path_factory.mktemp("finished")
     shutil.copytree(tiny.model_dir, root / "model")
@@ -39,7 +39,7 @@ def finished(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def run(finished: Any, tmp_path: Path) -> Any:
+def run(finished, tmp_path):
     """A copy of the finished run and of its model's folder, with a note of the user's among the results."""
     shutil.copytree(finished.folder, tmp_path / "run")
     (tmp_path / "run" / "final" / "notes.txt").write_text("mine")
@@ -76,9 +76,7 @@ def forget_after(config: Any, step: int) -> None:
         ("method=full lora={}", "method: lora in the checkpoint, full now"),
     ],
 )
-def test_other_settings_are_refused_by_name(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
-) -> None:
+def test_other_settings_are_refused_by_name(run, tmp_path, capsys, change, said):
     before = contents(run.folder / "final")
     assert main(command(run, tmp_path, *change.split())) == 4
     error = capsys.readouterr().err
@@ -90,9 +88,7 @@ def test_other_settings_are_refused_by_name(
     assert "already complete after 4 steps" in capsys.readouterr().out
 
 
-def test_a_moved_model_is_the_same_one_and_another_is_refused(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_moved_model_is_the_same_one_and_another_is_refused(run, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(run.model.name, model)
     assert main(command(run, tmp_path, f"model.name={model}")) == 0
@@ -106,7 +102,7 @@ def test_a_moved_model_is_the_same_one_and_another_is_refused(
     assert "is a finished run with different settings:\n" in capsys.readouterr().err
 
 
-def test_one_flipped_bit_of_the_base_model_is_found(run: Any, tmp_path: Path) -> None:
+def test_one_flipped_bit_of_the_base_model_is_found(run, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(run.model.name, model)
     weights = bytearray((model / "model.safetensors").read_bytes())
@@ -130,9 +126,7 @@ def test_one_flipped_bit_of_the_base_model_is_found(run: Any, tmp_path: Path) ->
     train(run)
 
 
-def test_results_without_a_checkpoint_are_not_replaced(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_without_a_checkpoint_are_not_replaced(run, tmp_path, capsys):
     shutil.rmtree(run.folder / "checkpoints")
     before = contents(run.folder / "final")
     for change in ("seed=7", "lora.rank=2"):
@@ -143,7 +137,7 @@ def test_results_without_a_checkpoint_are_not_replaced(
     assert contents(run.folder / "final") == before
 
 
-def test_more_steps_keep_the_earlier_results_and_the_users_files(run: Any) -> None:
+def test_more_steps_keep_the_earlier_results_and_the_users_files(run):
     before = contents(run.folder / "final")
     allow = run.checkpoint.model_copy(update={"allow_change": ["batch.max_steps"]})
     batch = run.batch.model_copy(update={"max_steps": 6})
@@ -156,7 +150,7 @@ def test_more_steps_keep_the_earlier_results_and_the_users_files(run: Any) -> No
     assert events(run, "kept")[-1]["path"] == str(aside)
 
 
-def test_every_damaged_result_is_found_and_exported_again(run: Any) -> None:
+def test_every_damaged_result_is_found_and_exported_again(run):
     """As after a power cut: files of the finished run are empty, cut off or gone."""
     final = run.folder / "final"
     whole = contents(final)
@@ -176,9 +170,7 @@ def test_every_damaged_result_is_found_and_exported_again(run: Any) -> None:
     assert len(events(run, "damaged")) == num_events
 
 
-def test_a_run_that_no_checkpoint_of_would_fit_does_not_start(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_no_checkpoint_of_would_fit_does_not_start(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(Disk, "free_bytes", lambda self, path: 10_000)
     config = tiny.config(tmp_path / "run")
     with pytest.raises(ResourceError, match=r"no checkpoint of this run could be saved: .* needs [\d,]+ bytes, 10,000"):
@@ -189,8 +181,8 @@ def test_a_run_that_no_checkpoint_of_would_fit_does_not_start(
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_disk_without_room_for_checkpoint_and_final_is_told_before_the_model_is_loaded(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, precision: str
-) -> None:
+    tiny, tmp_path, monkeypatch, method, precision
+):
     def config_of(name: str) -> Any:
         model = {"name": str(tiny.model_dir), "precision": precision}
         return tiny.config(tmp_path / name, method=method, model=model, batch={"max_steps": 1})
@@ -216,9 +208,7 @@ def test_a_disk_without_room_for_checkpoint_and_final_is_told_before_the_model_i
 
 
 @pytest.mark.parametrize("also_final", [False, True])
-def test_the_weights_of_a_run_that_cannot_be_saved_are_kept(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, also_final: bool
-) -> None:
+def test_the_weights_of_a_run_that_cannot_be_saved_are_kept(tiny, tmp_path, monkeypatch, also_final):
     """The disk of the run folder fills up once training runs: no checkpoint, and perhaps no final/ either."""
     other = tmp_path / "other disk"
     other.mkdir()
@@ -242,9 +232,7 @@ def test_the_weights_of_a_run_that_cannot_be_saved_are_kept(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(folder / ADAPTER).items())
 
 
-def test_a_last_save_that_fails_is_made_good_by_the_same_command(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_last_save_that_fails_is_made_good_by_the_same_command(tiny, tmp_path, monkeypatch, capsys):
     create = Disk.create
 
     def refuse(self: Disk, path: Path) -> int:
@@ -282,9 +270,7 @@ def test_a_last_save_that_fails_is_made_good_by_the_same_command(
     assert all(torch.equal(tensor, load_file(config.folder / "before")[name]) for name, tensor in tensors.items())
 
 
-def test_a_limit_on_file_sizes_at_the_export_is_one_error_and_costs_no_step(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_on_file_sizes_at_the_export_is_one_error_and_costs_no_step(tiny, tmp_path, capsys):
     """The tokenizer is the largest file of this run, written by a library of its own."""
     config = tiny.config(tmp_path / "run", lora={"rank": 1}, batch={"max_steps": 2})
     words = command(config, tmp_path)

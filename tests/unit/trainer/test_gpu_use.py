@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,7 +14,7 @@ from flatout.trainer.run import train
 UNKNOWN: dict[str, float] = {}
 
 
-def test_power_is_the_mean_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_is_the_mean_between_two_readings(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr(gpu_use.time, "monotonic", lambda: clock[0])
     readings = [(1000.0, 0.5), (1600.0, 0.9), (1700.0, 0.1)]
@@ -34,7 +31,7 @@ def test_power_is_the_mean_between_two_readings(monkeypatch: pytest.MonkeyPatch)
     assert use.figures() == {"gpu_watts": 50.0, "gpu_use": 0.1}
 
 
-def test_a_driver_that_does_not_answer_is_asked_once() -> None:
+def test_a_driver_that_does_not_answer_is_asked_once():
     asked = []
 
     def refuse() -> tuple[float, float]:
@@ -46,7 +43,7 @@ def test_a_driver_that_does_not_answer_is_asked_once() -> None:
     assert len(asked) == 1
 
 
-def test_nothing_is_said_of_a_cpu(tiny: Any, tmp_path: Path) -> None:
+def test_nothing_is_said_of_a_cpu(tiny, tmp_path):
     config = tiny.config(tmp_path / "run", batch={"max_steps": 2})
     train(config)
     steps = read_run(config.folder).steps
@@ -54,7 +51,7 @@ def test_nothing_is_said_of_a_cpu(tiny: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu_records_its_power(tiny: Any, tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_records_its_power(tiny, tmp_path):
     pytest.importorskip("pynvml")
     config = tiny.config(tmp_path / "run", device="cuda", batch={"max_steps": 400})
     train(config)

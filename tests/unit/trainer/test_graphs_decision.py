@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ EXPERTS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_experts_are_recorded_where_their_products_do_not_wait(tiny: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_experts_are_recorded_where_their_products_do_not_wait(tiny, tmp_path, dtype):
     """Decided before any GPU is asked, so a name of a device is enough here."""
     config = tiny.config(tmp_path / "run", method="lora", compile="off")
     planned = open_and_plan(config, Reporter(), Rank())
@@ -59,7 +58,7 @@ def plan_of(micro_batch_tokens: int) -> TrainingPlan:
     )  # fmt: skip
 
 
-def test_the_border_is_where_a_micro_batch_takes_the_hosts_time() -> None:
+def test_the_border_is_where_a_micro_batch_takes_the_hosts_time():
     plan = plan_of(16384)
     [step, *_] = plan.steps()
     border = plan.flops(step) / (SHAPE.num_layers * HOST_S_PER_LAYER)
@@ -67,7 +66,7 @@ def test_the_border_is_where_a_micro_batch_takes_the_hosts_time() -> None:
     assert not is_host_bound(plan, SHAPE, border * 0.99)
 
 
-def test_smaller_micro_batches_wait_for_the_host() -> None:
+def test_smaller_micro_batches_wait_for_the_host():
     """At a speed where one micro-batch a step keeps the GPU busy, sixteen of the same step do not."""
     [whole, *_] = plan_of(16384).steps()
     flops_per_s = plan_of(16384).flops(whole) / (SHAPE.num_layers * HOST_S_PER_LAYER) / 4
@@ -75,7 +74,7 @@ def test_smaller_micro_batches_wait_for_the_host() -> None:
     assert is_host_bound(plan_of(1024), SHAPE, flops_per_s)
 
 
-def test_a_size_goes_up_to_the_next_rung() -> None:
+def test_a_size_goes_up_to_the_next_rung():
     size_buckets = (512, 1024)
     assert [packed_size([n], size_buckets=size_buckets).num_tokens for n in (1, 512, 513, 1024, 1025)] == [
         512,
@@ -89,7 +88,7 @@ def test_a_size_goes_up_to_the_next_rung() -> None:
     assert packed_size([100, 413]) == PackedSize(640, 512)
 
 
-def test_a_ladder_fills_up_little_and_a_longer_run_gets_more_rungs() -> None:
+def test_a_ladder_fills_up_little_and_a_longer_run_gets_more_rungs():
     draw = np.random.default_rng(0)
     lengths = np.clip(np.exp(draw.normal(6.0, 0.8, 32 * 400)), 32, 2048).astype(int)
     plan = make_plan(
@@ -110,11 +109,11 @@ def test_a_ladder_fills_up_little_and_a_longer_run_gets_more_rungs() -> None:
         assert 0 <= sum(size.num_tokens * count for size, count in filled.items()) / num_tokens - 1 < most
 
 
-def test_few_sizes_are_all_rungs() -> None:
+def test_few_sizes_are_all_rungs():
     assert make_size_buckets(Counter({PackedSize(640, 512): 3, PackedSize(128, 128): 1}), 1.0) == (128, 640)
 
 
-def test_no_ladder_fills_up_less() -> None:
+def test_no_ladder_fills_up_less():
     draw = np.random.default_rng(1)
     sizes = np.sort(draw.choice(np.arange(1, 40), 9, replace=False)) * 128
     weights = draw.integers(1, 9, len(sizes))

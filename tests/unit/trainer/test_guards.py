@@ -63,27 +63,27 @@ def exit_code_of(*signals: int, settle_s: float, before: Any = signal.SIG_DFL) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_the_first_signal_is_a_request(number: int) -> None:
+def test_the_first_signal_is_a_request(number):
     assert exit_code_of(number, settle_s=0.0) == 75
 
 
-def test_a_signal_that_is_ignored_as_under_nohup_stays_so() -> None:
+def test_a_signal_that_is_ignored_as_under_nohup_stays_so():
     assert exit_code_of(signal.SIGHUP, settle_s=0.0, before=signal.SIG_IGN) == 98
 
 
-def test_a_handler_of_sigusr1_that_a_program_has_stays() -> None:
+def test_a_handler_of_sigusr1_that_a_program_has_stays():
     assert exit_code_of(signal.SIGUSR1, settle_s=0.0, before=lambda number, frame: None) == 98
 
 
-def test_the_second_signal_stops_at_once() -> None:
+def test_the_second_signal_stops_at_once():
     assert exit_code_of(signal.SIGTERM, signal.SIGINT, settle_s=0.0) == 130
 
 
-def test_one_ctrl_c_passed_on_by_terminal_and_launcher_is_one_request() -> None:
+def test_one_ctrl_c_passed_on_by_terminal_and_launcher_is_one_request():
     assert exit_code_of(signal.SIGINT, signal.SIGTERM, settle_s=3600.0) == 75
 
 
-def test_handlers_are_put_back() -> None:
+def test_handlers_are_put_back():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with StopRequest() as stop:
         assert signal.getsignal(signal.SIGTERM) not in before
@@ -104,7 +104,7 @@ def stopped_by(number: int | None) -> None:
 
 # None: another rank got the signal, and this one's may still come
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, None])
-def test_who_leaves_after_sigterm_is_not_killed_by_another(number: int | None) -> None:
+def test_who_leaves_after_sigterm_is_not_killed_by_another(number):
     """A program started meanwhile is: it must not inherit what this one ignores."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     found = [signal.signal(number, signal.SIG_DFL) for number in numbers]
@@ -142,14 +142,14 @@ def make_step(*sample_ids: int, index: int = 0) -> StepPlan:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_first_parameter_with_a_bad_gradient_is_named(tmp_path: Path, bad: float) -> None:
+def test_the_first_parameter_with_a_bad_gradient_is_named(tmp_path, bad):
     run = make_run(tmp_path, a=[1.0, 2.0], b=None, c=[0.0, bad], d=[bad, bad])
     with pytest.raises(NumericError, match="; first non-finite gradient: c;"):
         require_finite(run, make_step(3), 1.0, bad)
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)])
-def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, loss: float, grad_norm: float) -> None:
+def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path, loss, grad_norm):
     run = make_run(tmp_path, good=[1.0, 1.0], bad=[math.nan, 0.0])
     with pytest.raises(NumericError) as raised:
         require_finite(run, make_step(*range(100, 140), index=40), loss, grad_norm)
@@ -169,24 +169,24 @@ def test_a_bad_step_is_named_with_its_samples_and_written_down(tmp_path: Path, l
     }
 
 
-def test_a_loss_alone_can_be_bad(tmp_path: Path) -> None:
+def test_a_loss_alone_can_be_bad(tmp_path):
     with pytest.raises(NumericError, match=r"samples 3 \(chats\.jsonl:4\), 5 \(chats\.jsonl:6\); written") as raised:
         require_finite(make_run(tmp_path, a=[0.0, 0.0]), make_step(3, 5), math.nan, 0.0)
     assert "first non-finite" not in str(raised.value)
 
 
-def test_a_folder_that_cannot_be_written_does_not_hide_the_numeric_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_does_not_hide_the_numeric_error(tmp_path):
     with pytest.raises(NumericError, match=r"step 1: .*; they could not be written: cannot write .*; check these rows"):
         require_finite(make_run(tmp_path / "gone"), make_step(3), math.nan, 0.0)
 
 
-def test_finite_steps_pass_and_cost_no_look_at_the_gradients(tmp_path: Path) -> None:
+def test_finite_steps_pass_and_cost_no_look_at_the_gradients(tmp_path):
     require_finite(make_run(tmp_path, a=[math.nan, 0.0]), make_step(3), 0.0, 0.0)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
-def taught(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taught(tiny, tmp_path_factory):
     """A model whose loss is far below that of a guess."""
     folder: Path = tmp_path_factory.mktemp("taught") / "run"
     settings = {"batch": {"max_steps": 40}, "optim": {"lr": 1e-2}, "schedule": {"kind": "constant"}}
@@ -200,9 +200,7 @@ def diverged(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(("lr", "times"), [(2e4, "100,000,000"), (0.5, "2,500")])
-def test_a_run_that_diverged_says_so(
-    taught: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], lr: float, times: str
-) -> None:
+def test_a_run_that_diverged_says_so(taught, tiny, tmp_path, capsys, lr, times):
     settings = {"model": {"name": str(taught)}, "batch": {"max_steps": 5}, "schedule": {"kind": "constant"}}
     (tmp_path / "run.yaml").write_text(dump_config(tiny.config(tmp_path / "run", optim={"lr": lr}, **settings)))
     odd = f"optim.lr {lr:g} is {times} times the usual 0.0002"
@@ -219,9 +217,7 @@ def test_a_run_that_diverged_says_so(
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
 
 
-def test_a_usual_run_is_not_said_to_have_diverged(
-    taught: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_usual_run_is_not_said_to_have_diverged(taught, tiny, tmp_path, capsys):
     """Neither a pretrained model's, nor one from random weights, whose loss begins near that of a guess."""
     taught_model, random = {"model": {"name": str(taught)}}, {"method": "full", "optim": {"lr": 1e-4}}
     for name, settings in {"lora": taught_model, "random": random}.items():
@@ -230,7 +226,7 @@ def test_a_usual_run_is_not_said_to_have_diverged(
     assert "times the usual" not in capsys.readouterr().out
 
 
-def test_a_loss_that_overflows_names_the_rate(taught: Path, tiny: Any, tmp_path: Path) -> None:
+def test_a_loss_that_overflows_names_the_rate(taught, tiny, tmp_path):
     settings = {"model": {"name": str(taught)}, "batch": {"max_steps": 5}, "schedule": {"kind": "constant"}}
     with pytest.raises(NumericError, match=r"training diverged: optim\.lr 1e\+28 is .* times the usual 1e-05"):
         train(tiny.config(tmp_path / "run", method="full", optim={"lr": 1e28}, **settings))

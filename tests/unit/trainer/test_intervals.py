@@ -1,10 +1,5 @@
 """Logging, evaluating and saving every so many steps, or every share of the run."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from pydantic import ValidationError
 
@@ -13,7 +8,7 @@ from flatout.trainer.metrics import is_due
 from flatout.trainer.run import train
 
 
-def test_shares_of_the_run_are_rounded_up() -> None:
+def test_shares_of_the_run_are_rounded_up():
     due = [step for step in range(1, 11) if is_due(step, 0.25, 10)]  # every 3 steps, as in transformers
     assert due == [3, 6, 9]
     assert [step for step in range(1, 11) if is_due(step, 1 / 3, 9)] == [3, 6, 9]
@@ -22,12 +17,12 @@ def test_shares_of_the_run_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 0.0, True])
-def test_other_numbers_are_refused(value: Any) -> None:
+def test_other_numbers_are_refused(value):
     with pytest.raises(ValidationError):
         CheckpointConfig(every_steps=value)
 
 
-def test_a_run_logs_evaluates_and_saves_by_shares(tiny: Any, metrics_of: Any, tmp_path: Path) -> None:
+def test_a_run_logs_evaluates_and_saves_by_shares(tiny, metrics_of, tmp_path):
     config = tiny.config(
         tmp_path / "run",
         "batch.max_steps=6",

@@ -49,9 +49,7 @@ FIGURES = ("loss", "grad_norm", "metrics")
 
 # test_losses.py has ranks with the suite
 @pytest.mark.parametrize("more", [[], pytest.param(["two", "three"], marks=pytest.mark.exhaustive)], ids=["one", "all"])
-def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capfd: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(tiny, tmp_path, metrics_of, capfd, more):
     file = written(tiny, tmp_path, ROWS)
     assert main(["plan", str(file)]) == 0
     shown = " ".join(capfd.readouterr().out.split())
@@ -87,9 +85,7 @@ def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("kind", ["kto", "dpo", "cpo"])
-def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(tiny, tmp_path, metrics_of, capsys, kind):
     rows = ROWS
     if kind != "kto":
         rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in ROWS]
@@ -112,7 +108,7 @@ def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_verify_proves_it(tiny: Any, tmp_path: Path, ranks: int) -> None:
+def test_verify_proves_it(tiny, tmp_path, ranks):
     file = written(tiny, tmp_path, ROWS, precision="fp32")
     assert main(["verify", str(file), "--ranks", str(ranks)]) == 0
     rows = {row["case"]: row for row in json.loads((tmp_path / "run" / "verify.json").read_text())["rows"]}
@@ -121,7 +117,7 @@ def test_verify_proves_it(tiny: Any, tmp_path: Path, ranks: int) -> None:
     assert ("zero3" in rows) == (ranks > 1)
 
 
-def test_each_prompt_gets_the_answer_to_another(tiny: Any, tmp_path: Path) -> None:
+def test_each_prompt_gets_the_answer_to_another(tiny, tmp_path):
     store = write_units(tmp_path, tiny.model_dir, [1] * 40, name="d", labels=[1, 0] * 20)
     other = make_kl_store(store)
     answers = other.answer_of
@@ -140,7 +136,7 @@ def test_each_prompt_gets_the_answer_to_another(tiny: Any, tmp_path: Path) -> No
     assert (make_kl_store(store).answer_of == answers).all()
 
 
-def test_answers_to_an_equal_prompt_are_not_taken(tiny: Any, tmp_path: Path) -> None:
+def test_answers_to_an_equal_prompt_are_not_taken(tiny, tmp_path):
     rows = [{**row, "prompt": f"What is {k % 3}?"} for k, row in enumerate(ROWS)]
     file = written(tiny, tmp_path, rows)
     assert main(["plan", str(file)]) == 0
@@ -151,7 +147,7 @@ def test_answers_to_an_equal_prompt_are_not_taken(tiny: Any, tmp_path: Path) -> 
     assert all(prompts[index] != prompts[answer] for index, answer in enumerate(answers))
 
 
-def test_long_rows_take_no_more_memory_than_short_ones(tiny: Any, tmp_path: Path) -> None:
+def test_long_rows_take_no_more_memory_than_short_ones(tiny, tmp_path):
     count, length = 400, 8192
     built = write_units(tmp_path, tiny.model_dir, [1] * count, name="d", labels=[1, 0] * (count // 2))
     ids = np.random.default_rng(0).integers(0, 9, (count, length)).astype(np.int32)
@@ -173,7 +169,7 @@ def test_long_rows_take_no_more_memory_than_short_ones(tiny: Any, tmp_path: Path
     assert (other.answer_of // 2 != np.arange(count) // 2).all()
 
 
-def test_one_row_has_no_other_answer(tiny: Any, tmp_path: Path) -> None:
+def test_one_row_has_no_other_answer(tiny, tmp_path):
     store = write_units(tmp_path, tiny.model_dir, [1], name="d", labels=[1])
     with pytest.raises(DataError, match="one row, but this objective compares it with the answer to another"):
         make_kl_store(store)
@@ -190,18 +186,14 @@ def test_one_row_has_no_other_answer(tiny: Any, tmp_path: Path) -> None:
         ({"desirable_weight": 3.0}, (20, 12), "is 5.00 times .* such as desirable_weight 0.6 to 0.8"),
     ],
 )
-def test_what_is_odd_about_labels_is_told(
-    settings: dict[str, float], totals: tuple[int, int], said: str | None
-) -> None:
+def test_what_is_odd_about_labels_is_told(settings, totals, said):
     found = list(KTO(**settings).notes(dict(zip(("label", "undesirable"), totals, strict=True))))
     assert len(found) == (said is not None)
     if said is not None:
         assert re.search(said, found[0]), found
 
 
-def test_a_set_with_one_label_trains_and_says_so(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_set_with_one_label_trains_and_says_so(tiny, tmp_path, metrics_of, capsys):
     file = written(tiny, tmp_path, [{**row, "label": True} for row in ROWS])
     assert main(["train", str(file), "batch.max_steps=1"]) == 0
     assert "all 15 answers are desirable, so nothing says what to avoid" in " ".join(
@@ -218,9 +210,7 @@ def test_a_set_with_one_label_trains_and_says_so(
     assert main(["train", str(file), "objective=cross_entropy", f"run_dir={tmp_path / 'sft'}"]) == 0
 
 
-def test_the_objective_reads_labels_of_chats_too_and_refuses_rows_without(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any
-) -> None:
+def test_the_objective_reads_labels_of_chats_too_and_refuses_rows_without(tiny, tmp_path, capsys, metrics_of):
     """A chat with a label, which may mean a class to others, needs no format; a wrong label of a first row is named."""
 
     def chat(row: Any, **label: Any) -> dict[str, Any]:
@@ -247,9 +237,7 @@ def test_the_objective_reads_labels_of_chats_too_and_refuses_rows_without(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gpu_compiles_nothing_during_steps_and_begins_at_the_reference(
-    tiny: Any, tmp_path: Path, metrics_of: Any, precision: str
-) -> None:
+def test_a_gpu_compiles_nothing_during_steps_and_begins_at_the_reference(tiny, tmp_path, metrics_of, precision):
     """As on the CPU, with compiled layers for both kinds of passes, over 15 steps of many sizes."""
     rows = [{**row, "completion": row["completion"] * (k % 5 + 1)} for k, row in enumerate(ROWS * 4)]
     file = written(tiny, tmp_path, [{**row, "prompt": f"{k}: {row['prompt']}"} for k, row in enumerate(rows)])

@@ -57,7 +57,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spikes")
     for action in ("off", "warn", "skip"):
         train(config_of(tiny, folder, action))
@@ -65,7 +65,7 @@ def runs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("action", ["off", "warn", "skip"])
-def test_spikes_are_told_and_their_samples_kept(runs: Path, action: str) -> None:
+def test_spikes_are_told_and_their_samples_kept(runs, action):
     run_dir = runs / action
     spikes = expected_spikes([record.loss for record in read_run(run_dir).steps])
     assert spikes
@@ -86,13 +86,13 @@ def test_spikes_are_told_and_their_samples_kept(runs: Path, action: str) -> None
     assert progress["num_updates"] == NUM_STEPS - len(skipped)
 
 
-def test_only_skipping_changes_weights(runs: Path) -> None:
+def test_only_skipping_changes_weights(runs):
     assert bits(runs / "warn") == bits(runs / "off")
     assert bits(runs / "skip") != bits(runs / "off")
 
 
 @pytest.mark.parametrize("action", ["warn", "skip"])
-def test_a_resumed_run_decides_alike(runs: Path, tiny: Any, tmp_path: Path, action: str) -> None:
+def test_a_resumed_run_decides_alike(runs, tiny, tmp_path, action):
     shutil.copytree(runs / action, tmp_path / action)
     shutil.rmtree(tmp_path / action / "final")
     shutil.rmtree(tmp_path / action / "checkpoints" / f"step-{NUM_STEPS}")
@@ -103,7 +103,7 @@ def test_a_resumed_run_decides_alike(runs: Path, tiny: Any, tmp_path: Path, acti
     assert sorted(set(told)) == [event["step"] for event in events(runs / action, "loss_spike")]
 
 
-def test_a_spike_stops_a_run_before_its_update(runs: Path, tiny: Any, tmp_path: Path) -> None:
+def test_a_spike_stops_a_run_before_its_update(runs, tiny, tmp_path):
     config = config_of(tiny, tmp_path, "stop", checkpoint={"every_steps": 1, "keep": 99})
     with pytest.raises(NumericError, match=r"loss .* deviations over the usual .*; the weights were not updated; its"):
         train(config)
@@ -113,7 +113,7 @@ def test_a_spike_stops_a_run_before_its_update(runs: Path, tiny: Any, tmp_path: 
     assert max(int(path.name[5:]) for path in (tmp_path / "stop" / "checkpoints").iterdir()) == first - 1
 
 
-def test_what_would_have_no_effect_is_refused(tiny: Any, tmp_path: Path) -> None:
+def test_what_would_have_no_effect_is_refused(tiny, tmp_path):
     with pytest.raises(UsageError, match="spike_sigmas"):
         tiny.config(tmp_path, faults={"spike_sigmas": 3.0})
     assert tiny.config(tmp_path, faults={"spike_sigmas": 3.0, "spike": "warn"}).faults.spike_sigmas == 3.0

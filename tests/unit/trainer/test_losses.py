@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def root(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tiny, tmp_path_factory):
     """The root of a data set of pairs, and of one of labelled answers."""
     folder = tmp_path_factory.mktemp("answers")
     write_units(folder, tiny.model_dir, [2] * NUM_UNITS, name="pairs")
@@ -75,7 +74,7 @@ def with_reference(planned: PlannedRun) -> PlannedRun:
 
 
 @pytest.fixture(scope="module")
-def plain_step(tiny: Any) -> Callable[..., PlainStep]:
+def plain_step(tiny):
     kept: dict[str, PlainStep] = {}
 
     def find(planned: PlannedRun) -> PlainStep:
@@ -101,7 +100,7 @@ def cut(plan: TrainingPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ..
     return tuple(layout.micro_batch(part) if layout.is_padded else layout.micro_batches(part)[0] for part in parts)
 
 
-def test_every_loss_over_answers_has_a_form() -> None:
+def test_every_loss_over_answers_has_a_form():
     """Models that score answers have a test of their own, as transformers has such models."""
     classes = {kind: class_of_kind(kind) for kind in OBJECTIVES}
     wanted = {kind for kind, own in classes.items() if own.scope != "token" and own.reads != "scores"}
@@ -110,9 +109,7 @@ def test_every_loss_over_answers_has_a_form() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_step_is_that_of_plain_torch_however_it_is_cut(
-    tiny: Any, root: Path, tmp_path: Path, plain_step: Any, name: str, layout: str
-) -> None:
+def test_a_step_is_that_of_plain_torch_however_it_is_cut(tiny, root, tmp_path, plain_step, name, layout):
     config = config_of(tiny, root, tmp_path / "run", name, **LAYOUTS[layout])
     planned = with_reference(open_and_plan(config, Reporter(), Rank()))
     checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
@@ -151,7 +148,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
-def test_ranks_take_that_step_too(tiny: Any, root: Path, tmp_path: Path, plain_step: Any, cases: list[Any]) -> None:
+def test_ranks_take_that_step_too(tiny, root, tmp_path, plain_step, cases):
     """One start of the processes for all losses, which read the reference's values from each run's folder."""
     jobs = []
     for place, (world, layout, strategy, name) in enumerate(cases):

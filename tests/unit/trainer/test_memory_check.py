@@ -4,8 +4,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,12 +20,7 @@ from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.memory_check import (
-    MemoryCheck,
-    choose_passes,
-    read_record,
-    reason_not_to_measure,
-)
+from flatout.trainer.memory_check import MemoryCheck, choose_passes, read_record, reason_not_to_measure
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 
@@ -53,7 +46,7 @@ class Told(MemoryCallback):
 
 
 @pytest.fixture
-def config(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("FLATOUT_CHECK_AGAIN")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
@@ -119,7 +112,7 @@ def passes(scale: float, offset_bytes: int, *planned: int, state_bytes: int = 10
 
 @pytest.mark.parametrize("offset_bytes", [0, 300 * MIB, -90 * MIB])
 @pytest.mark.parametrize("scale", [0.8, 1.0, 1.13, 1.6])
-def test_the_line_through_two_passes_predicts_the_largest(scale: float, offset_bytes: int) -> None:
+def test_the_line_through_two_passes_predicts_the_largest(scale, offset_bytes):
     found = passes(scale, offset_bytes, 1000 * MIB, 2000 * MIB)
     most = 4000 * MIB
     correction = fit_correction(*found, most_bytes=most + 1000 * MIB, most_pass_bytes=most)
@@ -132,7 +125,7 @@ def test_the_line_through_two_passes_predicts_the_largest(scale: float, offset_b
         assert activations + working == pytest.approx(scale * most + offset_bytes, rel=1e-3)
 
 
-def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothing() -> None:
+def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothing():
     same = passes(1.3, 0, 1000 * MIB, 1000 * MIB)
     assert fit_correction(*same, most_bytes=3000 * MIB, most_pass_bytes=2000 * MIB) == Correction(1.3, 0)
     # 40 MiB appear between two passes that differ by little
@@ -143,7 +136,7 @@ def test_passes_of_one_size_are_corrected_in_proportion_and_noise_corrects_nothi
     assert Correction(0.5, -100 * MIB).of(MIB, MIB) == (MIB // 2, 0)
 
 
-def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Config) -> None:
+def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config):
     planned = open_and_plan(config, Reporter(), Rank(), GPU)
     _, _, largest = planned.plan.largest_pass
     steps = choose_passes(planned)
@@ -154,7 +147,7 @@ def test_what_is_measured_are_quarters_and_halves_of_the_largest_pass(config: Co
     assert all(len(step.by_rank) == 2 and step.by_rank[0] == step.by_rank[1] for step in choose_passes(on_two))
 
 
-def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config: Config) -> None:
+def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config):
     held = Start(config)
     assert held.num_measured == 1
     assert held.planned.pass_settings == held.first_plan.pass_settings
@@ -179,12 +172,12 @@ def test_a_gpu_that_takes_more_is_planned_again_before_step_0(config: Config) ->
     assert truth <= memory.budget_bytes * 1.01
 
 
-def test_a_gpu_that_takes_less_holds_more_tokens(config: Config) -> None:
+def test_a_gpu_that_takes_less_holds_more_tokens(config):
     assert Start(config, factor=0.7).tokens > Start(config).tokens
 
 
 @pytest.mark.parametrize("factor", [1.02, 1.25])
-def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor: float) -> None:
+def test_an_equal_start_measures_nothing_and_plans_alike(config, factor):
     first = Start(config, factor=factor, reuse_measured=True)
     second = Start(config, factor=factor, reuse_measured=True)
     assert (first.num_measured, second.num_measured) == (1, 0)
@@ -198,7 +191,7 @@ def test_an_equal_start_measures_nothing_and_plans_alike(config: Config, factor:
     assert Start(other, factor=factor, reuse_measured=True).num_measured == 1
 
 
-def test_each_recompute_level_is_measured_once(config: Config) -> None:
+def test_each_recompute_level_is_measured_once(config):
     """Passes that take more lead to another level, whose passes are measured as well."""
     auto, gpu = config.model_copy(update={"recompute": "auto"}), Device("a GPU", int(LARGER_GIB * GIB))
     start = Start(auto, factor=1.6, reuse_measured=True, gpu=gpu)
@@ -218,9 +211,7 @@ def test_each_recompute_level_is_measured_once(config: Config) -> None:
         ({"deterministic": True}, "the plan of a deterministic run does not depend on measurements"),
     ],
 )
-def test_a_plan_that_measurements_may_not_change_is_not_measured(
-    tiny: Any, config: Config, changes: dict[str, Any], why: str
-) -> None:
+def test_a_plan_that_measurements_may_not_change_is_not_measured(tiny, config, changes, why):
     values = config.model_dump()
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) else value
@@ -233,7 +224,7 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(
 
 
 @pytest.mark.parametrize("planned", ["selective", "budget", "full", "none"])
-def test_memory_is_measured_of_the_level_at_which_layers_recompute(config: Config, planned: str) -> None:
+def test_memory_is_measured_of_the_level_at_which_layers_recompute(config, planned):
     """No layer compiles on a CPU, so the compiler cannot recompute a part of one."""
     model = config.model.model_copy(update={"precision": "bf16"})
     config = config.model_copy(update={"recompute": planned, "compile": "auto", "model": model})
@@ -248,7 +239,7 @@ def test_memory_is_measured_of_the_level_at_which_layers_recompute(config: Confi
     assert again.planned.pass_settings == start.planned.pass_settings
 
 
-def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> None:
+def test_a_plan_that_memory_does_not_limit_is_measured_too(config):
     """An estimate that is too low by half would otherwise keep itself from being checked."""
     start = Start(config, factor=1.5, gpu=Device("a large GPU", 80 * GIB))
     assert start.num_measured == 1
@@ -256,7 +247,7 @@ def test_a_plan_that_memory_does_not_limit_is_measured_too(config: Config) -> No
     assert start.planned.pass_settings == start.first_plan.pass_settings
 
 
-def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config: Config) -> None:
+def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(config):
     alone = config.model_copy(update={"batch": config.batch.model_copy(update={"samples_per_step": 1})})
     planned = open_and_plan(alone, Reporter(), Rank(), GPU)
     _, _, largest = planned.plan.largest_pass
@@ -269,7 +260,7 @@ def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(co
     assert why in start.told.of("memory")
 
 
-def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
+def test_a_run_that_does_not_fit_as_measured_says_so(config):
     from flatout.errors import ResourceError
 
     gpu = Device("a GPU", int(0.09 * GIB))
@@ -278,7 +269,7 @@ def test_a_run_that_does_not_fit_as_measured_says_so(config: Config) -> None:
         Start(config, factor=1.95, gpu=gpu)
 
 
-def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> None:
+def test_a_resumed_run_keeps_the_corrections_of_its_start(config):
     first = Start(config, factor=1.25, reuse_measured=True)
     assert read_record(config.folder / "memory.json") == first.planned.device
     # another start finds other facts
@@ -298,7 +289,7 @@ def test_a_resumed_run_keeps_the_corrections_of_its_start(config: Config) -> Non
         known(config)
 
 
-def test_corrections_of_one_card_say_nothing_of_another(config: Config) -> None:
+def test_corrections_of_one_card_say_nothing_of_another(config):
     Start(config, factor=1.25, reuse_measured=True)
     (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
     told = Told()
@@ -308,7 +299,7 @@ def test_corrections_of_one_card_say_nothing_of_another(config: Config) -> None:
     assert told.of("memory") == ["memory.json was measured on a GPU and is not used on another GPU"]
 
 
-def test_corrections_do_not_reach_other_layouts_and_groups(config: Config) -> None:
+def test_corrections_do_not_reach_other_layouts_and_groups(config):
     model = Start(config).planned.memory.model
     assert model is not None
     kinds = {model.kind_of_pass("none"), model.kind_of_pass("full")}
@@ -320,16 +311,14 @@ def test_corrections_do_not_reach_other_layouts_and_groups(config: Config) -> No
     assert len(kinds) == 6
 
 
-def test_passes_of_sharded_state_are_not_measured(config: Config) -> None:
+def test_passes_of_sharded_state_are_not_measured(config):
     planned = Start(config).planned
     for changes, why in (({"strategy": "zero3"}, "state is sharded"), ({"context_ranks": 2}, "several ranks share")):
         layout = replace(planned.parallel_layout, **changes)
         assert (reason_not_to_measure(config, replace(planned, parallel_layout=layout)) or "").startswith(why)
 
 
-def test_plan_without_a_gpu_reproduces_a_runs_plan(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_without_a_gpu_reproduces_a_runs_plan(config, tmp_path, capsys):
     start = Start(config, factor=1.25)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     record = str(config.folder / "memory.json")
@@ -344,7 +333,7 @@ def test_plan_without_a_gpu_reproduces_a_runs_plan(
     assert "none.json: the file is missing" in capsys.readouterr().err
 
 
-def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -> None:
+def test_running_out_of_memory_while_measuring_changes_no_plan(config):
     def runs_out(run: TrainingRun, steps: Sequence[StepPlan], bytes_before_model: int) -> list[int]:
         run.state.micro_batch_cap = 512
         return [GIB] * len(steps)
@@ -354,7 +343,7 @@ def test_running_out_of_memory_while_measuring_changes_no_plan(config: Config) -
     assert start.planned.pass_settings == start.first_plan.pass_settings
 
 
-def test_passes_that_take_far_more_than_any_card_explains_leave_the_plan(config: Config) -> None:
+def test_passes_that_take_far_more_than_any_card_explains_leave_the_plan(config):
     start = Start(config, factor=3.0)
     (line,) = [text for text in start.told.of("memory") if text.startswith("measured")]
     assert line.endswith("; not used, because the difference is too large for any GPU")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from flatout.planner.steps.step_plan import BatchLayout, Samples, assemble
 from flatout.trainer import metrics
 from flatout.trainer import step as step_module
 from flatout.trainer.metrics import Meter, device_peak, useful_flops
-from flatout.trainer.rank_meter import RankFigures
 from flatout.trainer.run import train
 from flatout.trainer.step import StepOutcome
 
@@ -48,7 +46,7 @@ def steps(run: Any) -> list[Any]:
     return list(assemble(run.plan.samples, 3, run.plan.batch_layout, epoch=0, first_index=0))
 
 
-def test_flops_by_hand() -> None:
+def test_flops_by_hand():
     run = make_run([], [])
     first, second = steps(run)
     pairs = 4 * 5 / 2 + 1 + 7 * 8 / 2
@@ -58,7 +56,7 @@ def test_flops_by_hand() -> None:
     assert useful_flops(run, second) == 0
 
 
-def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch):
     records, stages = [], []
     run = make_run(records, stages)
     peak = nominal_peak("NVIDIA H200", "bf16")
@@ -74,7 +72,7 @@ def test_utilisation_is_the_share_of_all_ranks_peak(monkeypatch: pytest.MonkeyPa
     assert second.flops_per_s == second.mfu == 0
 
 
-def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
+def test_steps_and_ranks_without_passes_do_not_lower_the_means():
     records: list[Any] = []
     run = make_run(records, [], config=SimpleNamespace(log_every_steps=2))
     meter = Meter(run)
@@ -95,7 +93,7 @@ def test_steps_and_ranks_without_passes_do_not_lower_the_means() -> None:
 @pytest.mark.parametrize(
     ("other", "expected"), [({"gpu_watts": 100.0, "gpu_use": 0.2}, (400.0, 0.5)), ({}, (None, None))]
 )
-def test_power_is_of_all_ranks_or_not_known(other: RankFigures, expected: tuple[float | None, ...]) -> None:
+def test_power_is_of_all_ranks_or_not_known(other, expected):
     records: list[Any] = []
     run = make_run(records, [])
     ranks = ({"gpu_watts": 300.0, "gpu_use": 0.8}, other)
@@ -103,7 +101,7 @@ def test_power_is_of_all_ranks_or_not_known(other: RankFigures, expected: tuple[
     assert (records[0].gpu_watts, records[0].gpu_use) == expected
 
 
-def test_no_utilisation_where_no_peak_is_known() -> None:
+def test_no_utilisation_where_no_peak_is_known():
     records, stages = [], []
     run = make_run(records, stages)
     Meter(run).end_step(steps(run)[0], StepOutcome(1.0, {"token_accuracy": 0.5}, 0.1, 1e-3))
@@ -122,9 +120,7 @@ def test_no_utilisation_where_no_peak_is_known() -> None:
         (torch.float16, {}, "fp16"),
     ],
 )
-def test_the_peak_is_that_of_the_large_products(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sections: dict[str, Any], arithmetic: str
-) -> None:
+def test_the_peak_is_that_of_the_large_products(monkeypatch, dtype, sections, arithmetic):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     config = make_config({"model": {"name": "m"}, **sections})
     run = make_run([], [], device=torch.device("cuda", 0), dtype=dtype, config=config)
@@ -134,9 +130,7 @@ def test_the_peak_is_that_of_the_large_products(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_slow_step_is_slow_in_its_own_record(
-    tiny: Any, tmp_path: Path, metrics_of: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+def test_a_slow_step_is_slow_in_its_own_record(tiny, tmp_path, metrics_of, monkeypatch, optimizer):
     """The host reads a step's figures after it has launched the next one; the last step has no next one."""
     plain = step_module.accumulate_gradients
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,14 +45,14 @@ class Focal(Objective):
 
 
 @pytest.fixture
-def focal(tmp_path: Path) -> str:
+def focal(tmp_path):
     """FILE.py:CLASS of a person's own loss."""
     (tmp_path / "own.py").write_text(FOCAL)
     return f"{tmp_path / 'own.py'}:Focal"
 
 
 @pytest.fixture(scope="module")
-def weighted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenStore]:
+def weighted(tiny, tmp_path_factory):
     """The root of a data set whose tokens have weights: 3 for even ids, 1 for others."""
     root = tmp_path_factory.mktemp("weighted")
     built = open_and_plan(tiny.config(root / "run"), Reporter(), Rank()).store.folder
@@ -77,9 +76,7 @@ def plain_loss(config: Any, sample_ids: Any, store: TokenStore, even: float) -> 
     return total / normalizer
 
 
-def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set(
-    tiny: Any, weighted: Any, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set(tiny, weighted, tmp_path, metrics_of):
     sections: dict[str, Any] = {
         "model": {"name": str(tiny.model_dir), "precision": "fp64"},
         "data": {"root": str(weighted[0])},
@@ -112,8 +109,8 @@ def test_the_loss_is_the_weighted_mean_over_the_step_and_over_the_evaluation_set
     ],
 )
 def test_weights_that_cannot_be_are_refused_before_the_first_step_and_ones_change_nothing(
-    tiny: Any, weighted: Any, tmp_path: Path, metrics_of: Any, values: Any, said: str | None
-) -> None:
+    tiny, weighted, tmp_path, metrics_of, values, said
+):
     shutil.copytree(weighted[0], tmp_path / "data")
     ones = np.ones(len(weighted[1].token_ids), np.float32)
     add_column(
@@ -135,14 +132,14 @@ def test_weights_that_cannot_be_are_refused_before_the_first_step_and_ones_chang
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_missing_column_is_said_before_the_first_step(tiny: Any, tmp_path: Path) -> None:
+def test_a_missing_column_is_said_before_the_first_step(tiny, tmp_path):
     with pytest.raises(DataError, match="no column 'weight', which objective weighted_tokens needs"):
         train(tiny.config(tmp_path / "run", objective="weighted_tokens"))
 
 
 def test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown(
-    tiny: Any, tmp_path: Path, focal: str, capsys: pytest.CaptureFixture[str], metrics_of: Any
-) -> None:
+    tiny, tmp_path, focal, capsys, metrics_of
+):
     config = tiny.config(tmp_path / "run", batch={"max_steps": 2}, eval={"fraction": 0.1})
     (tmp_path / "run.yaml").write_text(dump_config(config, only_given=True))
     assert main(["train", str(tmp_path / "run.yaml"), f"objective.path={focal}", "objective.gamma=0"]) == 0
@@ -163,9 +160,7 @@ def test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown
 
 
 @pytest.mark.parametrize(("best", "least"), [("loss", True), ("surprise", True), ("certainty", False)])
-def test_best_is_judged_by_the_named_figure(
-    tiny: Any, tmp_path: Path, focal: str, metrics_of: Any, best: str, least: bool
-) -> None:
+def test_best_is_judged_by_the_named_figure(tiny, tmp_path, focal, metrics_of, best, least):
     sections: dict[str, Any] = {"batch": {"max_steps": 4}, "optim": {"lr": 3e-2}, "objective": {"path": focal}}
     config = tiny.config(tmp_path / "run", eval={"fraction": 0.1, "every_steps": 1, "best": best}, **sections)
     progress = train(config).progress
@@ -192,7 +187,7 @@ def test_best_is_judged_by_the_named_figure(
         ("return tokens.by_sample(tokens.logprobs)", "sums over each sample, but its scope is 'token'"),
     ],
 )
-def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, body: str, said: str | None) -> None:
+def test_a_wrong_return_is_one_sentence(tiny, tmp_path, focal, body, said):
     head = FOCAL.partition("        p = ")[0]
     (tmp_path / "own.py").write_text(f"{head}        l = -tokens.logprobs.sum()\n        {body}\n")
     config = tiny.config(tmp_path / "run", batch={"max_steps": 1}, objective={"path": focal})
@@ -207,8 +202,8 @@ def test_a_wrong_return_is_one_sentence(tiny: Any, tmp_path: Path, focal: str, b
     ("value", "best"), [("p.sum()", "certainty"), ("p.sum() / 0", "loss"), ("p.sum() / 0", "certainty")]
 )
 def test_a_metric_that_is_not_a_number_is_told_and_only_ends_what_is_judged_by_it(
-    tiny: Any, tmp_path: Path, focal: str, metrics_of: Any, value: str, best: str
-) -> None:
+    tiny, tmp_path, focal, metrics_of, value, best
+):
     (tmp_path / "own.py").write_text(FOCAL.replace('"certainty": p.sum()', f'"certainty": {value}'))
     sections = {"batch": {"max_steps": 3}, "eval": {"fraction": 0.1, "best": best}}
     config = tiny.config(tmp_path / "run", objective={"path": focal}, **sections)
@@ -228,7 +223,7 @@ def test_a_metric_that_is_not_a_number_is_told_and_only_ends_what_is_judged_by_i
     assert read_run(config.folder).steps[-1].metrics["surprise"] > 0
 
 
-def test_an_objective_says_what_it_lacks() -> None:
+def test_an_objective_says_what_it_lacks():
     inputs: Any = LossInputs(SimpleNamespace(columns={"label": torch.ones(2)}))  # type: ignore[arg-type]
     assert inputs.column("label").sum() == 2
     with pytest.raises(UsageError, match="reads the column 'weight', which its `columns` do not list"):
@@ -253,7 +248,7 @@ def test_an_objective_says_what_it_lacks() -> None:
         ("rewards", lambda values: None, "rewards returned a NoneType; expected"),
     ],
 )
-def test_losses_and_rewards_have_a_value_for_each_pair(part: str, change: Any, said: str | None) -> None:
+def test_losses_and_rewards_have_a_value_for_each_pair(part, change, said):
     class Own(Preference):
         def losses(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
             return rejected.mean - chosen.mean
@@ -325,9 +320,7 @@ def test_losses_and_rewards_have_a_value_for_each_pair(part: str, change: Any, s
         (("    gamma: float", "    gamma: bool"), "objective.gamma: input should be a valid boolean, got 2.5"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_sentence(
-    tiny: Any, tmp_path: Path, focal: str, change: tuple[str, str], said: str | None
-) -> None:
+def test_a_file_that_cannot_be_used_is_one_sentence(tiny, tmp_path, focal, change, said):
     (tmp_path / "own.py").write_text(FOCAL.replace(*change, 1))
     (tmp_path / "beside_it.py").touch()
     config = tiny.config(tmp_path / "run", objective={"path": focal, "gamma": 2.5})
@@ -350,7 +343,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(
         ({"path": "own.py:Focal", "kind": "weighted_tokens"}, "keep one"),
     ],
 )
-def test_settings_of_objectives_are_checked_without_running_code(given: Any, said: str | None) -> None:
+def test_settings_of_objectives_are_checked_without_running_code(given, said):
     values = {"model": {"name": "m"}, "objective": given}
     if said is None:
         config = make_config(values)
@@ -360,7 +353,7 @@ def test_settings_of_objectives_are_checked_without_running_code(given: Any, sai
         make_config(values)
 
 
-def test_an_object_of_this_process_is_refused_with_the_setting_that_names_it(tiny: Any, tmp_path: Path) -> None:
+def test_an_object_of_this_process_is_refused_with_the_setting_that_names_it(tiny, tmp_path):
     class Mine(flatout.Objective):
         pass
 
@@ -369,7 +362,7 @@ def test_an_object_of_this_process_is_refused_with_the_setting_that_names_it(tin
             flatout.train(tiny.config(tmp_path / "run"), objective=one)
 
 
-def test_a_run_resumes_with_its_own_objective_only(tiny: Any, tmp_path: Path, focal: str, metrics_of: Any) -> None:
+def test_a_run_resumes_with_its_own_objective_only(tiny, tmp_path, focal, metrics_of):
     def run(name: str, max_steps: int, **objective: Any) -> Any:
         batch = {"max_steps": max_steps, "micro_batch_tokens": 700}
         checkpoint = {"every_steps": 1, "allow_change": ["batch.max_steps"]}

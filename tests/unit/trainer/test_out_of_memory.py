@@ -93,7 +93,7 @@ def finished(run: TrainingRun) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_the_run_is_the_same_run(tiny: Any, tmp_path: Path, method: str, where: str) -> None:
+def test_the_run_is_the_same_run(tiny, tmp_path, method, where):
     config = config_of(tiny, tmp_path / "run", method=method)
     calm, _ = make_run(config, tmp_path)
     expected = finished(calm)
@@ -127,7 +127,7 @@ class Graphs:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_graphs_are_dropped_before_passes_get_smaller(tiny: Any, tmp_path: Path, where: str) -> None:
+def test_graphs_are_dropped_before_passes_get_smaller(tiny, tmp_path, where):
     """Their memory is free then: the same passes fit, and the run stays the same to the bit."""
     config = config_of(tiny, tmp_path / "run")
     calm, _ = make_run(config, tmp_path)
@@ -142,7 +142,7 @@ def test_graphs_are_dropped_before_passes_get_smaller(tiny: Any, tmp_path: Path,
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
-def test_passes_get_smaller_once_graphs_are_gone(tiny: Any, tmp_path: Path) -> None:
+def test_passes_get_smaller_once_graphs_are_gone(tiny, tmp_path):
     config = config_of(tiny, tmp_path / "run")
     calm, _ = make_run(config, tmp_path)
     expected = finished(calm)
@@ -157,7 +157,7 @@ def test_passes_get_smaller_once_graphs_are_gone(tiny: Any, tmp_path: Path) -> N
         assert ((one - other).norm() / one.norm()).item() < 1e-10
 
 
-def test_the_first_steps_sums_and_gradients_are_equal_to_1e_12(tiny: Any, tmp_path: Path) -> None:
+def test_the_first_steps_sums_and_gradients_are_equal_to_1e_12(tiny, tmp_path):
     config = config_of(tiny, tmp_path / "run")
     calm, _ = make_run(config, tmp_path)
     disturbed, events = make_run(config, tmp_path)
@@ -176,7 +176,7 @@ def test_the_first_steps_sums_and_gradients_are_equal_to_1e_12(tiny: Any, tmp_pa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_equal_to_the_bit_with_a_run_that_had_the_cap_from_the_start(tiny: Any, tmp_path: Path, precision: str) -> None:
+def test_equal_to_the_bit_with_a_run_that_had_the_cap_from_the_start(tiny, tmp_path, precision):
     """With dropout, whose random numbers belong to (step, rank, micro-batch)."""
     sections = {"lora": {"rank": 4, "dropout": 0.3}}
     disturbed, events = make_run(config_of(tiny, tmp_path / "a", precision, 3000, 20, **sections), tmp_path)
@@ -190,7 +190,7 @@ def test_equal_to_the_bit_with_a_run_that_had_the_cap_from_the_start(tiny: Any, 
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
-def test_the_cap_outlives_a_restart(tiny: Any, tmp_path: Path) -> None:
+def test_the_cap_outlives_a_restart(tiny, tmp_path):
     """Else a resumed run would cut its steps as planned again, and differ in the last bits."""
     config = config_of(tiny, tmp_path / "run", lora={"rank": 4, "dropout": 0.3})
     whole, _ = make_run(config, tmp_path / "whole")
@@ -212,7 +212,7 @@ def test_the_cap_outlives_a_restart(tiny: Any, tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
-def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Path) -> None:
+def test_only_the_gradients_of_the_pass_that_fits_remain(tiny, tmp_path):
     """The second micro-batch fails at the end of its backward pass: the first one's gradients must go as well."""
     run, events = make_run(config_of(tiny, tmp_path / "run", tokens=1200), tmp_path)
     step = run.plan.step(0)
@@ -244,7 +244,7 @@ def test_only_the_gradients_of_the_pass_that_fits_remain(tiny: Any, tmp_path: Pa
     assert all(torch.equal(one, other) for one, other in zip(expected, run.parameters, strict=True))
 
 
-def test_nothing_of_a_failed_forward_pass_stays(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_failed_forward_pass_stays(tiny, tmp_path, monkeypatch):
     """Memory runs out between the gate and up projections, whose fused product holds the graph of all layers."""
     run, events = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     mlp = decoder_layers(run.model)[-1].mlp
@@ -262,7 +262,7 @@ def test_nothing_of_a_failed_forward_pass_stays(tiny: Any, tmp_path: Path, monke
     assert events.seen[-1] == ("out_of_memory", True)
 
 
-def test_what_cannot_be_split_stops_with_what_to_do(tiny: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_split_stops_with_what_to_do(tiny, tmp_path):
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     limit_memory(run.model, 20, "forward")
     with pytest.raises(ResourceError, match=r"step 1: out of GPU memory .* cannot be split") as error:
@@ -271,7 +271,7 @@ def test_what_cannot_be_split_stops_with_what_to_do(tiny: Any, tmp_path: Path) -
     assert error.value.exit_code == 6
 
 
-def test_a_longer_sample_later_is_still_taken_whole(tiny: Any, tmp_path: Path) -> None:
+def test_a_longer_sample_later_is_still_taken_whole(tiny, tmp_path):
     """A cap below a step's longest sample gives way to it."""
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     run.state.micro_batch_cap = 2
@@ -281,7 +281,7 @@ def test_a_longer_sample_later_is_still_taken_whole(tiny: Any, tmp_path: Path) -
     assert loss_sum.item() == pytest.approx(accumulate_gradients(plain, step)[0].item(), rel=1e-12)
 
 
-def test_ranks_split_alone(tiny: Any, tmp_path: Path) -> None:
+def test_ranks_split_alone(tiny, tmp_path):
     """A rank that ran out of memory cuts only its own samples: the sum over ranks stays what it was."""
     run, _ = make_run(config_of(tiny, tmp_path / "run"), tmp_path)
     whole = run.plan.step(0)
@@ -299,7 +299,7 @@ def test_ranks_split_alone(tiny: Any, tmp_path: Path) -> None:
     assert step.num_label_tokens == whole.num_label_tokens
 
 
-def test_the_event_is_written_in_the_run_folder(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_is_written_in_the_run_folder(tiny, tmp_path, monkeypatch):
     config = config_of(tiny, tmp_path / "run", "fp32")
     failed = []
 
@@ -367,9 +367,7 @@ def train_preferences(tiny: Any, root: Path, kind: str, phase: str, limit: int) 
         ("cross_entropy", "evaluating", "evaluation"),
     ],
 )
-def test_passes_without_gradients_are_taken_again_too(
-    tiny: Any, tmp_path: Path, metrics_of: Any, kind: str, phase: str, during: str
-) -> None:
+def test_passes_without_gradients_are_taken_again_too(tiny, tmp_path, metrics_of, kind, phase, during):
     """And what cannot be split ends the run with what to do."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert not [kind for kind, _ in train_preferences(tiny, whole, kind, "", 0).events if kind == "out_of_memory"]

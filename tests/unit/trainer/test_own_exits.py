@@ -76,8 +76,8 @@ def outcome(folder: Path) -> str | None:
     ],
 )  # fmt: skip
 def test_a_run_that_failed_ends_with_its_exit_code_and_one_sentence(
-    tiny: Any, tmp_path: Path, capfd: Any, place: str, code: str, exit_code: int, said: str | None
-) -> None:
+    tiny, tmp_path, capfd, place, code, exit_code, said
+):
     assert main(["train", str(written(tiny, tmp_path, place, code))]) == exit_code
     shown = "".join(capfd.readouterr())
     assert "Traceback" not in shown
@@ -89,9 +89,7 @@ def test_a_run_that_failed_ends_with_its_exit_code_and_one_sentence(
 
 
 @pytest.mark.parametrize("verb", ["plan", "verify", "train"])
-def test_every_verb_that_runs_the_objective_refuses_its_exit(
-    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], verb: str
-) -> None:
+def test_every_verb_that_runs_the_objective_refuses_its_exit(tiny, tmp_path, capfd, verb):
     file = written(tiny, tmp_path, "module", "def __getattr__(name): sys.exit(0)")
     (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text().replace("class Own", "class Other"))
     assert main([verb, str(file)]) == 2
@@ -119,7 +117,7 @@ class Hears(flatout.Callback):
 
 
 @pytest.mark.parametrize("method", ["on_start", "on_step", "on_event", "on_save", "on_end", "on_other"])
-def test_an_exit_of_a_callback_is_an_error_of_the_call(tiny: Any, tmp_path: Path, method: str) -> None:
+def test_an_exit_of_a_callback_is_an_error_of_the_call(tiny, tmp_path, method):
     config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
     callbacks = Leaves(method), Hears()
     if method == "on_other":
@@ -140,9 +138,7 @@ def test_an_exit_of_a_callback_is_an_error_of_the_call(tiny: Any, tmp_path: Path
         ("os._exit(0)", 1, "code such as os._exit(0) ended it"),
     ],
 )
-def test_ranks_that_exit_with_zero_before_the_end_have_failed(
-    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], code: str, exit_code: int, said: str
-) -> None:
+def test_ranks_that_exit_with_zero_before_the_end_have_failed(tiny, tmp_path, capfd, code, exit_code, said):
     file = written(tiny, tmp_path, "loss", code, gpus=[0, 1], faults={"max_restarts": 0})
     assert main(["train", str(file)]) == exit_code
     assert said in "".join(capfd.readouterr())

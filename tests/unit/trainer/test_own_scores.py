@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import chdir
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +33,7 @@ ROWS = "text,label\n" + "".join(f"it was {word},{label}\n" for word, label in [(
 
 
 @pytest.fixture(scope="module")
-def here(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def here(tiny, tmp_path_factory):
     """A folder with run.yaml, and two runs of one step: own, which scores, and writes."""
     root = tmp_path_factory.mktemp("own")
     (root / "own.py").write_text(OWN)
@@ -55,9 +53,7 @@ def own(name: str) -> list[str]:
     return ["train", "run.yaml", *words, "data.sources=[{path: rows.csv}]"]
 
 
-def test_its_rows_have_the_format_that_it_names(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_rows_have_the_format_that_it_names(here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     report = json.loads((here / "data/built_dataset/rows/report.json").read_text())
     assert report["counts"]["rows"] == 12
@@ -70,9 +66,7 @@ def test_its_rows_have_the_format_that_it_names(
 
 
 @pytest.mark.parametrize(("name", "verb"), [("own", "eval"), ("writes", "chat")])
-def test_the_next_command_works(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, verb: str
-) -> None:
+def test_the_next_command_works(here, monkeypatch, capsys, name, verb):
     monkeypatch.chdir(here)
     assert main(["watch", f"runs/{name}"]) == 0
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next"))
@@ -81,7 +75,7 @@ def test_the_next_command_works(
     assert main([*words, *{"eval": ["--device", "cpu"], "chat": ["--prompt", "hi", "--device", "cpu"]}[verb]]) == 0
 
 
-def test_it_starts_over(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_starts_over(here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     assert main([*own("Own"), "name=own", "seed=5", "lora.modules_to_save=[scroe]", "--restart"]) == 2
     assert not (here / "runs/own.old-1").exists()

@@ -22,7 +22,7 @@ from flatout.trainer.picture_inputs import PictureMaker
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("picture_runs")
     write_rows(root)
     make_picture_model(root / "model", "qwen2_5_vl")
@@ -40,7 +40,7 @@ def write_config(world: Path, folder: Path, more: str = "") -> Path:
     return path
 
 
-def test_a_resumed_run_ends_with_the_same_bits(world: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(world, tmp_path):
     config = str(write_config(world, tmp_path, "checkpoint: {every_steps: 1, keep: 9}\n"))
     assert main(["train", config]) == 0
     again = tmp_path / "again"
@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_with_the_same_bits(world: Path, tmp_path: Path) -> N
     ).read_bytes()
 
 
-def test_the_report_shows_pictures(world: Path, tmp_path: Path, metrics_of: Any) -> None:
+def test_the_report_shows_pictures(world, tmp_path, metrics_of):
     """Small copies beside the highest losses, and the answers: prompts of one text have an entry for each picture.
 
     What is recorded of a prompt is what the sampler reads.
@@ -109,7 +109,7 @@ def lines_of(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_full_fine_tuning_trains_the_decoder_of_texts_alone(world: Path, tmp_path: Path) -> None:
+def test_full_fine_tuning_trains_the_decoder_of_texts_alone(world, tmp_path):
     config = write_config(world, tmp_path, "method: full\n")
     config.write_text(config.read_text().replace("lora: {rank: 4, alpha: 8}\n", ""))
     assert main(["train", str(config)]) == 0
@@ -119,7 +119,7 @@ def test_full_fine_tuning_trains_the_decoder_of_texts_alone(world: Path, tmp_pat
     assert not any("visual" in name for name in changed)
 
 
-def test_a_run_does_not_go_on_with_other_pictures(world: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_run_does_not_go_on_with_other_pictures(world, tmp_path, capfd):
     for name in ("rows.jsonl", "pictures"):
         (shutil.copytree if name == "pictures" else shutil.copy)(world / name, tmp_path / name)
     config = write_config(world, tmp_path, "checkpoint: {every_steps: 1}\n")
@@ -153,7 +153,7 @@ SHARDED = {
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.exhaustive) for name in SHARDED]
 )
-def test_ranks_take_the_steps_of_one_process(world: Path, tmp_path: Path, metrics_of: Any, case: str) -> None:
+def test_ranks_take_the_steps_of_one_process(world, tmp_path, metrics_of, case):
     both, sharded = SHARDED[case]
     path = write_config(world, tmp_path)
     if "method=full" in both:
@@ -176,7 +176,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_built_is_refused_by_name(world: Path, tmp_path: Path, capfd: Any, what: str) -> None:
+def test_what_is_not_built_is_refused_by_name(world, tmp_path, capfd, what):
     if what == "deepspeed":
         pytest.importorskip("deepspeed")
     (verb, *options), says = REFUSED[what]
@@ -187,9 +187,7 @@ def test_what_is_not_built_is_refused_by_name(world: Path, tmp_path: Path, capfd
 @pytest.mark.parametrize(
     ("method", "ranks"), [("lora", 1), ("full", 1), pytest.param("lora", 2, marks=pytest.mark.exhaustive)]
 )
-def test_verify_compares_a_step_with_pictures(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, method: str, ranks: int
-) -> None:
+def test_verify_compares_a_step_with_pictures(world, tmp_path, monkeypatch, capfd, method, ranks):
     path = write_config(world, tmp_path)
     if method == "full":
         path.write_text(path.read_text().replace("lora: {rank: 4, alpha: 8}", "method: full"))
@@ -210,9 +208,7 @@ def test_verify_compares_a_step_with_pictures(
     assert "FAIL" in capfd.readouterr().out
 
 
-def test_pictures_that_are_read_in_both_directions_are_padded(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_pictures_that_are_read_in_both_directions_are_padded(world, tmp_path, monkeypatch, capfd):
     model = make_picture_model(tmp_path / "gemma3", "gemma3")
     path = write_config(world, tmp_path)
     path.write_text(path.read_text().replace(str(world / "model"), str(model)))
@@ -233,7 +229,7 @@ def test_pictures_that_are_read_in_both_directions_are_padded(
     )
 
 
-def test_a_prompt_that_is_read_in_both_directions_is_refused() -> None:
+def test_a_prompt_that_is_read_in_both_directions_is_refused():
     from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
     from flatout.models.picture_check import require_picture_model
@@ -249,7 +245,7 @@ BUGS = ["order of pictures", "neighbour's positions", "another picture's feature
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_check_at_start_up_finds_planted_bugs(world: Path, tmp_path: Path, bug: str) -> None:
+def test_the_check_at_start_up_finds_planted_bugs(world, tmp_path, bug):
     from flatout.config.schema import ModelConfig
     from flatout.data.pictures.processor import PictureProcessor
     from flatout.data.tokenizer import load_tokenizer

@@ -39,7 +39,7 @@ CASES: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def root(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tiny, tmp_path_factory):
     """The root of a data set of pairs, and of one of labelled answers."""
     folder = tmp_path_factory.mktemp("pairs")
     write_units(folder, tiny.model_dir, [2] * NUM_UNITS, name="pairs")
@@ -89,9 +89,7 @@ def plain_run(tiny: Any, planned: PlannedRun, name: str) -> tuple[list[float], d
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_two_steps_of_a_run_are_those_of_plain_torch(
-    tiny: Any, root: Path, tmp_path: Path, metrics_of: Any, kind: str, layout: str
-) -> None:
+def test_two_steps_of_a_run_are_those_of_plain_torch(tiny, root, tmp_path, metrics_of, kind, layout):
     """By the command, with the reference that the run computes; tests/unit/trainer/test_losses.py has every loss."""
     batch, more, least = LAYOUTS[layout]
     data = {"name": "labelled" if kind in KTO else "pairs", "root": str(root)}
@@ -120,7 +118,7 @@ def test_two_steps_of_a_run_are_those_of_plain_torch(
         ({"kind": "sipmo"}, "try objective=simpo"),
     ],
 )
-def test_fields_are_those_of_the_kind(tiny: Any, tmp_path: Path, objective: Any, said: str | None) -> None:
+def test_fields_are_those_of_the_kind(tiny, tmp_path, objective, said):
     if said is None:
         assert config_of(tiny, tmp_path, tmp_path / "run", objective=objective).objective.fields == {"beta": 2.5}
         return
@@ -132,7 +130,7 @@ def test_fields_are_those_of_the_kind(tiny: Any, tmp_path: Path, objective: Any,
     ("method", "kind", "lr"),
     [("full", "simpo", 1e-6), ("lora", "simpo", 1e-5), ("lora", "orpo", 5e-5), ("lora", "cross_entropy", 2e-4)],
 )
-def test_the_learning_rate_follows_the_kind(tiny: Any, tmp_path: Path, method: str, kind: str, lr: float) -> None:
+def test_the_learning_rate_follows_the_kind(tiny, tmp_path, method, kind, lr):
     for given in (kind, {"kind": kind}):
         auto = config_of(tiny, tmp_path, tmp_path / "run", method=method, objective=given, optim={"lr": "auto"})
         assert auto.optim.lr == lr
@@ -144,7 +142,7 @@ def test_the_learning_rate_follows_the_kind(tiny: Any, tmp_path: Path, method: s
     ("sizes", "said"),
     [([2] * 4, None), ([1] * 8, "objective simpo needs a chosen and a rejected answer in each row; 8 of 8")],
 )
-def test_only_pairs_are_trained_on(tiny: Any, tmp_path: Path, sizes: list[int], said: str | None) -> None:
+def test_only_pairs_are_trained_on(tiny, tmp_path, sizes, said):
     write_units(tmp_path, tiny.model_dir, sizes, name="pairs")
     config = config_of(tiny, tmp_path, tmp_path / "run", objective="simpo")
     if said is None:
@@ -159,14 +157,14 @@ def test_only_pairs_are_trained_on(tiny: Any, tmp_path: Path, sizes: list[int], 
         open_and_plan(config, Reporter(), Rank())
 
 
-def test_an_answer_without_a_label_token_is_named(tiny: Any, tmp_path: Path) -> None:
+def test_an_answer_without_a_label_token_is_named(tiny, tmp_path):
     store = write_units(tmp_path, tiny.model_dir, [2] * 4, name="pairs", unlabelled=5)
     with pytest.raises(DataError, match="sample 5 has no label token, so objective simpo has nothing of"):
         open_and_plan(config_of(tiny, tmp_path, tmp_path / "run", objective="simpo"), Reporter(), Rank())
     assert store.num_label_tokens[5] == 0
 
 
-def test_odds_of_certainty_are_finite() -> None:
+def test_odds_of_certainty_are_finite():
     logprob = torch.tensor([0.0, -1e-9, -0.5, -200.0], requires_grad=True)
     answers = Answers(logprob, torch.full((4,), 2), None)
     losses = ORPO().losses(answers, Answers(logprob.flip(0), torch.full((4,), 2), None))

@@ -36,7 +36,7 @@ Plan = Callable[..., PlannedRun]
 
 
 @pytest.fixture
-def plan(tiny: Any, tmp_path: Path) -> Plan:
+def plan(tiny, tmp_path):
     def run(rows: list[dict[str, Any]], source: dict[str, Any] | None = None, **sections: Any) -> PlannedRun:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,7 +47,7 @@ def plan(tiny: Any, tmp_path: Path) -> Plan:
     return run
 
 
-def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_path: Path) -> None:
+def test_an_objective_refuses_data_of_another_kind(plan, tiny, tmp_path):
     with pytest.raises(DataError, match=r"'d' has 24 pairs; objective cross_entropy") as refused:
         plan(PAIRS)
     assert plan(PAIRS, **refused.value.fixes[0].settings).plan.num_units == 24
@@ -61,14 +61,14 @@ def test_an_objective_refuses_data_of_another_kind(plan: Plan, tiny: Any, tmp_pa
     assert plan([row for row in JUDGED if row["label"]]).plan.num_units == 16
 
 
-def test_held_out_pairs_stay_whole(plan: Plan) -> None:
+def test_held_out_pairs_stay_whole(plan):
     planned = plan(PAIRS, objective="simpo", eval={"fraction": 0.25})
     held_out = planned.eval_sets[0].step.sample_ids
     assert len(held_out) == 12
     assert {sample ^ 1 for sample in held_out} == set(held_out)
 
 
-def test_evaluations_show_no_answer_to_avoid_as_reference(plan: Plan) -> None:
+def test_evaluations_show_no_answer_to_avoid_as_reference(plan):
     store = plan(PAIRS, objective="simpo").store
     answers = [ids[mask].tolist() for ids, mask in (store.sample(index).pair for index in range(48))]
     for held_out in (range(48), range(1, 48), [4, 5]):
@@ -84,7 +84,7 @@ def test_evaluations_show_no_answer_to_avoid_as_reference(plan: Plan) -> None:
     assert len(rows) == 1
 
 
-def test_a_loss_of_ones_own_builds_on_preference(tiny: Any, tmp_path: Path, capfd: Any) -> None:
+def test_a_loss_of_ones_own_builds_on_preference(tiny, tmp_path, capfd):
     """The example of the page: flatout computes the reference, so the first step's ratios are 0 and its loss is 1."""
     hinge = EXAMPLE.with_name("hinge.py")
     page = (EXAMPLE.parents[1] / "docs" / "objectives.md").read_text()
@@ -111,7 +111,7 @@ def test_a_loss_of_ones_own_builds_on_preference(tiny: Any, tmp_path: Path, capf
 
 
 @pytest.mark.exhaustive
-def test_a_file_of_pairs_is_trained_on_one_and_two_ranks(tiny: Any, tmp_path: Path) -> None:
+def test_a_file_of_pairs_is_trained_on_one_and_two_ranks(tiny, tmp_path):
     """The commands: data build, then train with a loss of one's own; a step does not depend on the ranks."""
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
@@ -160,7 +160,7 @@ REPEATED: dict[str, tuple[Callable[[str, int], dict[str, Any]], dict[str, Any]]]
 
 
 @pytest.mark.parametrize("form", REPEATED)
-def test_rows_with_one_prompt_are_held_out_together(tiny: Any, tmp_path: Path, form: str) -> None:
+def test_rows_with_one_prompt_are_held_out_together(tiny, tmp_path, form):
     make, sections = REPEATED[form]
     asked = [f"Question {number % 8}?" for number in range(48)]
     file = tmp_path / "rows.jsonl"

@@ -13,7 +13,7 @@ from flatout.planner.devices import GIB, Device, weakest
 from flatout.trainer import gpu
 
 
-def test_all_ranks_plan_for_what_each_can() -> None:
+def test_all_ranks_plan_for_what_each_can():
     large, small, old = Device("H200", 139 * GIB), Device("L40S", 44 * GIB), Device("T4", 45 * GIB, has_bf16=False)
     assert weakest([large, large]) == large
     assert weakest([large, small]) == Device("L40S (the smallest of 2 GPUs)", 44 * GIB)
@@ -25,7 +25,7 @@ def test_all_ranks_plan_for_what_each_can() -> None:
     assert weakest([large, Device("H200", 138 * GIB)]) == Device("H200", 138 * GIB)
 
 
-def test_one_precision_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_precision_for_all(monkeypatch):
     new, old = Device("H200", 139 * GIB), Device("T4", 15 * GIB, has_bf16=False)
     monkeypatch.setattr(gpu, "gpu_of", lambda config, rank: new)
 

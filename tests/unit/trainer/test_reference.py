@@ -42,7 +42,7 @@ NUM_PAIRS = 12
 
 
 @pytest.fixture
-def root(tiny: Any, tmp_path: Path) -> Path:
+def root(tiny, tmp_path):
     """The root of a data set of pairs of which nothing is known yet."""
     write_units(tmp_path, tiny.model_dir, [2] * NUM_PAIRS, name="pairs")
     return tmp_path
@@ -100,7 +100,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_step_0_is_its_reference_to_the_bit(tiny: Any, root: Path, metrics_of: Any, model: str) -> None:
+def test_step_0_is_its_reference_to_the_bit(tiny, root, metrics_of, model):
     config = config_of(tiny, root, "run", eval={"fraction": 0.2, "every_steps": 1}, **MODELS[model])
     trained(config)
     first, second, *_ = metrics_of(root / "run")
@@ -113,7 +113,7 @@ def test_step_0_is_its_reference_to_the_bit(tiny: Any, root: Path, metrics_of: A
     assert second["metrics"]["rewards/margins"] != 0
 
 
-def test_what_another_run_kept_meanwhile_changes_no_plan(root: Path) -> None:
+def test_what_another_run_kept_meanwhile_changes_no_plan(root):
     """Only one rank keeps values: what it reads from disk then must not decide which passes it takes."""
     store = with_reference(TokenStore.open(root / "built_dataset" / "pairs"))
     other = with_reference(TokenStore.open(store.folder))
@@ -129,9 +129,7 @@ def test_what_another_run_kept_meanwhile_changes_no_plan(root: Path) -> None:
     assert opened.num_samples == store.num_samples
 
 
-def test_nodes_that_have_kept_different_values_lose_none_of_the_run_s(
-    tiny: Any, root: Path, monkeypatch: pytest.MonkeyPatch, metrics_of: Any
-) -> None:
+def test_nodes_that_have_kept_different_values_lose_none_of_the_run_s(tiny, root, monkeypatch, metrics_of):
     """Held-out samples are looked for after the samples of training, in the same column."""
     gather = ControlGroup.all_gather
 
@@ -144,9 +142,7 @@ def test_nodes_that_have_kept_different_values_lose_none_of_the_run_s(
     assert (first["metrics"]["rewards/margins"], first["metrics"]["rewards/chosen"]) == (0, 0)
 
 
-def test_a_data_set_keeps_the_newest_references(
-    tiny: Any, root: Path, monkeypatch: pytest.MonkeyPatch, metrics_of: Any
-) -> None:
+def test_a_data_set_keeps_the_newest_references(tiny, root, monkeypatch, metrics_of):
     monkeypatch.setattr("flatout.data.reference_column.MOST_KEPT", 2)
     for digit in "123":
         store = with_reference(TokenStore.open(registry.built_dir(root, "pairs")))
@@ -164,7 +160,7 @@ def test_a_data_set_keeps_the_newest_references(
     assert "are known from an earlier run" in said_again
 
 
-def test_sixteen_stay_however_many_runs_keep_theirs(tiny: Any, root: Path) -> None:
+def test_sixteen_stay_however_many_runs_keep_theirs(tiny, root):
     """Of KTO a data set keeps two: of the answers, and of prompts with the answers to other ones."""
     keys, removed = [f"{number:032x}"[::-1] for number in range(20)], []
     for number, key in enumerate(keys):
@@ -179,7 +175,7 @@ def test_sixteen_stay_however_many_runs_keep_theirs(tiny: Any, root: Path) -> No
     assert not {column_of_key(key) for key in keys[:5]} & kept.keys()
 
 
-def test_runs_that_keep_references_at_once_drop_the_oldest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_keep_references_at_once_drop_the_oldest(root, monkeypatch):
     """Another run replaces what it has kept, each time that this one has read the data set's list without its lock."""
     monkeypatch.setattr("flatout.data.reference_column.MOST_KEPT", 2)
     own, other = (with_reference(TokenStore.open(registry.built_dir(root, "pairs"))) for _ in range(2))
@@ -212,7 +208,7 @@ def test_runs_that_keep_references_at_once_drop_the_oldest(root: Path, monkeypat
     assert columns_of(root).keys() == {column_of_key("1" * 32), column_of_key("9" * 32)}
 
 
-def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_opens_while_a_column_is_replaced(root, monkeypatch):
     store = with_reference(TokenStore.open(root / "built_dataset" / "pairs"))
     keep_on_disk(store, "1" * 32, "own")
     read, times = token_store.read_manifest, 0
@@ -235,7 +231,7 @@ def test_a_store_opens_while_a_column_is_replaced(root: Path, monkeypatch: pytes
         TokenStore.open(store.folder)
 
 
-def test_a_start_says_how_far_a_kept_reference_is_from_its_own_rounding(tiny: Any, root: Path, metrics_of: Any) -> None:
+def test_a_start_says_how_far_a_kept_reference_is_from_its_own_rounding(tiny, root, metrics_of):
     bf16 = {"model": {"precision": "bf16"}}
     trained(config_of(tiny, root, "one", **bf16))
     (equal,) = trained(config_of(tiny, root, "equal", **bf16))
@@ -253,7 +249,7 @@ def test_a_start_says_how_far_a_kept_reference_is_from_its_own_rounding(tiny: An
     assert "log-probabilities in" in again
 
 
-def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, root: Path, metrics_of: Any) -> None:
+def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny, root, metrics_of):
     other: dict[str, Any]
     (said,) = trained(config_of(tiny, root, "one"))
     assert f"{2 * NUM_PAIRS} log-probabilities in" in said
@@ -289,7 +285,7 @@ def test_a_second_run_pays_nothing_unless_what_decides_it_differs(tiny: Any, roo
     assert not columns_of(root).keys() & kept.keys()
 
 
-def test_only_what_a_run_needs_is_computed_and_the_rest_later(tiny: Any, root: Path) -> None:
+def test_only_what_a_run_needs_is_computed_and_the_rest_later(tiny, root):
     (said,) = trained(config_of(tiny, root, "short", batch={"max_steps": 1}))
     assert "8 log-probabilities in" in said
     (values,) = columns_of(root).values()
@@ -312,7 +308,7 @@ flatout.train(sys.argv[1], callbacks=[Kill()])
 """
 
 
-def test_a_killed_pass_goes_on_to_the_bit(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_killed_pass_goes_on_to_the_bit(tiny, tmp_path, metrics_of):
     batch = {"samples_per_step": 2, "max_steps": 6}
     for name in ("whole", "parts"):
         root = tmp_path / name
@@ -335,7 +331,7 @@ def test_a_killed_pass_goes_on_to_the_bit(tiny: Any, tmp_path: Path, metrics_of:
     assert losses[0] == losses[1]
 
 
-def test_a_resumed_run_has_the_reference_of_step_0(tiny: Any, root: Path, metrics_of: Any) -> None:
+def test_a_resumed_run_has_the_reference_of_step_0(tiny, root, metrics_of):
     trained(config_of(tiny, root, "run", batch={"max_steps": 2, "samples_per_step": 3}))
     (before,) = columns_of(root).values()
     # the rest of the epoch is needed now, and training has moved the model
@@ -354,7 +350,7 @@ def test_a_resumed_run_has_the_reference_of_step_0(tiny: Any, root: Path, metric
     assert np.array_equal(after, expected, equal_nan=True)
 
 
-def test_another_adapter_can_be_the_reference(tiny: Any, root: Path, metrics_of: Any) -> None:
+def test_another_adapter_can_be_the_reference(tiny, root, metrics_of):
     trained(config_of(tiny, root, "sft", optim={"lr": 1e-2}))
     adapter = str(root / "sft" / "final")
     trained(config_of(tiny, root, "continued", lora={"continue_from": adapter}))
@@ -367,7 +363,7 @@ def test_another_adapter_can_be_the_reference(tiny: Any, root: Path, metrics_of:
     assert other["metrics"]["rewards/chosen"] == pytest.approx(-0.1 * moved, rel=1e-5)
 
 
-def test_a_run_resumes_only_with_the_reference_that_it_had(tiny: Any, root: Path) -> None:
+def test_a_run_resumes_only_with_the_reference_that_it_had(tiny, root):
     for name, rate in (("sft", 1e-2), ("other", 2e-2)):
         trained(config_of(tiny, root, name, optim={"lr": rate}))
     adapter = root / "adapter"
@@ -401,12 +397,12 @@ def test_a_run_resumes_only_with_the_reference_that_it_had(tiny: Any, root: Path
         ({"objective": {"kind": "dpo", "reference": {"adapter": "nowhere"}}}, "nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused(tiny: Any, root: Path, sections: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(tiny, root, sections, said):
     with pytest.raises((UsageError, ProblemsError, FlatoutError), match=said):
         train(config_of(tiny, root, "run", **sections))
 
 
-def test_a_column_of_that_name_cannot_be_written(tiny: Any, root: Path) -> None:
+def test_a_column_of_that_name_cannot_be_written(tiny, root):
     store = TokenStore.open(registry.built_dir(root, "pairs"))
     values = np.zeros(store.num_samples)
     with pytest.raises(UsageError, match="reference_logprob: runs compute it"):
@@ -417,7 +413,7 @@ def test_a_column_of_that_name_cannot_be_written(tiny: Any, root: Path) -> None:
     )
 
 
-def test_singles_have_no_reference_pass(tiny: Any, tmp_path: Path) -> None:
+def test_singles_have_no_reference_pass(tiny, tmp_path):
     write_units(tmp_path, tiny.model_dir, [1] * 8, name="pairs")
     with pytest.raises(DataError, match="objective dpo needs a chosen and a rejected answer"):
         train(config_of(tiny, tmp_path, "run"))
@@ -425,9 +421,7 @@ def test_singles_have_no_reference_pass(tiny: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
-def test_verify_proves_the_loss_and_that_step_0_is_its_reference(
-    tiny: Any, root: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_proves_the_loss_and_that_step_0_is_its_reference(tiny, root, model, monkeypatch):
     config = config_of(tiny, root, "run", batch={"micro_batch_tokens": 1000}, **MODELS[model])
     rows, _ = verify(config, num_ranks=1)
     found = {row.case: row for row in rows}
@@ -441,9 +435,7 @@ def test_verify_proves_the_loss_and_that_step_0_is_its_reference(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_verify_says_where_a_reference_is_not_that_of_training_to_the_bit(
-    tiny: Any, root: Path, dropout: float
-) -> None:
+def test_verify_says_where_a_reference_is_not_that_of_training_to_the_bit(tiny, root, dropout):
     """A model with dropout computes its reference by the kernels of evaluation."""
     shutil.copytree(tiny.model_dir, root / "model")
     facts = json.loads((root / "model" / "config.json").read_text())
@@ -462,9 +454,7 @@ def test_verify_says_where_a_reference_is_not_that_of_training_to_the_bit(
         *(pytest.param(["gpus=[0,1]", f"strategy={name}"], marks=pytest.mark.exhaustive) for name in ("ddp", "zero3")),
     ],
 )
-def test_rows_of_pairs_train_from_the_command_line(
-    tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], metrics_of: Any, more: list[str]
-) -> None:
+def test_rows_of_pairs_train_from_the_command_line(tiny, tmp_path, capfd, metrics_of, more):
     rows = [
         {"prompt": f"What is {a} and {a}?", "chosen": f"It is {2 * a}.", "rejected": "I cannot say that."}
         for a in range(8)
@@ -489,7 +479,7 @@ def test_rows_of_pairs_train_from_the_command_line(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("model", ["lora", "full", "4 bits", "bf16"])
-def test_step_0_is_its_reference_to_the_bit_on_a_gpu(tiny: Any, root: Path, metrics_of: Any, model: str) -> None:
+def test_step_0_is_its_reference_to_the_bit_on_a_gpu(tiny, root, metrics_of, model):
     """As on the CPU, with compiled layers, shared prompts and, where they pay, CUDA graphs."""
     trained(config_of(tiny, root, "run", device="cuda", deterministic=True, **MODELS[model]))
     first, *_ = metrics_of(root / "run")
@@ -498,7 +488,7 @@ def test_step_0_is_its_reference_to_the_bit_on_a_gpu(tiny: Any, root: Path, metr
 
 
 @pytest.mark.parametrize("where", ["attention", "lora"])
-def test_a_reference_has_no_dropout(tiny: Any, root: Path, where: str) -> None:
+def test_a_reference_has_no_dropout(tiny, root, where):
     """Plain transformers in eval mode is the judge; the passes of training would be off by 1e-2 and more."""
     shutil.copytree(tiny.model_dir, root / "model")
     facts = json.loads((root / "model" / "config.json").read_text())
@@ -525,7 +515,7 @@ def test_a_reference_has_no_dropout(tiny: Any, root: Path, where: str) -> None:
     assert compared >= 8
 
 
-def test_verify_reads_what_training_reads(tiny: Any, root: Path) -> None:
+def test_verify_reads_what_training_reads(tiny, root):
     config = config_of(tiny, root, "run", batch={"micro_batch_tokens": 1000})
     case = "the reference that a run has kept"
     assert case not in [row.case for row in verify(config, num_ranks=1)[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ NUM_PAIRS, PER_STEP, NUM_STEPS, LR = 10, 4, 10, 0.05
 
 
 @pytest.fixture(scope="module")
-def pairs(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TokenStore]:
+def pairs(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("pairs")
     return root, write_units(root, tiny.model_dir, [2] * NUM_PAIRS, name="pairs")
 
@@ -86,7 +85,7 @@ def plain_scorer(folder: Path, adapter: Path | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(tiny, tmp_path_factory):
     """An adapter for sequence classification that PEFT has made and written; its B is not zero."""
     folder = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(1)
@@ -105,7 +104,7 @@ def score_of(model: Any, store: TokenStore, sample_id: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Any, pairs: Any, adapter: Path, tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
+def expected(tiny, pairs, adapter, tmp_path_factory):
     """Ten steps of plain transformers and PEFT, one sample at a time: losses, the last metrics, and all weights."""
     root, store = pairs
     plan = open_and_plan(config_of(tiny, root, tmp_path_factory.mktemp("plan")), Reporter(), Rank()).plan
@@ -133,8 +132,8 @@ def expected(tiny: Any, pairs: Any, adapter: Path, tmp_path_factory: Any) -> Cal
 
 @pytest.mark.parametrize(("method", "layout"), CASES)
 def test_reward_and_its_gradients_are_those_of_transformers_and_peft(
-    tiny: Any, pairs: Any, adapter: Path, expected: Any, tmp_path: Path, metrics_of: Any, method: str, layout: str
-) -> None:
+    tiny, pairs, adapter, expected, tmp_path, metrics_of, method, layout
+):
     batch, more, least = LAYOUTS[layout]
     lora = {"lora": {"rank": 4, "alpha": 8, "continue_from": str(adapter)}} if method == "lora" else {}
     config = config_of(tiny, pairs[0], tmp_path / "run", method=method, batch=batch, **lora)
@@ -163,7 +162,7 @@ def test_reward_and_its_gradients_are_those_of_transformers_and_peft(
     assert torch.allclose(ours.eval()(**batch).logits, torch.cat(alone), rtol=1e-5)
 
 
-def test_a_stopped_run_over_nf4_resumes_to_the_bit(tiny: Any, pairs: Any, tmp_path: Path) -> None:
+def test_a_stopped_run_over_nf4_resumes_to_the_bit(tiny, pairs, tmp_path):
     config = config_of(
         tiny, pairs[0], tmp_path / "run", method="lora", base={"storage": "nf4"}, optim={"lr": 1e-3},
         model={"name": str(tiny.model_dir), "precision": "fp32"}, checkpoint={"every_steps": 2}, batch={"max_steps": 4},

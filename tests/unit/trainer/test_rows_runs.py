@@ -39,9 +39,7 @@ def stages(folder: Path, name: str) -> list[str]:
     return re.findall(rf"{name} +(.*)", (folder / "train.log").read_text())
 
 
-def test_a_hybrid_trains_as_typed_and_says_why_it_takes_rows(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any
-) -> None:
+def test_a_hybrid_trains_as_typed_and_says_why_it_takes_rows(tiny, tmp_path, capsys, metrics_of):
     model = save_model(tmp_path / "model", tiny, "mamba2", **STATE_SPACE)
     answers = {"fraction": 0.1, "prompts": None, "max_new_tokens": 4}
     # PEFT refuses Mamba's out_proj
@@ -63,7 +61,7 @@ def test_a_hybrid_trains_as_typed_and_says_why_it_takes_rows(
     assert "try batch.layout=auto" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_that_fails_the_self_test_packed_is_planned_again_with_rows(tiny: Any, tmp_path: Path) -> None:
+def test_a_model_that_fails_the_self_test_packed_is_planned_again_with_rows(tiny, tmp_path):
     model = save_model(tmp_path / "model", tiny, "bloom", n_layer=2, n_head=4)
     train(run_of(tiny, tmp_path / "run", model))
     first, second = stages(tmp_path / "run", "layout")
@@ -74,9 +72,7 @@ def test_a_model_that_fails_the_self_test_packed_is_planned_again_with_rows(tiny
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
-def test_rows_take_the_same_steps_as_packed_and_resume_to_the_bit(
-    tiny: Any, tmp_path: Path, metrics_of: Any, method: str
-) -> None:
+def test_rows_take_the_same_steps_as_packed_and_resume_to_the_bit(tiny, tmp_path, metrics_of, method):
     settings = {"method": method, "checkpoint": {"every_steps": 1, "keep": 9}, "eval": {"fraction": 0.1}}
     rows = run_of(tiny, tmp_path / "rows", tiny.model_dir, batch={"layout": "rows"}, **settings)
     train(rows)
@@ -96,7 +92,7 @@ def test_rows_take_the_same_steps_as_packed_and_resume_to_the_bit(
 
 
 @pytest.mark.exhaustive
-def test_ranks_and_strategies_agree_on_a_hybrid(tiny: Any, tmp_path: Path) -> None:
+def test_ranks_and_strategies_agree_on_a_hybrid(tiny, tmp_path):
     model = save_model(tmp_path / "model", tiny, "mamba2", **STATE_SPACE)
     config = run_of(tiny, tmp_path / "run", model, lora={"targets": ["in_proj"]})
     (tmp_path / "run.yaml").write_text(dump_config(config))

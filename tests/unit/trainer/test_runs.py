@@ -22,7 +22,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.planned_run import open_and_plan
-from flatout.trainer.run import Result, train
+from flatout.trainer.run import train
 
 
 def weights(run_dir: Path, step: int = 8) -> dict[str, torch.Tensor]:
@@ -36,9 +36,7 @@ def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 
 
 @pytest.fixture(scope="module", params=["lora", "full"])
-def uninterrupted(
-    request: pytest.FixtureRequest, tiny: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, Any]:
+def uninterrupted(request, tiny, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / request.param
     config = tiny.config(
         run_dir,
@@ -50,9 +48,7 @@ def uninterrupted(
     return config, train(config)
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
-    uninterrupted: tuple[Any, Result], tiny: Any, tmp_path: Path
-) -> None:
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(uninterrupted, tiny, tmp_path):
     config, result = uninterrupted
     again = config.model_copy(update={"run_dir": tmp_path / "again"})
     torch.use_deterministic_algorithms(True, warn_only=True)  # as a notebook's cell before may ask
@@ -65,7 +61,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
     assert not torch.equal(weights(result.folder)[name], weights(tmp_path / "other")[name])
 
 
-def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tmp_path: Path, metrics_of: Any) -> None:
+def test_resume_at_every_step_is_bit_equal(uninterrupted, tmp_path, metrics_of):
     """Eight steps, an epoch end among them; one resumed run is resumed once more, two steps on."""
     config, result = uninterrupted
     expected = {line["step"]: line["loss"] for line in metrics_of(result.folder)}
@@ -81,7 +77,7 @@ def test_resume_at_every_step_is_bit_equal(uninterrupted: tuple[Any, Result], tm
         assert evals(run_dir)[-1] == evals(result.folder)[-1]
 
 
-def test_a_resumed_run_reads_the_restored_adapter(tiny: Any, tmp_path: Path, metrics_of: Any) -> None:
+def test_a_resumed_run_reads_the_restored_adapter(tiny, tmp_path, metrics_of):
     """Without dropout LoRA layers run fused, by copies of the adapter, which a resume has to make anew."""
     settings = {"checkpoint": {"every_steps": 1, "keep": 20}, "eval": {"fraction": 0.1, "every_steps": 3}}
     whole = tiny.config(tmp_path / "whole", **settings)
@@ -98,7 +94,7 @@ def test_a_resumed_run_reads_the_restored_adapter(tiny: Any, tmp_path: Path, met
             assert [record[name] for record in records[0]] == [record[name] for record in records[1]]
 
 
-def test_rope_by_length_resumes_to_the_bit(tiny: Any, length_scaled: Path, tmp_path: Path) -> None:
+def test_rope_by_length_resumes_to_the_bit(tiny, length_scaled, tmp_path):
     """What a resumed run has not seen, the long documents of earlier steps, changes nothing."""
     whole = tiny.config(
         tmp_path / "whole",
@@ -128,7 +124,7 @@ def evals(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["eval_loss"]) for line in lines if line["kind"] == "eval"]
 
 
-def test_a_complete_run_is_left_as_it_is(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
+def test_a_complete_run_is_left_as_it_is(uninterrupted, tmp_path):
     config, result = uninterrupted
     run_dir = tmp_path / "run"
     shutil.copytree(result.folder, run_dir)
@@ -143,7 +139,7 @@ def results_of(run_dir: Path) -> list[Path]:
     return [path for name in ("checkpoints", "final", "best") for path in (run_dir / name).rglob("*") if path.is_file()]
 
 
-def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of: Any) -> None:
+def test_what_is_reported_is_true(uninterrupted, metrics_of):
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.planned_run import open_and_plan
@@ -181,7 +177,7 @@ def test_what_is_reported_is_true(uninterrupted: tuple[Any, Result], metrics_of:
     assert (progress.best_step, progress.best_eval_loss) == (best_step, best_loss)
 
 
-def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted: tuple[Any, Result]) -> None:
+def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted):
     config, result = uninterrupted
     log = read_run(result.folder)
     assert log.start is not None
@@ -199,7 +195,7 @@ def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted: tuple[Any, R
         assert sum(length for rank in step for batch in rank for length in batch) == record.num_tokens
 
 
-def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted: tuple[Any, Result], tmp_path: Path) -> None:
+def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted, tmp_path):
     config, result = uninterrupted
     run_dir = tmp_path / "run"
     shutil.copytree(result.folder, run_dir)
@@ -212,9 +208,7 @@ def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted: tuple[An
     assert not torch.equal(*(next(iter(weights(folder).values())) for folder in (run_dir, result.folder)))
 
 
-def test_a_resume_with_other_planned_micro_batches_says_so(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_with_other_planned_micro_batches_says_so(tiny, tmp_path, monkeypatch):
     """As on a GPU whose free memory differs; the settings are the same."""
     batch = {"micro_batch_tokens": None, "max_steps": 4}
     config = tiny.config(tmp_path / "run", batch=batch, checkpoint={"every_steps": 2, "keep": 20})
@@ -227,7 +221,7 @@ def test_a_resume_with_other_planned_micro_batches_says_so(
         assert (said in (tmp_path / "run" / "events.jsonl").read_text()) is is_said
 
 
-def test_other_data_is_refused(tiny: Any, tmp_path: Path) -> None:
+def test_other_data_is_refused(tiny, tmp_path):
     chats = tmp_path / "chats.jsonl"
     rows = tiny.chats.read_text().splitlines(keepends=True)
     chats.write_text("".join(rows))
@@ -243,7 +237,7 @@ def test_other_data_is_refused(tiny: Any, tmp_path: Path) -> None:
         train(config)
 
 
-def test_a_non_finite_loss_stops_before_the_update(tiny: Any, tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_before_the_update(tiny, tmp_path):
     config = tiny.config(
         tmp_path / "run",
         method="full",
@@ -267,7 +261,7 @@ def test_a_non_finite_loss_stops_before_the_update(tiny: Any, tmp_path: Path) ->
     )
 
 
-def test_weights_that_an_update_made_infinite_are_never_saved(tiny: Any, tmp_path: Path) -> None:
+def test_weights_that_an_update_made_infinite_are_never_saved(tiny, tmp_path):
     """Loss and gradient of the only step are finite; nothing but the state itself can tell."""
     shutil.copytree(tiny.model_dir, tmp_path / "model")
     weights_file = tmp_path / "model" / "model.safetensors"
@@ -293,9 +287,7 @@ def test_weights_that_an_update_made_infinite_are_never_saved(tiny: Any, tmp_pat
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_step_that_fp16_skips_is_no_update(
-    tiny: Any, tmp_path: Path, metrics_of: Any, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
+def test_a_step_that_fp16_skips_is_no_update(tiny, tmp_path, metrics_of, capsys, method):
     """The last norm is so large that fp16 gradients overflow until the loss scale has come down."""
     shutil.copytree(tiny.model_dir, tmp_path / "model")
     weights_file = tmp_path / "model" / "model.safetensors"
@@ -325,13 +317,13 @@ def test_a_step_that_fp16_skips_is_no_update(
         assert all(torch.equal(old[key], new[key]) for key in old) == (step in skipped)
 
 
-def test_two_runs_in_one_folder(tiny: Any, tmp_path: Path) -> None:
+def test_two_runs_in_one_folder(tiny, tmp_path):
     config = tiny.config(tmp_path / "run")
     with RunLock(tmp_path / "run"), pytest.raises(ResourceError, match="is locked by pid"):
         train(config)
 
 
-def test_early_stop_keeps_the_best(tiny: Any, tmp_path: Path) -> None:
+def test_early_stop_keeps_the_best(tiny, tmp_path):
     config = tiny.config(
         tmp_path / "run",
         method="full",
@@ -348,7 +340,7 @@ def test_early_stop_keeps_the_best(tiny: Any, tmp_path: Path) -> None:
     assert train(config).progress.step == result.progress.step
 
 
-def test_the_final_adapter_is_the_last_checkpoint(uninterrupted: tuple[Any, Result]) -> None:
+def test_the_final_adapter_is_the_last_checkpoint(uninterrupted):
     config, result = uninterrupted
     name = "adapter_model.safetensors" if config.method == "lora" else "model.safetensors"
     final = load_file(result.final_dir / name)
@@ -358,9 +350,7 @@ def test_the_final_adapter_is_the_last_checkpoint(uninterrupted: tuple[Any, Resu
     assert (result.final_dir / "tokenizer.json").exists()
 
 
-def test_a_full_disk_at_a_save_does_not_stop_training(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_a_save_does_not_stop_training(tiny, tmp_path, monkeypatch):
     """The disk is full at the first save only: the run goes on, says so, and saves again later."""
     from flatout.io.durable_io import DurableIO
 
@@ -382,9 +372,7 @@ def test_a_full_disk_at_a_save_does_not_stop_training(
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])
-def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rebuilt: bool
-) -> None:
+def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(tiny, tmp_path, monkeypatch, rebuilt):
     sections = {"checkpoint": {"every_steps": 1, "keep": 5}, "batch": {"max_steps": 2}}
     config = tiny.config(tmp_path / "run", data={"root": str(tmp_path / "data")}, **sections)
     with monkeypatch.context() as earlier:
@@ -405,7 +393,7 @@ def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == weights
 
 
-def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny, tmp_path):
     shutil.copytree(tiny.model_dir, tmp_path / "small")
     shape = json.loads((tmp_path / "small" / "config.json").read_text())
     (tmp_path / "small" / "config.json").write_text(json.dumps({**shape, "vocab_size": 100}))
@@ -415,7 +403,7 @@ def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny: Any, tmp
         train(config)
 
 
-def test_training_rows_in_an_evaluation_set_are_told(tiny: Any, tmp_path: Path) -> None:
+def test_training_rows_in_an_evaluation_set_are_told(tiny, tmp_path):
     rows = tiny.chats.read_text().splitlines(keepends=True)[:40]
     (tmp_path / "twice.jsonl").write_text("".join(rows * 2))
     (tmp_path / "some.jsonl").write_text("".join(rows[:20]))
@@ -436,7 +424,7 @@ def test_training_rows_in_an_evaluation_set_are_told(tiny: Any, tmp_path: Path) 
     assert overlaps("held-out", {"fraction": 0.25}) == []
 
 
-def test_no_copy_of_an_evaluation_row_is_trained_on(tiny: Any, tmp_path: Path) -> None:
+def test_no_copy_of_an_evaluation_row_is_trained_on(tiny, tmp_path):
     data = {"root": str(tmp_path / "data"), "sources": [{"path": str(tiny.chats), "weight": 2}], "num_samples": None}
     planned = open_and_plan(tiny.config(tmp_path / "run", data=data, eval={"fraction": 0.25}), Reporter(), Rank())
     held_out = list(planned.eval_sets[0].step.sample_ids)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def stopped(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def stopped(tiny, tmp_path_factory):
     """A run of four steps whose only checkpoint is that of step 2."""
     config = tiny.config(
         tmp_path_factory.mktemp("facts") / "run",
@@ -99,7 +98,7 @@ def edit_state(config: Any, edit: Callable[[Facts], None], *, rehash: bool) -> N
 
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("rehash", [False, True])
-def test_an_edited_state_is_refused_by_name(stopped: Any, tmp_path: Path, name: str, rehash: bool) -> None:
+def test_an_edited_state_is_refused_by_name(stopped, tmp_path, name, rehash):
     shutil.copytree(stopped.folder, tmp_path / "run")
     config = stopped.model_copy(update={"run_dir": tmp_path / "run"})
     edit, named = EDITS[name]
@@ -110,7 +109,7 @@ def test_an_edited_state_is_refused_by_name(stopped: Any, tmp_path: Path, name: 
     assert not (config.folder / "final").exists()
 
 
-def test_the_state_as_it_was_is_taken(stopped: Any, tmp_path: Path) -> None:
+def test_the_state_as_it_was_is_taken(stopped, tmp_path):
     shutil.copytree(stopped.folder, tmp_path / "run")
     config = stopped.model_copy(update={"run_dir": tmp_path / "run"})
     edit_state(config, lambda facts: None, rehash=True)

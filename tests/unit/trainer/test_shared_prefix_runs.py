@@ -21,7 +21,7 @@ SYSTEM = " ".join(f"Rule {number}: answer in one full sentence, and name what yo
 
 
 @pytest.fixture(scope="module")
-def chats(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chats(tiny, tmp_path_factory):
     """The tiny world's chats, all but a few with one system prompt."""
     path = tmp_path_factory.mktemp("shared") / "chats.jsonl"
     rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()]
@@ -50,7 +50,7 @@ def saved(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
     return load_file(folder / f"checkpoints/step-{step}/model.safetensors")
 
 
-def test_as_typed(tiny: Any, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any) -> None:
+def test_as_typed(tiny, chats, tmp_path, capsys, metrics_of):
     """The plan tells the gain, the run says it shares, and its records and its report have the share."""
     config = run_of(tiny, chats, tmp_path / "run", eval={"fraction": 0.1})
     (tmp_path / "run.yaml").write_text(dump_config(config))
@@ -87,9 +87,7 @@ def test_as_typed(tiny: Any, chats: Path, tmp_path: Path, capsys: pytest.Capture
     ],
     ids=["lora", "full", "offload"],
 )
-def test_sharing_changes_no_step_and_resumes_to_the_bit(
-    tiny: Any, chats: Path, tmp_path: Path, metrics_of: Any, sections: dict[str, Any]
-) -> None:
+def test_sharing_changes_no_step_and_resumes_to_the_bit(tiny, chats, tmp_path, metrics_of, sections):
     settings = {**sections, "checkpoint": {"every_steps": 1, "keep": 9}, "eval": {"fraction": 0.1}}
     batch = settings.pop("batch", {})
     shared = run_of(tiny, chats, tmp_path / "shared", batch={"share_prefix": "on", **batch}, **settings)
@@ -119,7 +117,7 @@ def test_sharing_changes_no_step_and_resumes_to_the_bit(
         ({"batch": {"layout": "rows"}}, "each sample is a row of its own"),
     ],
 )
-def test_what_cannot_share_says_why(tiny: Any, chats: Path, tmp_path: Path, sections: dict[str, Any], why: str) -> None:
+def test_what_cannot_share_says_why(tiny, chats, tmp_path, sections, why):
     batch = {"max_steps": 1, **sections.pop("batch", {})}
     train(run_of(tiny, chats, tmp_path / "auto", batch=batch, **sections))
     assert said(tmp_path / "auto", "prefixes") == [f"not shared: {why}"]
@@ -136,9 +134,7 @@ def test_what_cannot_share_says_why(tiny: Any, chats: Path, tmp_path: Path, sect
         ({"attention_dropout": 0.1}, "with attention_dropout, samples must have masks"),
     ],
 )
-def test_what_a_model_would_compute_differently_is_not_shared(
-    tiny: Any, chats: Path, tmp_path: Path, change: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_model_would_compute_differently_is_not_shared(tiny, chats, tmp_path, change, why, capsys):
     shutil.copytree(tiny.model_dir, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     values = json.loads(path.read_text())
@@ -153,9 +149,7 @@ def test_what_a_model_would_compute_differently_is_not_shared(
 
 
 @pytest.mark.parametrize("scope", ["token", "sample"])
-def test_an_objective_over_log_probabilities_shares_prefixes(
-    tiny: Any, chats: Path, tmp_path: Path, scope: str
-) -> None:
+def test_an_objective_over_log_probabilities_shares_prefixes(tiny, chats, tmp_path, scope):
     loss = "return {'loss': -labels.logprobs.sum()}"
     own = f"import flatout\nclass Own(flatout.Objective):\n    scope = {scope!r}\n"
     (tmp_path / "own.py").write_text(f"{own}    def __call__(self, labels):\n        {loss}\n")
@@ -164,12 +158,12 @@ def test_an_objective_over_log_probabilities_shares_prefixes(
     assert said(tmp_path / "run", "prefixes")[0].startswith("shared:")
 
 
-def test_data_without_a_common_start_shares_nothing(tiny: Any, tmp_path: Path) -> None:
+def test_data_without_a_common_start_shares_nothing(tiny, tmp_path):
     train(tiny.config(tmp_path / "run", batch={"max_steps": 1, "share_prefix": "on"}))
     assert said(tmp_path / "run", "prefixes") == ["not shared: no samples begin with the same 64 unlabelled tokens"]
 
 
-def test_a_small_gain_is_left_unless_asked_for(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_gain_is_left_unless_asked_for(tiny, tmp_path, capsys):
     """Two of many chats begin alike."""
     rows = [json.loads(line) for line in tiny.chats.read_text().splitlines()]
     for row in rows[:2]:
@@ -188,9 +182,7 @@ def test_a_small_gain_is_left_unless_asked_for(tiny: Any, tmp_path: Path, capsys
     assert re.search(r"prefixes shared: [\d,]+ tokens", " ".join(capsys.readouterr().out.split()))
 
 
-def test_a_model_that_fails_the_self_test_is_planned_again_without(
-    tiny: Any, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_the_self_test_is_planned_again_without(tiny, chats, tmp_path, monkeypatch):
     """An attention that leaves out the keys of the prefixes, as a kernel could that does not know them."""
     from flatout.kernels.attention import reference
     from flatout.models import attention
@@ -207,7 +199,7 @@ def test_a_model_that_fails_the_self_test_is_planned_again_without(
         train(run_of(tiny, chats, tmp_path / "other", batch={"max_steps": 1, "share_prefix": "on"}))
 
 
-def test_a_bare_on_or_off_is_that_word(tiny: Any, tmp_path: Path) -> None:
+def test_a_bare_on_or_off_is_that_word(tiny, tmp_path):
     """YAML reads them as true and false."""
     path = tmp_path / "run.yaml"
     for word in ("on", "off", "auto"):

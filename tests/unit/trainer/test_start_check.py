@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def places(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def places(tiny, tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("places")
     folders = {name: root / name for name in ("bare", "sharded", "damaged", "gptq", "whole", "adapter", "wide")}
     for name in ("bare", "sharded", "damaged", "gptq", "whole"):
@@ -86,9 +85,7 @@ def said_by(verb: str, path: Path, settings: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_plan_verify_train_and_a_restart_refuse_alike(
-    case: str, tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_verify_train_and_a_restart_refuse_alike(case, tiny, places, tmp_path, capsys):
     bad, said, good = (text.format(**places) for text in REFUSED[case])
     path, run = tmp_path / "run.yaml", tmp_path / "run"
     settings = {"batch": {"max_steps": 1}} | ({"method": "full"} if "method=full" in bad else {})
@@ -109,7 +106,7 @@ def test_plan_verify_train_and_a_restart_refuse_alike(
     assert (tmp_path / "run.old-1").is_dir()
 
 
-def test_new_tokens_and_tied_weights(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_tokens_and_tied_weights(tiny, tmp_path, capsys):
     settings = {
         "data": {"new_tokens": ["<a>"], "name": "new", "root": str(tmp_path / "data")},
         "batch": {"max_steps": 1},
@@ -129,9 +126,7 @@ def test_new_tokens_and_tied_weights(tiny: Any, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("verb", ["plan", "train", "verify"])
-def test_rows_of_new_tokens_are_accepted(
-    verb: str, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_new_tokens_are_accepted(verb, tiny, tmp_path, capsys):
     data = {"new_tokens": ["<a>", "<b>"], "name": "new", "root": str(tmp_path / "data")}
     train(tiny.config(tmp_path / "first", data=data, batch={"max_steps": 1}))
     path, more = tmp_path / "run.yaml", {"continue_from": str(tmp_path / "first" / "final")}
@@ -139,7 +134,7 @@ def test_rows_of_new_tokens_are_accepted(
     assert said_by(verb, path, [], capsys) == (0, "")
 
 
-def test_what_peft_cannot_read_is_said_by_plan(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_peft_cannot_read_is_said_by_plan(tiny, tmp_path, capsys):
     from transformers import CONFIG_MAPPING
 
     shape = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
@@ -155,9 +150,7 @@ def test_what_peft_cannot_read_is_said_by_plan(tiny: Any, tmp_path: Path, capsys
     assert said_by("train", path, [], capsys) == (code, message)
 
 
-def test_an_adapter_is_no_model_and_the_message_names_both(
-    tiny: Any, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_no_model_and_the_message_names_both(tiny, places, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(dump_config(tiny.config(tmp_path / "run", batch={"max_steps": 1})))
     assert main(["train", str(path), f"model.name={places['adapter']}"]) == 2
@@ -168,9 +161,7 @@ def test_an_adapter_is_no_model_and_the_message_names_both(
     assert "continues from" in capsys.readouterr().out
 
 
-def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_of_random_weights_is_told_to_be_of_no_use(tiny, tmp_path, capsys):
     path, run = tmp_path / "run.yaml", tmp_path / "run"
     path.write_text(dump_config(tiny.config(run, batch={"max_steps": 1}, model={"init": "random"})))
     assert main(["train", str(path)]) == 0
@@ -201,9 +192,7 @@ VARIABLE, PATH = "${MODEL}", "C:\\Users\\me"
         (f"'{PATH}'", f"there is no folder {PATH}"),
     ],
 )
-def test_names_that_other_files_may_have(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
-) -> None:
+def test_names_that_other_files_may_have(tiny, tmp_path, capsys, name, said):
     path = tmp_path / "run.yaml"
     path.write_text(f"model:\n  name: {name}\ndata: {{sources: [{{path: '{tiny.chats}'}}]}}\n")
     code, message = said_by("plan", path, [], capsys)
@@ -213,7 +202,7 @@ def test_names_that_other_files_may_have(
     assert said_by("plan", path, [f"model.name={tiny.model_dir}"], capsys)[0] == (2 if "line 2" in said else 0)
 
 
-def test_values_without_names_are_named(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_without_names_are_named(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for verb in (flatout.plan, flatout.train):
         with pytest.raises(UsageError, match="takes one value without a name, the configuration") as raised:

@@ -24,12 +24,7 @@ from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
 
 SIGNAL = 15
-LEAN = {
-    "method": "full",
-    "model": {"precision": "bf16"},
-    "full": {"weights": "bf16"},
-    "optim": {"name": "adamw8bit"},
-}
+LEAN = {"method": "full", "model": {"precision": "bf16"}, "full": {"weights": "bf16"}, "optim": {"name": "adamw8bit"}}
 
 
 def fused(named: Any, config: Any, **_: Any) -> torch.optim.Optimizer:
@@ -39,7 +34,7 @@ def fused(named: Any, config: Any, **_: Any) -> torch.optim.Optimizer:
 
 
 @pytest.fixture(params=["fused", "lean"])
-def sections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def sections(request, monkeypatch):
     """The settings of a run whose optimizer can hold back."""
     if request.param == "lean":
         return LEAN
@@ -79,7 +74,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, index: int, parameter: int = 3) -> N
     monkeypatch.setattr(step, "accumulate_gradients", accumulate)
 
 
-def test_launching_ahead_gives_the_same_bits_as_waiting(tiny: Any, tmp_path: Path, sections: Any) -> None:
+def test_launching_ahead_gives_the_same_bits_as_waiting(tiny, tmp_path, sections):
     configs = [tiny.config(tmp_path / name, **sections) for name in ("waits", "ahead")]
     outcomes, runs = [], [make_run(config, Path(config.run_dir)) for config in configs]
     for run in runs:
@@ -96,9 +91,7 @@ def test_launching_ahead_gives_the_same_bits_as_waiting(tiny: Any, tmp_path: Pat
     assert_equal(state(runs[0]), state(runs[1]))
 
 
-def test_a_bad_step_and_the_one_launched_after_it_change_nothing(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: Any
-) -> None:
+def test_a_bad_step_and_the_one_launched_after_it_change_nothing(tiny, tmp_path, monkeypatch, sections):
     run = make_run(tiny.config(tmp_path, **sections), tmp_path)
     steps = list(run.plan.steps())
     launch_step(run, steps[0])()
@@ -118,7 +111,7 @@ def test_a_bad_step_and_the_one_launched_after_it_change_nothing(
     assert_equal(state(run), before)
 
 
-def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny: Any, tmp_path: Path, sections: Any) -> None:
+def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny, tmp_path, sections):
     run = make_run(tiny.config(tmp_path, **sections), tmp_path)
     steps = list(run.plan.steps())
     launch_step(run, steps[0])()
@@ -134,9 +127,7 @@ def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny: Any, 
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_a_run_stopped_and_resumed_equals_one_that_was_not(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, metrics_of: Any, sections: Any
-) -> None:
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(tiny, tmp_path, monkeypatch, at, metrics_of, sections):
     settings = {"lora": {"rank": 4, "dropout": 0.2}, "checkpoint": {"every_steps": 3}, **sections}
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
@@ -168,9 +159,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         assert [record[key] for record in records[0]] == [record[key] for record in records[1]]
 
 
-def test_a_bad_step_stops_a_run_before_its_update(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: Any
-) -> None:
+def test_a_bad_step_stops_a_run_before_its_update(tiny, tmp_path, monkeypatch, sections):
     poison(monkeypatch, 4)
     config = tiny.config(tmp_path, checkpoint={"every_steps": 2}, **sections)
     with pytest.raises(NumericError, match=r"step 5: .*the weights were not updated"):
@@ -178,7 +167,7 @@ def test_a_bad_step_stops_a_run_before_its_update(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-4"
 
 
-def test_held_back_updates_stay_held_back_until_let_go() -> None:
+def test_held_back_updates_stay_held_back_until_let_go():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.ones(3)
@@ -195,9 +184,7 @@ def test_held_back_updates_stay_held_back_until_let_go() -> None:
     assert copy_to_host_async(torch.tensor([1.0, 2.0]))[0]() == [1, 2]
 
 
-def test_the_collector_leaves_what_start_up_made_alone_and_gets_it_back(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_collector_leaves_what_start_up_made_alone_and_gets_it_back(tiny, tmp_path, monkeypatch):
     num_frozen: list[int] = []
     finish = loop.finish_step
     monkeypatch.setattr(loop, "finish_step", lambda *args: (num_frozen.append(gc.get_freeze_count()), finish(*args))[1])

@@ -41,9 +41,7 @@ config = load_config(Path("base.yaml"))
 
 
 @pytest.mark.parametrize(("number", "in_step"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_signal_is_announced_before_the_pass_is_over(
-    number: int, in_step: bool, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_is_announced_before_the_pass_is_over(number, in_step, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {"batch": {"max_steps": 3}, "eval": {"fraction": 0.1}}
     Path("base.yaml").write_text(dump_config(tiny.config(tmp_path / "run", **sections)))
@@ -67,7 +65,7 @@ def test_a_signal_is_announced_before_the_pass_is_over(
     assert len(lines) == 1
 
 
-def test_a_signal_that_the_program_handles_itself_is_not_announced() -> None:
+def test_a_signal_that_the_program_handles_itself_is_not_announced():
     own, told = [], Event()
     before = signal.signal(signal.SIGUSR1, lambda number, _: own.append(number))
     try:

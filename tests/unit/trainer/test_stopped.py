@@ -1,10 +1,6 @@
 """The model of a run that stopped, from its checkpoint: the same as the one that its end would have exported."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +14,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [
-        {"lora": {"rank": 4, "alpha": 8, "modules_to_save": ["norm"]}},
-        {"method": "full"},
-    ],
+    "sections", [{"lora": {"rank": 4, "alpha": 8, "modules_to_save": ["norm"]}}, {"method": "full"}]
 )
-def test_it_answers_as_after_its_last_save(tiny: Any, tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_it_answers_as_after_its_last_save(tiny, tmp_path, sections):
     config = tiny.config(tmp_path / "run", batch={"max_steps": 3}, optim={"lr": 5e-2}, **sections)
     train(config)
     final, tokenizer = load_trained(resolve_model_paths(str(config.folder)), device=CPU)
@@ -43,7 +35,7 @@ def test_it_answers_as_after_its_last_save(tiny: Any, tmp_path: Path, sections: 
     assert stopped.generation_config.eos_token_id == final.generation_config.eos_token_id
 
 
-def test_code_that_starts_adapters_is_not_run_to_answer(tiny: Any, tmp_path: Path) -> None:
+def test_code_that_starts_adapters_is_not_run_to_answer(tiny, tmp_path):
     start = tmp_path / "start.py"
     start.write_text(
         "import torch\n\ndef ones(place, generator):\n    return torch.ones(place.num_rows, place.num_in)\n"
@@ -58,7 +50,7 @@ def test_code_that_starts_adapters_is_not_run_to_answer(tiny: Any, tmp_path: Pat
     assert stopped is not None
 
 
-def test_what_cannot_be_told_without_an_end_is_refused(tiny: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_told_without_an_end_is_refused(tiny, tmp_path):
     config = tiny.config(
         tmp_path / "run", method="full", batch={"max_steps": 1}, model={"init": "random", "name": str(tiny.model_dir)}
     )

@@ -76,7 +76,7 @@ class Evaluations(Callback):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[int]]:
+def whole(tiny, tmp_path_factory):
     """The results of a run that nobody stopped, and the number of passes of each of its evaluations."""
     run_dir, evaluations = tmp_path_factory.mktemp("whole"), Evaluations()
     with each_inference_pass(evaluations.count):
@@ -84,9 +84,7 @@ def whole(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
     return results(run_dir), evaluations.passes
 
 
-def test_each_evaluation_can_be_left_at_each_place(
-    whole: tuple[dict[str, Any], list[int]], tiny: Any, tmp_path: Path
-) -> None:
+def test_each_evaluation_can_be_left_at_each_place(whole, tiny, tmp_path):
     """One run, stopped by SIGTERM in the first, a middle and the last pass of each evaluation; the last is an answer's.
 
     No pass begins after the signal, where the whole evaluation would have followed.

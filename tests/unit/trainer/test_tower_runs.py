@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ BOTH = ["model.freeze_vision_tower=false", "model.freeze_projector=false"]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory):
     root = tmp_path_factory.mktemp("tower_runs")
     rows = write_rows(root).read_text().splitlines(keepends=True)
     # many texts, so that some passes and some steps have no picture
@@ -61,8 +60,8 @@ RANKS = {
     "case", [pytest.param(one, marks=() if one in list(RANKS)[:2] else pytest.mark.exhaustive) for one in RANKS]
 )
 def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_same_bits(
-    world: Path, tmp_path: Path, metrics_of: Any, case: str
-) -> None:
+    world, tmp_path, metrics_of, case
+):
     """Of two samples a step, one rank's may be texts, and both may."""
     train = command(world, tmp_path, *BOTH, f"method={case.split()[0]}")
     assert main(train) == 0
@@ -90,7 +89,7 @@ def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_sam
 
 
 @pytest.mark.parametrize("storage", ["nf4", pytest.param("fp8", marks=pytest.mark.exhaustive)])
-def test_gradients_over_a_quantized_decoder_are_those_of_peft(world: Path, tmp_path: Path, storage: str) -> None:
+def test_gradients_over_a_quantized_decoder_are_those_of_peft(world, tmp_path, storage):
     """The tower and the projector are not quantized; float8 products are compared as they are in 16 bit."""
     stored = ["model.precision=fp32", f"base.storage={storage}", "--ranks=1"]
     assert main(command(world, tmp_path, *BOTH, *stored, verb="verify")) == 0
@@ -100,7 +99,7 @@ def test_gradients_over_a_quantized_decoder_are_those_of_peft(world: Path, tmp_p
     assert max(packed) < 1e-4
 
 
-def test_updates_in_the_backward_pass_are_those_of_a_step(world: Path, tmp_path: Path, metrics_of: Any) -> None:
+def test_updates_in_the_backward_pass_are_those_of_a_step(world, tmp_path, metrics_of):
     """Steps of texts alone too, which give the tower gradients of zero."""
     one_pass = ["method=full", "optim.max_grad_norm=null", "batch.micro_batch_tokens=2000"]
     train = command(world, tmp_path, *BOTH, *one_pass)
@@ -114,9 +113,7 @@ def test_updates_in_the_backward_pass_are_those_of_a_step(world: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("method", "level"), [("lora", "none"), ("full", "full")])
-def test_verify_compares_gradients_of_the_tower(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, method: str, level: str
-) -> None:
+def test_verify_compares_gradients_of_the_tower(world, tmp_path, monkeypatch, capfd, method, level):
     check = command(
         world, tmp_path, *BOTH, f"method={method}", f"recompute={level}", "--fp64", "--ranks=1", verb="verify"
     )
@@ -127,7 +124,7 @@ def test_verify_compares_gradients_of_the_tower(
     assert main(check) != 0
 
 
-def test_one_part_is_trained_alone(world: Path, tmp_path: Path) -> None:
+def test_one_part_is_trained_alone(world, tmp_path):
     assert main(command(world, tmp_path, BOTH[1], "method=full", "freeze=[language_model,lm_head]")) == 0
     before, after = (load_file(at / "model.safetensors") for at in (world / "model", tmp_path / "one" / "final"))
     changed = {name for name, value in after.items() if not torch.equal(value.float(), before[name].float())}
@@ -146,13 +143,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_trained_is_refused_by_name(world: Path, tmp_path: Path, capfd: Any, what: str) -> None:
+def test_what_is_not_trained_is_refused_by_name(world, tmp_path, capfd, what):
     options, says = REFUSED[what]
     assert main(command(world, tmp_path, *options, rows="texts" if what == "no pictures" else "rows")) == 2
     assert says in " ".join("".join(capfd.readouterr()).split())
 
 
-def test_a_saved_projector_is_trained(world: Path, tmp_path: Path) -> None:
+def test_a_saved_projector_is_trained(world, tmp_path):
     """The accepting twin of the refusals of a saved module and of quantized bases."""
     saves = command(world, tmp_path, *BOTH, "lora.modules_to_save=[merger]", "model.precision=fp32")
     assert main([*saves, "base.storage=nf4"]) == 0
@@ -162,7 +159,7 @@ def test_a_saved_projector_is_trained(world: Path, tmp_path: Path) -> None:
     assert changed == {name for name in after if "merger" in name} != set()
 
 
-def test_targets_in_the_tower_are_named(world: Path, tmp_path: Path) -> None:
+def test_targets_in_the_tower_are_named(world, tmp_path):
     assert main(command(world, tmp_path, BOTH[0], "lora.targets=[qkv]")) == 0
     names = load_file(tmp_path / "one" / "final" / "adapter_model.safetensors").keys()
     assert names

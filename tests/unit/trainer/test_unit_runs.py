@@ -112,7 +112,7 @@ def summed(run: TrainingRun, store: TokenStore, ranks: Sequence[Sequence[MicroBa
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
-def test_any_cut_gives_what_units_give_one_by_one(tiny: Any, tmp_path: Path, share: str) -> None:
+def test_any_cut_gives_what_units_give_one_by_one(tiny, tmp_path, share):
     """1, 3 and 4 micro-batches, and 1 and 2 ranks, with prompts shared and not; fillers of lockstep add nothing."""
     store = write_units(tmp_path, tiny.model_dir, SIZES, declares=share == "on")
     config = run_of(
@@ -141,7 +141,7 @@ def test_any_cut_gives_what_units_give_one_by_one(tiny: Any, tmp_path: Path, sha
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
-def test_rows_and_resplit_keep_units_and_the_loss(tiny: Any, tmp_path: Path, share: str) -> None:
+def test_rows_and_resplit_keep_units_and_the_loss(tiny, tmp_path, share):
     """After running out of memory, the same step in smaller micro-batches; `off` also as padded rows."""
     store = write_units(tmp_path, tiny.model_dir, SIZES)
     config = run_of(
@@ -165,9 +165,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints/step-4/model.safetensors")
 
 
-def test_a_resumed_run_has_the_same_bits_and_other_units_are_refused(
-    tiny: Any, tmp_path: Path, metrics_of: Any
-) -> None:
+def test_a_resumed_run_has_the_same_bits_and_other_units_are_refused(tiny, tmp_path, metrics_of):
     write_units(tmp_path, tiny.model_dir, SIZES)
     config = run_of(
         tiny, tmp_path, tmp_path / "run", eval={"fraction": 0.2}, checkpoint={"every_steps": 1, "keep": 9},
@@ -196,7 +194,7 @@ def test_a_resumed_run_has_the_same_bits_and_other_units_are_refused(
     restart()
 
 
-def test_a_column_that_no_loss_reads_changes_nothing(tiny: Any, tmp_path: Path) -> None:
+def test_a_column_that_no_loss_reads_changes_nothing(tiny, tmp_path):
     """A run on single samples goes on after a column was added to its data, as a run of an earlier release does."""
     store = write_units(tmp_path, tiny.model_dir, [1] * 20, declares=False)
     config = run_of(tiny, tmp_path, tmp_path / "run", checkpoint={"every_steps": 1, "keep": 9})
@@ -209,7 +207,7 @@ def test_a_column_that_no_loss_reads_changes_nothing(tiny: Any, tmp_path: Path) 
     assert all(torch.equal(tensor, whole[name]) for name, tensor in saved(config.folder).items())
 
 
-def test_units_as_typed(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_units_as_typed(tiny, tmp_path, capsys):
     """`plan` counts units, `data show` lists the columns, and a unit that is too large for a micro-batch is named."""
     write_units(tmp_path, tiny.model_dir, SIZES)
     (tmp_path / "run.yaml").write_text(
@@ -224,9 +222,7 @@ def test_units_as_typed(tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the unit of sample" in capsys.readouterr().err
 
 
-def test_a_loss_that_needs_a_column_names_it_before_step_0(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics_of: Any
-) -> None:
+def test_a_loss_that_needs_a_column_names_it_before_step_0(tiny, tmp_path, capsys, metrics_of):
     store = write_units(tmp_path, tiny.model_dir, [2] * 12, lacks="ref_logprob")
     dpo = Path(__file__).parents[3] / "examples" / "dpo.py"
     (tmp_path / "run.yaml").write_text(
@@ -262,9 +258,7 @@ def test_a_loss_that_needs_a_column_names_it_before_step_0(
         ([1] * 24, "objective DPO needs a chosen and a rejected answer in each row; 24 of 24 have one"),
     ],
 )
-def test_a_loss_of_pairs_takes_pairs_only(
-    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: list[int], said: str | None
-) -> None:
+def test_a_loss_of_pairs_takes_pairs_only(tiny, tmp_path, capsys, sizes, said):
     """A unit of another size would be cut into pairs of strangers, or leave no pair at all."""
     write_units(tmp_path, tiny.model_dir, sizes)
     dpo = Path(__file__).parents[3] / "examples" / "dpo.py"

@@ -42,7 +42,7 @@ VISION = {
         ("phi", {}),
     ],
 )
-def test_norms_and_biases_are_those_that_transformers_spares(kind: str, changes: dict[str, Any]) -> None:
+def test_norms_and_biases_are_those_that_transformers_spares(kind, changes):
     shape = {**TEXT, **changes} if kind != "gpt2" else {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**shape))
@@ -58,7 +58,7 @@ def test_norms_and_biases_are_those_that_transformers_spares(kind: str, changes:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeing(tmp_path_factory):
     """A text model with a vision tower, which text does not reach."""
     folder = tmp_path_factory.mktemp("seeing")
     text = {**TEXT, "sliding_window": 512, "query_pre_attn_scalar": 8, "model_type": "gemma3_text"}
@@ -84,9 +84,7 @@ def run_on(seeing: Path, tiny: Any, run_dir: Path, *overrides: str, **sections: 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_full_training_on_text_leaves_a_vision_tower_alone(
-    seeing: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
-) -> None:
+def test_full_training_on_text_leaves_a_vision_tower_alone(seeing, tiny, tmp_path, capsys, optimizer):
     config = run_on(seeing, tiny, tmp_path / "run", f"optim.name={optimizer}", method="full")
     assert "stay frozen: they are outside the decoder of texts" in " ".join(capsys.readouterr().out.split())
     before = load_file(seeing / "model.safetensors")
@@ -105,7 +103,7 @@ def adapters_without_and_with_decay(model: Path, tiny: Any, tmp_path: Path) -> l
     return finals
 
 
-def test_adapters_that_text_does_not_reach_do_not_decay(seeing: Path, tiny: Any, tmp_path: Path) -> None:
+def test_adapters_that_text_does_not_reach_do_not_decay(seeing, tiny, tmp_path):
     """All adapters lie in one flat tensor, which decays as a whole."""
     without, with_decay = adapters_without_and_with_decay(seeing, tiny, tmp_path)
     for name, tensor in without.items():
@@ -117,7 +115,7 @@ def test_adapters_that_text_does_not_reach_do_not_decay(seeing: Path, tiny: Any,
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def indexed(tmp_path_factory):
     """A model whose layers choose keys by an indexer, which gets no gradient."""
     folder = tmp_path_factory.mktemp("indexed")
     sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -129,9 +127,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("optimizer", "update"), [("adamw", "step"), ("adamw8bit", "step"), ("adamw", "backward")])
-def test_what_no_gradient_reaches_stays_as_it_is(
-    indexed: Path, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, update: str
-) -> None:
+def test_what_no_gradient_reaches_stays_as_it_is(indexed, tiny, tmp_path, capsys, optimizer, update):
     settings = (f"optim.name={optimizer}", f"full.update={update}", "batch.micro_batch_tokens=2000")
     clipping = ("optim.max_grad_norm=null",) if update == "backward" else ()
     config = run_on(indexed, tiny, tmp_path / "run", *settings, *clipping, method="full")
@@ -143,7 +139,7 @@ def test_what_no_gradient_reaches_stays_as_it_is(
     assert {name for name in before if name not in moved} == {name for name in before if "indexer" in name}
 
 
-def test_adapters_that_no_gradient_reaches_stay_as_they_are(indexed: Path, tiny: Any, tmp_path: Path) -> None:
+def test_adapters_that_no_gradient_reaches_stay_as_they_are(indexed, tiny, tmp_path):
     without, with_decay = adapters_without_and_with_decay(indexed, tiny, tmp_path)
     same = {name for name, tensor in without.items() if torch.equal(tensor, with_decay[name])}
     assert same == {name for name in without if "indexer" in name}
@@ -151,7 +147,7 @@ def test_adapters_that_no_gradient_reaches_stay_as_they_are(indexed: Path, tiny:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
-def test_a_missing_gradient_is_a_gradient_of_zero(name: str) -> None:
+def test_a_missing_gradient_is_a_gradient_of_zero(name):
     """In a step that does not reach a weight (an expert no token went to), it moves as under ranks that add zeros."""
 
     def make() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:

@@ -24,7 +24,7 @@ WRONG = "zq vx <b>jk</b> qz xv kj zz"
 
 
 @pytest.fixture(scope="module")
-def held_out(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def held_out(tiny, tmp_path_factory):
     """A built data set of 24 chats, one of which has a wrong answer."""
     root = tmp_path_factory.mktemp("held-out")
     rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()[:24]]
@@ -47,9 +47,7 @@ def trained(tiny: Any, root: Path, run_dir: Path, *words: str) -> Any:
 
 
 @pytest.mark.parametrize("words", [(), ("batch.layout=rows",)])
-def test_the_losses_are_those_of_plain_transformers(
-    tiny: Any, held_out: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_the_losses_are_those_of_plain_transformers(tiny, held_out, tmp_path, words):
     record = trained(tiny, held_out, tmp_path / "run", "eval.worst_samples=64", *words).evals[-1]
     store = TokenStore.open(held_out / "built_dataset" / "held-out")
     model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float32)
@@ -66,9 +64,7 @@ def test_the_losses_are_those_of_plain_transformers(
     assert total / record.num_label_tokens == pytest.approx(record.eval_loss, rel=1e-4)
 
 
-def test_a_wrong_answer_stands_first_on_every_page(
-    tiny: Any, held_out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_answer_stands_first_on_every_page(tiny, held_out, tmp_path, capsys):
     learning = ("optim.lr=0.02", "batch.max_steps=30")
     record = trained(tiny, held_out, tmp_path / "run", *learning).evals[-1]
     assert len(record.worst) == 8
@@ -98,7 +94,7 @@ JUDGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", JUDGED)
-def test_pairs_and_labelled_answers_stand_there_with_their_losses(tiny: Any, tmp_path: Path, kind: str) -> None:
+def test_pairs_and_labelled_answers_stand_there_with_their_losses(tiny, tmp_path, kind):
     given = dict(JUDGED[kind])
     objective: dict[str, Any] = {"kind": kind}
     if kind == "kto":
@@ -158,9 +154,7 @@ class Wrong(Own):
 """
 
 
-def test_nothing_is_recorded_where_nobody_asks_or_a_sample_has_no_loss(
-    tiny: Any, held_out: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_recorded_where_nobody_asks_or_a_sample_has_no_loss(tiny, held_out, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     default = trained(tiny, held_out, tmp_path / "default").evals[-1]
     off = trained(tiny, held_out, tmp_path / "off", "eval.worst_samples=0").evals[-1]
@@ -171,9 +165,7 @@ def test_nothing_is_recorded_where_nobody_asks_or_a_sample_has_no_loss(
     assert own.eval_loss == pytest.approx(default.eval_loss, rel=1e-5)
 
 
-def test_an_own_objective_may_tell_the_loss_of_each(
-    tiny: Any, held_out: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_own_objective_may_tell_the_loss_of_each(tiny, held_out, tmp_path, capfd):
     (tmp_path / "own.py").write_text(OWN)
     told = trained(tiny, held_out, tmp_path / "run", f"objective.path={tmp_path / 'own.py'}:Telling").evals[-1]
     assert len(told.worst) == 8
@@ -182,9 +174,7 @@ def test_an_own_objective_may_tell_the_loss_of_each(
     assert "objective Wrong set `example_losses` of shape" in " ".join(capfd.readouterr().err.split())
 
 
-def test_one_tokenizer_serves_an_evaluation_and_one_that_is_gone_ends_no_run(
-    tiny: Any, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_tokenizer_serves_an_evaluation_and_one_that_is_gone_ends_no_run(tiny, held_out, tmp_path, monkeypatch):
     calls = list[int]()
 
     def gone(*_: Any) -> Any:

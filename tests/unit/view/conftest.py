@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ class DataSet:
 
 
 @pytest.fixture(scope="session")
-def data_set(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+def data_set(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("data-page")
     rows = [json.loads(line)["messages"] for line in tiny.chats.read_text().splitlines()[:60]]
     rows[0] = [{"role": "user", "content": EVIL}, {"role": "assistant", "content": "Yes."}]

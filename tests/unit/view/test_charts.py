@@ -58,7 +58,7 @@ def steps(*xs: float) -> Axes:
     return {"step": np.array(xs, dtype=np.float64)}
 
 
-def test_a_long_series_keeps_every_spike_in_few_points() -> None:
+def test_a_long_series_keeps_every_spike_in_few_points():
     rng = np.random.default_rng(0)
     xs, ys = np.arange(100_000.0), rng.normal(size=100_000)
     ys[[12_345, 77_777]] = 40.0, -40.0
@@ -72,7 +72,7 @@ def test_a_long_series_keeps_every_spike_in_few_points() -> None:
         assert ys[part].max() == pytest.approx(ys[start : start + 5000].max(), abs=1.5)
 
 
-def test_gaps_stay_gaps_when_a_series_is_shortened() -> None:
+def test_gaps_stay_gaps_when_a_series_is_shortened():
     xs = np.arange(50_000.0)
     ys = np.where((xs > 10_000) & (xs < 20_000), np.nan, 1.0)
     first, second = points(draw(line_chart("loss", "", [Line("loss", {"step": xs}, ys, True)], STEP)), "line")
@@ -80,7 +80,7 @@ def test_gaps_stay_gaps_when_a_series_is_shortened() -> None:
     assert second[0][0] == pytest.approx(WIDTH * 0.4, abs=2)
 
 
-def test_marks_stand_where_their_values_are() -> None:
+def test_marks_stand_where_their_values_are():
     lines = [Line("loss", steps(0, 5, 10), np.array([0.0, 1.0, 2.0]))]
     drawn = draw(line_chart("loss", "", lines, STEP, from_zero=True))
     (found,) = points(drawn, "line")
@@ -90,7 +90,7 @@ def test_marks_stand_where_their_values_are() -> None:
     assert drawn["tips"][0]["y"] == [0, 1, 2]
 
 
-def test_a_log_scale_leaves_out_what_is_not_positive_and_says_nothing_of_no_values() -> None:
+def test_a_log_scale_leaves_out_what_is_not_positive_and_says_nothing_of_no_values():
     lines = [Line("norm", steps(0, 1, 2, 3), np.array([0.0, 1.0, 10.0, 100.0]))]
     (found,) = points(draw(line_chart("norm", "", lines, STEP, has_log=True), is_log=True), "line")
     heights = [y for _, y in found]
@@ -100,12 +100,12 @@ def test_a_log_scale_leaves_out_what_is_not_positive_and_says_nothing_of_no_valu
     assert draw(zeros, is_log=True) is None
 
 
-def test_one_point_is_a_visible_mark_and_a_great_value_is_none() -> None:
+def test_one_point_is_a_visible_mark_and_a_great_value_is_none():
     drawn = draw(line_chart("loss", "", [Line("loss", steps(1, 2), np.array([2.5, 1e308]))], STEP))
     assert [path.endswith("h0") for _, path in drawn["marks"]] == [True]
 
 
-def test_areas_stack_to_the_sum_of_their_parts() -> None:
+def test_areas_stack_to_the_sum_of_their_parts():
     parts = {"a": np.array([1.0, 1.0]), "b": np.array([2.0, 3.0])}
     lower, upper = points(draw(area_chart("time", "s", parts, steps(0, 1), STEP, ["", ""])), "area")
     shares = node("[3, 4, 1].map(charts.yScale(0, 4).share)", None)
@@ -115,7 +115,7 @@ def test_areas_stack_to_the_sum_of_their_parts() -> None:
     assert upper[2:] == lower[1::-1], "an area stands on the one below"
 
 
-def test_bars_have_the_heights_of_their_counts() -> None:
+def test_bars_have_the_heights_of_their_counts():
     chart = histogram("lengths", "samples", [0, 10, 20, 40], [5, 0, 10], "tokens")
     assert chart is not None
     small, large = points(draw(chart), "bar")
@@ -124,7 +124,7 @@ def test_bars_have_the_heights_of_their_counts() -> None:
     assert histogram("lengths", "samples", [0, 1], [0], "tokens") is None
 
 
-def test_a_strip_for_each_rank_is_darker_where_the_value_is_greater_and_many_ranks_share_strips() -> None:
+def test_a_strip_for_each_rank_is_darker_where_the_value_is_greater_and_many_ranks_share_strips():
     drawn = draw(strip_chart("wait", "%", "rank", np.array([[0.0] * 4, [10.0] * 4]), steps(1, 2, 3, 4), STEP, 10))
     assert [style for style, _ in drawn["marks"]] == ["heat s0", "heat s9"]
     assert drawn["rows"] == ["rank 0", "rank 1"]
@@ -134,20 +134,20 @@ def test_a_strip_for_each_rank_is_darker_where_the_value_is_greater_and_many_ran
     assert len(json.dumps(many.data)) < 100_000
 
 
-def test_the_moving_average_does_not_lag() -> None:
+def test_the_moving_average_does_not_lag():
     smooth = moving_average(np.concatenate([np.zeros(500), np.ones(500)]))
     assert smooth[500] == pytest.approx(0.5, abs=0.05)
     assert np.isnan(moving_average(np.array([1.0, np.nan, 1.0]))[1])
 
 
-def test_padding_follows_its_sample_and_batches_stay_apart() -> None:
+def test_padding_follows_its_sample_and_batches_stay_apart():
     marks = node("charts.bars(given, 16, true)", [[4, 2], [8]])
     assert [style for style, _ in marks] == ["block c0", "block c0 alt", "block filler", "block c2"]
     widths = [float(width) for _, path in marks for width in re.findall(r"h([\d.]+)v", path)]
     assert widths == pytest.approx([4 * widths[3] / 8, 2 * widths[3] / 8, 2 * widths[3] / 8, widths[3]], abs=0.02)
 
 
-def test_axes_mark_round_values_with_labels_of_their_own() -> None:
+def test_axes_mark_round_values_with_labels_of_their_own():
     rng = np.random.default_rng(0)
     lows = rng.uniform(-1, 1, 300) * 10 ** rng.uniform(-6, 9, 300)
     spans = 10 ** rng.uniform(-6, 9, 300)
@@ -169,7 +169,7 @@ def test_axes_mark_round_values_with_labels_of_their_own() -> None:
         assert max(map(len, labels)) <= 8
 
 
-def test_values_that_differ_by_rounding_have_an_axis() -> None:
+def test_values_that_differ_by_rounding_have_an_axis():
     lows = [0.001, 1.0, 879609302221.1]
     cases = [(low, math.nextafter(low, math.inf)) for low in lows]
     for scale in ("xScale", "yScale"):

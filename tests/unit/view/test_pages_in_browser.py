@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,14 @@ return found
 
 
 @pytest.fixture(scope="module")
-def browser(open_chromium: Callable[..., Any]) -> Iterator[Any]:
+def browser(open_chromium):
     driver = open_chromium("--hide-scrollbars")
     yield driver
     driver.quit()
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory, data_set: Any) -> dict[str, Path]:
+def pages(tmp_path_factory, data_set):
     root = tmp_path_factory.mktemp("pages")
     one = write_synthetic_run(root / "one", num_steps=400)
     other = write_synthetic_run(root / "other", num_steps=400, stop_after=250, seed=1, settings={"name": "other"})
@@ -68,9 +67,7 @@ def click(browser: Any, selector: str) -> None:
 
 @pytest.mark.parametrize("name", ["one run", "two runs", "data set"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_page_fits_its_window_and_its_charts_have_marks(
-    browser: Any, pages: dict[str, Path], name: str, width: int
-) -> None:
+def test_a_page_fits_its_window_and_its_charts_have_marks(browser, pages, name, width):
     open_page(browser, pages[name], width)
     assert [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
@@ -89,7 +86,7 @@ def test_a_page_fits_its_window_and_its_charts_have_marks(
         assert browser.execute_script(OVERLAPS) == []
 
 
-def test_switches_theme_and_filter_work(browser: Any, pages: dict[str, Path]) -> None:
+def test_switches_theme_and_filter_work(browser, pages):
     open_page(browser, pages["one run"])
     shown = "return [...document.querySelectorAll('.charts .xname')].filter((x) => x.checkVisibility())"
     for axis, name in (("tokens", "tokens"), ("time", "minutes of training"), ("step", "step")):
@@ -112,7 +109,7 @@ def test_switches_theme_and_filter_work(browser: Any, pages: dict[str, Path]) ->
     assert len(rows) > 5
 
 
-def test_the_value_under_the_pointer_is_the_records(browser: Any, pages: dict[str, Path]) -> None:
+def test_the_value_under_the_pointer_is_the_records(browser, pages):
     open_page(browser, pages["one run"])
     log = read_run(pages["one run"].parent)
     canvas = browser.find_element("css selector", ".canvas")
@@ -129,7 +126,7 @@ def test_the_value_under_the_pointer_is_the_records(browser: Any, pages: dict[st
     assert not browser.find_elements("css selector", ".tip")
 
 
-def test_a_page_says_what_it_lacks_without_its_script(browser: Any, pages: dict[str, Path]) -> None:
+def test_a_page_says_what_it_lacks_without_its_script(browser, pages):
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get(pages["one run"].as_uri())
@@ -139,9 +136,7 @@ def test_a_page_says_what_it_lacks_without_its_script(browser: Any, pages: dict[
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_runs_are_rows_that_sort_with_the_best_marked_and_figures_are_saved(
-    browser: Any, pages: dict[str, Path], tmp_path: Path
-) -> None:
+def test_runs_are_rows_that_sort_with_the_best_marked_and_figures_are_saved(browser, pages, tmp_path):
     browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     open_page(browser, pages["two runs"])
     heads = "return [...document.querySelectorAll('#results thead th')].map((one) => one.textContent)"
@@ -177,9 +172,7 @@ def test_runs_are_rows_that_sort_with_the_best_marked_and_figures_are_saved(
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_chart_is_saved_as_a_picture(
-    open_chromium: Callable[..., Any], pages: dict[str, Path], tmp_path: Path, theme: str
-) -> None:
+def test_a_chart_is_saved_as_a_picture(open_chromium, pages, tmp_path, theme):
     """At twice its size, in its colors, with its marks and texts."""
     image = pytest.importorskip("PIL.Image")
     browser = open_chromium("--hide-scrollbars")
@@ -212,7 +205,7 @@ def test_a_chart_is_saved_as_a_picture(
         assert colors.get(ink, 0) > 20, f"{file.name} has no text"
 
 
-def test_what_is_routine_is_folded(browser: Any, pages: dict[str, Path]) -> None:
+def test_what_is_routine_is_folded(browser, pages):
     open_page(browser, pages["one run"])
     shown = """
     return [...document.querySelectorAll('.events tbody tr')].filter((row) => row.checkVisibility())

@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_synthetic_run(tmp_path_factory.mktemp("run") / "one", num_steps=300, num_ranks=4)
 
 
@@ -69,7 +69,7 @@ def report(*words: object) -> int:
     return main(["report", *map(str, words)])
 
 
-def test_one_run_has_every_part_and_loads_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_has_every_part_and_loads_nothing(folder, capsys):
     assert report(folder) == 0
     shown = capsys.readouterr().out
     out = folder / "report.html"
@@ -100,7 +100,7 @@ def test_one_run_has_every_part_and_loads_nothing(folder: Path, capsys: pytest.C
     assert "lora.rank" in page.texts
 
 
-def test_the_page_shows_the_figures_of_the_files(folder: Path) -> None:
+def test_the_page_shows_the_figures_of_the_files(folder):
     log = read_run(folder)
     page = Page(whole_page("run", run_fragment(log)))
     best = min(log.evals, key=lambda one: one.eval_loss if one.is_best else 9)
@@ -118,7 +118,7 @@ def test_the_page_shows_the_figures_of_the_files(folder: Path) -> None:
     assert f"{sum(len(batch) * max(batch) for batch in padded):,}" in page.texts
 
 
-def test_what_a_run_says_cannot_become_markup(tmp_path: Path) -> None:
+def test_what_a_run_says_cannot_become_markup(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     folder = write_synthetic_run(
         tmp_path / "run", num_steps=20, num_evals=2, settings={"name": evil, "lora.rank": evil}
@@ -206,7 +206,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
-def test_every_state_of_a_run_has_a_page(make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_every_state_of_a_run_has_a_page(make, tmp_path, capsys):  # type: ignore[no-untyped-def]
     folder = make(tmp_path / "run")
     for kind in ("html", "md", "json"):
         assert report(folder, "--format", kind) == 0, capsys.readouterr().err
@@ -215,7 +215,7 @@ def test_every_state_of_a_run_has_a_page(make, tmp_path: Path, capsys: pytest.Ca
     json.loads(capsys.readouterr().out.split("MB\n")[1].partition("{")[2].join(("{", "")))
 
 
-def test_markdown_shows_what_people_wrote_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_shows_what_people_wrote_as_text(tmp_path, capsys):
     folder = one_step_of_one_rank(tmp_path / "run")
     note = "<script>alert(1)</script> ![x](http://host/x.png) plain | text"
     (folder / "notes.json").write_text(json.dumps({"note": note, "tags": []}))
@@ -225,7 +225,7 @@ def test_markdown_shows_what_people_wrote_as_text(tmp_path: Path, capsys: pytest
     assert "<script" not in said
 
 
-def test_a_setting_that_was_emptied_is_a_change() -> None:
+def test_a_setting_that_was_emptied_is_a_change():
     changed = changed_settings({"model.name": "tiny", "eval.prompts": [], "unknown": {}})
     assert changed["eval.prompts"] == ([], None)
     assert "unknown" not in changed
@@ -271,7 +271,7 @@ def a_folder_as_metrics(folder: Path) -> None:
 @pytest.mark.parametrize(
     "make", [empty, foreign, truncated, nothing_recorded, a_file, binary, a_folder_as_metrics], ids=lambda m: m.__name__
 )
-def test_other_folders_are_refused_in_a_sentence(make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_other_folders_are_refused_in_a_sentence(make, tmp_path, capsys):  # type: ignore[no-untyped-def]
     folder, good = tmp_path / "run", write_synthetic_run(tmp_path / "good", num_steps=2)
     make(folder)
     for words in ([folder], [good, folder]):
@@ -285,20 +285,18 @@ def test_other_folders_are_refused_in_a_sentence(make, tmp_path: Path, capsys: p
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_folder_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_refused(tmp_path):
     folder = write_synthetic_run(tmp_path / "run", num_steps=3)
     (folder / "metrics.jsonl").chmod(0)
     assert report(folder) == 3
 
 
-def test_a_missing_folder_or_one_given_twice_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_folder_or_one_given_twice_is_a_usage_error(folder, tmp_path):
     assert report(tmp_path / "nothing") == 2
     assert report(folder, folder / ".", "--format", "md") == 2
 
 
-def test_several_runs_show_what_differs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_runs_show_what_differs(folder, tmp_path, monkeypatch, capsys):
     settings = {"name": "high rank", "lora.rank": 64}
     other = write_synthetic_run(tmp_path / "two", num_steps=200, stop_after=150, seed=1, settings=settings)
     monkeypatch.chdir(tmp_path)
@@ -314,7 +312,7 @@ def test_several_runs_show_what_differs(
     assert "| Outcome | complete | not ended |" in lines
 
 
-def test_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+def test_runs_of_one_name_are_told_apart(folder, tmp_path):
     other = write_synthetic_run(tmp_path / "two", num_steps=10)
     assert report(folder, other, "--format", "json", "--out", tmp_path / "both.json") == 0
     runs = json.loads((tmp_path / "both.json").read_text())["runs"]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-from pathlib import Path
-
-import pytest
 
 from flatout.cli.main import main
 from flatout.data.token_store import TokenStore
@@ -18,7 +15,7 @@ def plain(markup: str) -> str:
     return html.unescape(re.sub(r"<[^>]*>", "", markup))
 
 
-def test_trained_and_context_tokens_are_those_of_the_store(data_set) -> None:  # type: ignore[no-untyped-def]
+def test_trained_and_context_tokens_are_those_of_the_store(data_set):  # type: ignore[no-untyped-def]
     page = data_set.page.read_text()
     samples = page.split('<article class="sample">')[1:]
     assert len(samples) == 5
@@ -34,7 +31,7 @@ def test_trained_and_context_tokens_are_those_of_the_store(data_set) -> None:  #
     assert "\u202e" not in page
 
 
-def test_truncation_sizes_and_packing_are_told(data_set) -> None:  # type: ignore[no-untyped-def]
+def test_truncation_sizes_and_packing_are_told(data_set):  # type: ignore[no-untyped-def]
     page, store = data_set.page.read_text(), TokenStore.open(data_set.store)
     second = page.split('<article class="sample">')[2]
     assert ">truncated<" in second
@@ -48,7 +45,7 @@ def test_truncation_sizes_and_packing_are_told(data_set) -> None:  # type: ignor
         assert sum(map(len, json.loads(lane[1])[style])) == 32
 
 
-def test_turns_are_cut_after_their_end_also_inside_a_piece() -> None:
+def test_turns_are_cut_after_their_end_also_inside_a_piece():
     pieces = [("<s>user a</e>\n<s>bot ", False), ("b</e>", True), ("\n<s>user c</e>\n", False), ("left", False)]
     assert list(split_turns(pieces, "</e>")) == [
         [("<s>user a</e>\n", False)],
@@ -62,9 +59,9 @@ def test_turns_are_cut_after_their_end_also_inside_a_piece() -> None:
 
 def test_a_damaged_report_is_said_and_a_wrong_option_is_one_sentence(
     data_set,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],  # type: ignore[no-untyped-def]
-) -> None:
+    tmp_path,
+    capsys,  # type: ignore[no-untyped-def]
+):
     words = ["data", "show", "chats", "--root", str(data_set.root)]
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "x.html")]) == 2
