@@ -51,7 +51,7 @@ from flatout.models.lora.fused import over_tokens
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
-from flatout.trainer.gpu_use import read_joules
+from flatout.trainer.rank_meter import read_joules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANK = 16

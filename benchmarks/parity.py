@@ -105,11 +105,11 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     from flatout.parallel.rank import Rank
     from flatout.track.callback import Reporter
     from flatout.trainer.build import build_run
-    from flatout.trainer.gpu import gpu_of
     from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.run import train
     from flatout.trainer.state import Setup
     from flatout.trainer.step import accumulate_gradients
+    from flatout.trainer.steps_and_memory import gpu_of
 
     config = lora_config(args, mode)
     rank = Rank()

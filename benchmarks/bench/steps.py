@@ -13,10 +13,11 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.record import RunEnd
 from flatout.trainer.build import build_run
-from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps
-from flatout.trainer.planned_run import open_data, plan_run
+from flatout.trainer.planned_run import plan_run
+from flatout.trainer.run_data import open_data
 from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.steps_and_memory import weakest_gpu
 
 
 def take_steps(

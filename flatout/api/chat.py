@@ -15,7 +15,7 @@ from flatout.config.read import load_config
 from flatout.models.load.inference import load_for_inference, load_trained, resolve_model_paths
 from flatout.models.lora.layer import without_adapter
 from flatout.rollout.chat import Sampling, answer
-from flatout.trainer.load_stopped import load_stopped
+from flatout.trainer.resume import load_stopped
 
 
 @dataclass

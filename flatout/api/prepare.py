@@ -111,9 +111,9 @@ def plan_config(
     from flatout.parallel.rank import Rank
     from flatout.planner.devices import find_device
     from flatout.track.callback import Reporter
-    from flatout.trainer.gpu import gpu_of
     from flatout.trainer.planned_run import open_and_plan
     from flatout.trainer.preview import summarize_plan
+    from flatout.trainer.steps_and_memory import gpu_of
 
     if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):
         raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")

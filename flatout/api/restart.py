@@ -90,7 +90,8 @@ def _check(config: Config, mode: LaunchMode) -> None:
         import torch
 
         from flatout.models.load.source import fingerprint_model
-        from flatout.trainer.planned_run import open_data, plan_run
+        from flatout.trainer.planned_run import plan_run
+        from flatout.trainer.run_data import open_data
 
         num_gpus, num_ranks = torch.cuda.device_count(), 1
         if isinstance(mode, SpawnRanks):

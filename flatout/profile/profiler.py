@@ -27,7 +27,7 @@ from flatout.io.durable_io import DurableIO
 from flatout.profile.energy import Energy
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import RunEnd, StepRecord
-from flatout.trainer.gpu_use import read_joules
+from flatout.trainer.rank_meter import read_joules
 
 WARM_UP_STEPS = 3
 

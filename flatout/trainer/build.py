@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,12 +14,18 @@ from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config, Recompute
-from flatout.errors import PackingError, SharedPrefixError, counted
+from flatout.errors import Fix, PackingError, SharedPrefixError, counted
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.attention import prepare as prepare_attention
+from flatout.models.attention import register_over_ranks
 from flatout.models.blocks import decoder_layers
+from flatout.models.collectives import RankGroup
 from flatout.models.compile.layers import CompileOptions, CompileOutcome, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
+from flatout.models.context.check import check_shard
+from flatout.models.context.shard import ContextShard
+from flatout.models.experts.block import experts_modules
+from flatout.models.experts.parallel import slice_experts
 from flatout.models.experts.router import Routers
 from flatout.models.frozen.fp8_backward import convert_backward_to_float8
 from flatout.models.frozen.frozen_experts import Fp8Experts
@@ -31,20 +37,18 @@ from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
-from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of
+from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of, mark_slice
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
 from flatout.planner.memory.constants import HEAD_TILE_ROWS
+from flatout.planner.parallel_layout import ParallelLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.context_and_expert_parallel import context_shard, setup_context_parallel, shard_experts
-from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.graph_sizes import NOT_COMPILED, count_sizes, plan_graphs, record_graphs
 from flatout.trainer.load import load_trainable
 from flatout.trainer.memory_check import MemoryCheck
 from flatout.trainer.passes import free_memory
 from flatout.trainer.picture_inputs import PictureMaker
-from flatout.trainer.planned_run import PlannedDataSet, PlannedRun
-from flatout.trainer.proofs import Proofs
+from flatout.trainer.planned_run import EvalSet, PlannedDataSet, PlannedRun
 from flatout.trainer.rank_meter import RankMeter
 from flatout.trainer.reference_logprobs import compute_reference
 from flatout.trainer.resume import restore
@@ -79,13 +83,13 @@ def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[Training
         bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         run, why_no_graphs = assemble_run(setup)
         measured, needs_replan = memory_check.check(run, bytes_before_model)
-        planned = replace(run.planned, device=measured)
-        planned = planned.planned_again(measured, planned.inexact_reasons) if needs_replan else planned
-        if planned.pass_settings == run.planned.pass_settings:
+        setup = replace(setup, planned=replace(run.planned, device=measured))
+        if needs_replan:
+            setup = setup.planned_again(measured, run.planned.inexact_reasons)
+        if setup.planned.pass_settings == run.planned.pass_settings:
             memory_check.record(measured)
-            memory = replace(planned.memory, recompute=run.memory.recompute)
-            return replace(run, planned=planned, memory=memory), why_no_graphs
-        setup = replace(setup, planned=planned)
+            memory = replace(setup.planned.memory, recompute=run.memory.recompute)
+            return replace(run, planned=setup.planned, memory=memory), why_no_graphs
         run.close()
         del run
         if device.type == "cuda":
@@ -141,7 +145,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup]:
     while True:
         batch, planned = setup.config.batch, setup.planned
         try:
-            return load_trainable(setup, Proofs(setup)), setup
+            return load_trainable(setup), setup
         except PackingError as error:
             is_sharing = isinstance(error, SharedPrefixError)
             setting = batch.share_prefix if is_sharing else batch.layout
@@ -150,8 +154,7 @@ def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup]:
             inexact = {"sharing" if is_sharing else "packing": error.text}
         # here no frame of the failed check holds the model any more
         free_memory(setup.device)
-        again = planned.planned_again(planned.device, planned.inexact_reasons._replace(**inexact))
-        setup = replace(setup, planned=again)
+        setup = setup.planned_again(planned.device, planned.inexact_reasons._replace(**inexact))
 
 
 def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, reporter: Reporter) -> FusedLayers:
@@ -319,3 +322,60 @@ def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> Saver:
         num_bytes=num_bytes,
         available_bytes=available_host_bytes(),
     )
+
+
+def context_shard(layout: ParallelLayout, rank: Rank) -> ContextShard | None:
+    """Return which shard of each micro-batch a rank takes; None if it takes them whole."""
+    num_ranks = layout.context_ranks
+    return ContextShard(num_ranks, rank.index % num_ranks) if num_ranks > 1 else None
+
+
+def setup_context_parallel(
+    loaded: LoadedModel, strategy: Strategy, shard: ContextShard | None, config: Config, reporter: Reporter
+) -> None:
+    """Let the model attend to the keys of all ranks that share a micro-batch, and check on small ones that it does.
+
+    Collective. Raises PackingError on every rank if a shard's hidden states differ from those of whole documents.
+    """
+    if shard is None:
+        return
+    assert strategy.context_mesh is not None
+    assert loaded.attention != "transformers", "only rows have it"
+    group = RankGroup(strategy.context_mesh.get_group("context").group_name, shard.num_shards, shard.rank)
+    loaded.model.set_attn_implementation(register_over_ranks(loaded.attention, group))
+    with loaded.present():
+        # of all ranks, as each must raise if one does
+        errors = torch.zeros(strategy.rank.world, dtype=torch.float64, device=loaded.model.device)
+        errors[strategy.rank.index], limit = check_shard(loaded, shard, fp8=config.computes_in_fp8)
+    if not (worst := strategy.sum_values(errors).max().item()) <= limit:
+        raise PackingError(
+            f"model type {loaded.model.config.model_type}: hidden states of a rank's shard of the tokens differ from "
+            f"those of whole documents by {worst:.1e} (limit {limit:.1e})",
+            [Fix({"context.parallel": 1})],
+        )
+    reporter.stage("context", f"{shard.num_shards} ranks share each micro-batch; equal to whole within {worst:.1e}")
+
+
+def shard_experts(loaded: LoadedModel, strategy: Strategy, reporter: Reporter) -> Callable[[], None]:
+    """Keep this rank's experts alone if several ranks share them; return what marks the slices, also called here.
+
+    It must be called again after parameters were replaced. Raises UsageError as `slice_experts` does.
+    """
+    if (mesh := strategy.expert_mesh) is None:
+        return lambda: None
+    group = RankGroup(mesh.get_group("expert").group_name, mesh.size(1), mesh.get_local_rank("expert"))
+    slices = slice_experts(loaded.model, group)
+    if loaded.deferred_weights is not None:
+        loaded.deferred_weights.narrow(slices, group.size, group.rank)
+    modules: Any = experts_modules(loaded.model).values()
+    numbers = sorted({module.num_experts for module in modules})
+    counts = " or ".join(f"{number}, {number // group.size} of them" for number in numbers)
+    reporter.stage("experts", f"each layer has {counts} on this rank; {group.size} ranks share them")
+
+    def mark() -> None:
+        for name, dim in slices.items():
+            path, _, leaf = name.rpartition(".")
+            mark_slice(getattr(loaded.model.get_submodule(path), leaf), mesh, dim)
+
+    mark()
+    return mark

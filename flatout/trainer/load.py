@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from threading import Thread
+from typing import TypeVar
 
 import torch
 
 from flatout.config.schema import Config
+from flatout.data.token_store import TokenStore
 from flatout.environment import CAPABILITY, ask_for_deterministic_cublas, keep_compiled_kernels, named_capability
 from flatout.errors import Fix, UsageError
 from flatout.models.blocks import decoder_layers
 from flatout.models.compile.layers import import_compiler
-from flatout.models.experts.router import prepare_biases
-from flatout.models.gradient_paths import freeze_named
+from flatout.models.gradient_paths import freeze_named, unreached_parameters
 from flatout.models.load.model import LoadedModel, Loading, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
-from flatout.models.lora.adapter import load_adapter
-from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
-from flatout.models.lora.saved import rows_of_tokens
+from flatout.models.lora.adapter import adapter_config
 from flatout.models.masters import Dither
+from flatout.models.picture_check import batch_of, check_pictures, read_with_own_attention
+from flatout.models.selftest import prove_layout
+from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import Reporter
+from flatout.trainer.picture_inputs import PictureMaker, processor_of, require_trainable
 from flatout.trainer.planned_run import PlannedRun
-from flatout.trainer.proofs import Proofs
 from flatout.trainer.state import Setup
+from flatout.trainer.trainable import make_trainable
+
+T = TypeVar("T")
 
 
-def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
-    """Load the model, check that its layout is exact on it, and set up its trained parameters.
+def load_trainable(setup: Setup) -> LoadedModel:
+    """Load the model, check that its layout is exact on it, and set up its trained parameters; collective.
 
     If ranks load only their shards, the weights stay in their files and the check runs on the first layers. With
     `deterministic`, CUDA kernels that are not bitwise reproducible are replaced or refused; the CPU's always are.
@@ -36,50 +43,123 @@ def load_trainable(setup: Setup, proofs: Proofs) -> LoadedModel:
     _prepare_device(config, device)
     importing = _choose_kernels(config, device, reporter)
     waits = weights_wait_in_files(config, planned, device)
-    _require_whole_weights(config, waits)
+    if waits and config.lora.init_path is not None:
+        why = "lora.init_path reads whole weights, of which each rank loads its shard only"
+        raise UsageError(why, [Fix({"strategy": "ddp"})])
     reporter.phase("loading weights")
+    how = Loading(
+        on_host=waits,
+        is_padded=planned.plan.batch_layout.is_padded,
+        num_rows=planned.data.num_rows,
+        keep_dense=config.lora.modules_to_save,
+        context_ranks=planned.parallel_layout.context_ranks,
+        scoring=planned.scoring,
+    )
     loaded = load_model(
-        config.model,
-        method=config.method,
-        device=device,
-        seed=config.seed,
-        full=config.full,
-        base=config.base,
-        how=Loading(
-            on_host=waits,
-            is_padded=planned.plan.batch_layout.is_padded,
-            num_rows=planned.data.num_rows,
-            keep_dense=config.lora.modules_to_save,
-            context_ranks=planned.parallel_layout.context_ranks,
-            scoring=planned.scoring,
-        ),
+        config.model, method=config.method, device=device, seed=config.seed, full=config.full, base=config.base, how=how
     )
     for line in loaded.report:
         reporter.stage("model", line)
     dtype = weight_dtype_of(config.method, config.full, loaded.dtype)
     reporter.phase("self-test")
     if not waits:
-        loaded, line = proofs.prove_layout(loaded)
+        loaded, line = _prove(setup, loaded)
         reporter.stage("self-test", line)
     elif config.method == "lora" and loaded.model.dtype != dtype:
         loaded.model.to(dtype)  # adapters take the base's dtype
-    make_trainable(loaded, setup, proofs)
+    _set_up_trained(setup, loaded)
     dither = _dither_masters(loaded, config, reporter, waits)
     if waits:
-        loaded = replace(
-            loaded, deferred_weights=DeferredWeights(loaded.model, device=device, dtype=dtype, dither=dither)
-        )
+        weights = DeferredWeights(loaded.model, device=device, dtype=dtype, dither=dither)
+        loaded = replace(loaded, deferred_weights=weights)
         with loaded.present():
             num_layers = len(decoder_layers(loaded.model))
-            loaded, line = proofs.prove_layout(loaded)
+            loaded, line = _prove(setup, loaded)
             reporter.stage("self-test", f"first {num_layers} layers: {line}")
-    if frozen := freeze_named(loaded.model, proofs.unreached_parameters(loaded)):
+    if frozen := freeze_named(loaded.model, _unreached_parameters(setup, loaded)):
         reporter.stage("freeze", frozen)
     if importing is not None:
         reporter.phase("importing the compiler")
         # before anything else is imported: concurrent imports can see partially initialized modules
         importing.join()
     return loaded
+
+
+def _prove(setup: Setup, loaded: LoadedModel) -> tuple[LoadedModel, str]:
+    """Prove layout and pictures as `selftest.py` and `picture_check.py` do; return the model, and a line about it.
+
+    If the proof fails on one rank, it fails on all: they must plan again.
+    """
+    config, group, pictured = setup.config, setup.checkpoints.group, _pictured_store(setup.planned)
+    if pictured is not None and read_with_own_attention(loaded.model, loaded.dtype):
+        if (named := config.model.attention) != "auto":
+            raise UsageError(
+                f"model.attention: {named} is causal, but {loaded.model.config.model_type} reads pictures both ways",
+                [Fix({"model.attention": "auto"})],
+            )
+        loaded = replace(loaded, attention="transformers")
+
+    def prove() -> tuple[LoadedModel, str]:
+        longest, any_attention = _longest(setup.planned), config.model.attention == "auto"
+        shares = setup.planned.plan.shares_prefixes
+        return prove_layout(loaded, longest=longest, any_attention=any_attention, shares_prefixes=shares)
+
+    proved, line = _on_all_ranks(group, prove)
+    if pictured is not None:
+        store = pictured
+        require_trainable(setup.planned.data.settings, store, setup.planned.parallel_layout)
+
+        def check() -> str:
+            with closing(PictureMaker(processor_of(store), proved.model)) as maker:
+                return check_pictures(proved, maker.probes(0), maker.probes(1), maker.with_images)
+
+        setup.reporter.stage("self-test", _on_all_ranks(group, check))
+    return proved, line
+
+
+def _set_up_trained(setup: Setup, loaded: LoadedModel) -> None:
+    """Make the model trainable, and prove that PEFT will read an adapter: now, and not after the last step."""
+    config, reporter = setup.config, setup.reporter
+    if config.method == "lora":
+        reporter.phase("adding adapters")
+    make_trainable(loaded.model, config, setup.planned.data.new_token_ids, reporter.stage)
+    if config.method != "lora":
+        return
+    spelled = adapter_config(loaded.model, config.lora, base_name=config.model.name)
+    if by_weight := len(spelled["target_parameters"] or ()):
+        line = f"{by_weight} layers are exported as target_parameters, which PEFT needs for this model"
+        reporter.stage("lora", line)
+
+
+def _unreached_parameters(setup: Setup, loaded: LoadedModel) -> list[str]:
+    """Return the names of trained parameters that no gradient reaches, see `models/gradient_paths.py`."""
+    pictured, longest = _pictured_store(setup.planned), _longest(setup.planned)
+
+    def search() -> list[str]:
+        if pictured is None:
+            return unreached_parameters(loaded, longest=longest)
+        # what reads pictures is reached through them
+        with closing(PictureMaker(processor_of(pictured), loaded.model)) as maker:
+            seen = batch_of(maker.probes(0), maker.with_images, is_padded=loaded.is_padded)
+            return unreached_parameters(loaded, longest=longest, seen=seen)
+
+    return _on_all_ranks(setup.checkpoints.group, search)
+
+
+def _on_all_ranks(group: ControlGroup, work: Callable[[], T]) -> T:
+    """Return this rank's result of `work`, or raise on all ranks if it failed on one."""
+    results: list[T] = []
+    group.run_on_all_ranks(lambda: results.append(work()))
+    return results[0]
+
+
+def _longest(planned: PlannedRun) -> int:
+    return max(int(store.lengths.max()) for store in planned.stores)
+
+
+def _pictured_store(planned: PlannedRun) -> TokenStore | None:
+    """Return the first set of the run that has pictures."""
+    return next((store for store in planned.stores if store.num_pictures), None)
 
 
 def _choose_kernels(config: Config, device: torch.device, reporter: Reporter) -> Thread | None:
@@ -133,35 +213,3 @@ def weights_wait_in_files(config: Config, planned: PlannedRun, device: torch.dev
     bytes_per_weight = 4 if config.method == "full" and config.full.weights == "fp32" else 2
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     return 2 * bytes_per_weight * planned.shape.num_params > total_bytes
-
-
-def _require_whole_weights(config: Config, waits: bool) -> None:
-    if waits and config.lora.init_path is not None:
-        why = "lora.init_path reads whole weights, of which each rank loads its shard only"
-        raise UsageError(why, [Fix({"strategy": "ddp"})])
-
-
-def make_trainable(loaded: LoadedModel, setup: Setup, proofs: Proofs) -> None:
-    """Add LoRA adapters, or freeze parameters for full fine-tuning.
-
-    LoRA also trains the rows of new tokens. Parameters that only pictures use are frozen, too, unless
-    model.freeze_vision_tower or model.freeze_projector is false.
-    """
-    model = loaded.model
-    config, reporter = setup.config, setup.reporter
-    if config.method == "lora":
-        reporter.phase("adding adapters")
-        rows = rows_of_tokens(model, config.lora, setup.planned.data.new_token_ids)
-        for line in add_lora(model, config.lora, seed=config.seed, rows=rows, parts=config.model.trained_parts):
-            reporter.stage("lora", line)
-        if text := proofs.prove_adapter(loaded):
-            reporter.stage("lora", text)
-        if config.lora.continue_from is not None:
-            load_adapter(model, config.lora.continue_from)
-            reporter.stage("lora", f"continues from {config.lora.continue_from}")
-    elif config.freeze:
-        reporter.stage("freeze", freeze(model, config.freeze))
-    if config.experts.bias_update:
-        prepare_biases(model)
-    if unreached := freeze_unreached(model, config.model.trained_parts):
-        reporter.stage("freeze", unreached)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
 from operator import length_hint
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flatout.errors import Fix, ResourceError
+from flatout.models.model_with_loss import ModelWithLoss, sums_of
 from flatout.models.packed import PackedBatch
 from flatout.optim.update import copy_to_host_async
 from flatout.parallel.strategies.protocol import oom_as_resource_error
 from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.planned_run import EvalSet
 from flatout.trainer.state import TrainingRun
 
 
@@ -217,3 +221,85 @@ def free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def compute_step_estimates(run: TrainingRun, step: StepPlan) -> Mapping[str, Tensor]:
+    """Return what the objective estimates over a step by name, without gradients and dropout; collective.
+
+    The means are over all samples of the step, on all ranks and in all micro-batches; 0 for a run without KL pairs.
+    """
+    if (kl_pairs := run.planned.kl_pairs) is None:
+        return dict.fromkeys(run.planned.objective.estimates, torch.zeros((), device=run.device))
+    plan, loader = kl_pairs.plan, run.loader_of(kl_pairs)
+    steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
+    kl_step = next(iter(loader.prefetching(steps, run.data_parallel_rank)))
+    with as_in_training(run):
+        return _mean_estimates(run, plan, kl_step, loader, is_evaluation=False)
+
+
+def compute_eval_estimates(run: TrainingRun, eval_set: EvalSet) -> Mapping[str, Tensor]:
+    """Return what the objective estimates over an evaluation set; collective."""
+    if (kl_pairs := eval_set.kl_pairs) is None:
+        return {}
+    return _mean_estimates(run, kl_pairs.plan, kl_pairs.step, run.loader_of(kl_pairs), is_evaluation=True)
+
+
+def _estimate_sums(loss: ModelWithLoss, batch: PackedBatch) -> tuple[Tensor, ...]:
+    return tuple(value.detach() for value in sums_of(loss.objective, loss.label_tokens(batch), estimates=True))
+
+
+def _mean_estimates(
+    run: TrainingRun, plan: PlannedSamples, step: StepPlan, loader: BatchLoader, *, is_evaluation: bool
+) -> Mapping[str, Tensor]:
+    names = run.planned.objective.estimates
+
+    def run_passes(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
+        sums = torch.zeros(len(names), dtype=torch.float64, device=run.device)
+        remaining = (until_stopped if is_evaluation else until_stopped_in_step)(run, batches)
+        num_tokens = sum(micro_batch.num_padded_tokens for micro_batch in passes)
+        with nullcontext() if is_evaluation else run.rank_meter.phase("forward", num_tokens=num_tokens):
+            for batch in remaining:
+                with autocast(run):
+                    sums += torch.stack(run.loss_module(batch, _estimate_sums)).double()
+        return sums
+
+    sums = run_with_oom_retry(run, plan, step, loader, "evaluation" if is_evaluation else "estimates", run_passes)
+    means = run.strategy.sum_values(sums) / len(step.sample_ids)
+    return dict(zip(names, means.unbind(), strict=True))
+
+
+def compute_logprobs(
+    run: TrainingRun,
+    loader: BatchLoader,
+    plan: PlannedSamples,
+    step: StepPlan,
+    sample_ids: Sequence[int],
+    *,
+    per: Literal["token", "sample"] = "sample",
+) -> NDArray[np.float64]:
+    """Return the log-probability of each sample's label tokens, or their sum per sample, in the order of `sample_ids`.
+
+    Collective. `sample_ids` are all samples of the step. Call it within `inference` or `as_in_training`, which choose
+    the kernels, with the weights in the model whose log-probabilities are wanted.
+    """
+    ones = np.ones(len(sample_ids), np.int64)
+    counts = ones if per == "sample" else np.asarray(loader.store.num_label_tokens)[list(sample_ids)]
+    ends = np.cumsum(counts)
+    places = {i: np.arange(end - count, end) for i, end, count in zip(sample_ids, ends, counts, strict=True)}
+
+    def compute(loss: ModelWithLoss, batch: PackedBatch) -> tuple[Tensor]:
+        tokens = loss.label_tokens(batch)
+        values = tokens.logprobs if per == "token" else tokens.by_sample(tokens.logprobs)
+        return (values.detach(),)
+
+    def run_passes(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
+        logprobs = torch.zeros(int(counts.sum()), dtype=torch.float64, device=run.device)
+        for planned, batch in zip(passes, batches, strict=True):
+            with autocast(run):
+                (values,) = run.loss_module(batch, compute)
+            if not planned.is_filler:
+                logprobs[np.concatenate([places[i] for i in planned.sample_ids])] = values.double()
+        return logprobs
+
+    logprobs = run_with_oom_retry(run, plan, step, loader, "reference", run_passes)
+    return np.array(run.strategy.sum_values(logprobs).tolist())

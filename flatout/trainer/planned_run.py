@@ -1,35 +1,25 @@
-"""Decisions made before a model is loaded: the tokens, the plan of every step, and its memory."""
+"""Decisions made before a model is loaded: the plan of every step, its evaluations, and its memory."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch.cuda import device_count
 from xxhash import xxh3_64_hexdigest
 
 from flatout.checkpoint.resume_check import config_changes
-from flatout.checkpoint.write import data_of
-from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
-from flatout.config.optim import lr_of
+from flatout.config.objective import REFERENCE, ObjectiveConfig
 from flatout.config.own_code import OwnCode
-from flatout.config.schema import Config, DataConfig, ScheduleConfig
-from flatout.data.build import open_or_build
-from flatout.data.classes import in_order_of
-from flatout.data.preference_columns import with_undesirable
-from flatout.data.reference_column import with_reference
+from flatout.config.schema import Config, ScheduleConfig
+from flatout.data.kl_pairs import KLStore, make_kl_store
 from flatout.data.token_store import TokenStore
-from flatout.data.tokenizer import new_token_ids
 from flatout.errors import DataError, Fix, UsageError
 from flatout.io.kept_facts import hashes_of
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.models.scoring import Scoring
-from flatout.objectives.load import load_objective
-from flatout.objectives.preference import Preference
 from flatout.objectives.protocol import Objective
 from flatout.optim.lr_schedule import warmup_note
 from flatout.parallel.control_group import ControlGroup
@@ -38,26 +28,18 @@ from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.settings import PlanSettings
-from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
+from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import row_length
 from flatout.planner.steps.planned_samples import PlannedSamples
+from flatout.planner.steps.step_plan import StepPlan, assemble_eval
 from flatout.planner.steps.training_plan import TrainingPlan, select_samples
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
-from flatout.trainer.context_and_expert_parallel import check_context
-from flatout.trainer.data_sets import EvalSet, KLPairs, make_eval_set, plan_kl_pairs
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
-from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.normalizers import Normalizers, make_normalizers
-from flatout.trainer.picture_inputs import with_pictures
-from flatout.trainer.scoring import check_scoring, scoring_of, with_used_labels
-from flatout.trainer.start_check import check_start, require_disk
-from flatout.trainer.steps_and_memory import EXACT, InexactReasons, RunData, Steps, hold_out_samples, plan_training
+from flatout.trainer.run_data import RunData, open_data
+from flatout.trainer.steps_and_memory import EXACT, InexactReasons, Steps, plan_training
 
-# a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
-UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
-# counts of rows that a build dropped, shortened or split; a run on such data reports them
-LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows")
 # what ranks compare, in words
 FACTS_BY_NAME = {
     "optim": "optimizer's file",
@@ -66,10 +48,34 @@ FACTS_BY_NAME = {
     "plan": "steps",
     "model": "base model's files",
 }
-# settings of the training data's rows, which a data set for evaluation was built without
-CHOOSES_ROWS = {"sources", "on_bad_row", "dedupe", "num_samples", "shuffle", "seed"}
 # paths and process counts may differ between nodes; content is compared by fingerprint
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One evaluation data set."""
+
+    name: str
+    store: TokenStore
+    plan: PlannedSamples
+    step: StepPlan
+    """One pass over the samples of `plan`, in the order of their ids."""
+    normalizers: Normalizers
+    kl_pairs: EvalSet | None = None
+    """The KL pairs of its prompts, if the objective estimates anything."""
+
+    @property
+    def max_documents(self) -> int:
+        """The most samples of a micro-batch."""
+        return max(len(batch.sample_ids) for batch in self.step.micro_batches)
+
+
+class KLPairs(NamedTuple):
+    """The steps of a run over KL pairs: its prompts with the answers to other ones."""
+
+    store: KLStore
+    plan: TrainingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +99,6 @@ class PlannedRun:
     """Why the model must not pack samples or share prefixes."""
     kl_pairs: KLPairs | None = None
     """The same steps over KL pairs, if the objective estimates something of them."""
-    again: Replan | None = None
-    """Plans the same run for another device, or for a model that must not pack samples or share prefixes."""
-
-    def planned_again(self, device: Device | None, inexact_reasons: InexactReasons) -> PlannedRun:
-        """Return the same data and samples of each step, planned anew for this device and these reasons."""
-        assert self.again is not None
-        return replace(self.again(device, inexact_reasons), fingerprints=self.fingerprints)
 
     @property
     def objective(self) -> Objective:
@@ -113,6 +112,11 @@ class PlannedRun:
     def store(self) -> TokenStore:
         """The data set to train on."""
         return self.data.split.store
+
+    @property
+    def stores(self) -> list[TokenStore]:
+        """The data sets to train and to evaluate on."""
+        return [self.store, *(eval_set.store for eval_set in self.eval_sets)]
 
     @property
     def scoring(self) -> Scoring | None:
@@ -140,7 +144,6 @@ class PlannedRun:
 
 
 PlannedDataSet = PlannedRun | KLPairs | EvalSet
-Replan: TypeAlias = Callable[[Device | None, InexactReasons], PlannedRun]
 
 
 def plan_run(
@@ -174,140 +177,13 @@ def plan_run(
     return PlannedRun(
         data=data, plan=plan, eval_sets=eval_sets, prompts=prompts, parallel_layout=steps.parallel_layout,
         memory=memory, fingerprints=fingerprints, normalizers=normalizers, device=device, sharing=steps.sharing,
-        inexact_reasons=inexact_reasons, kl_pairs=kl_pairs, again=partial(plan_run, config, data, reporter, rank),
+        inexact_reasons=inexact_reasons, kl_pairs=kl_pairs,
     )  # fmt: skip
 
 
 def open_and_plan(config: Config, reporter: Reporter, rank: Rank, device: Device | None = None) -> PlannedRun:
     """Open the data and plan a run that does not start here. Raises what `open_data` and `plan_run` raise."""
     return plan_run(config, open_data(config, reporter, rank, starts=False), reporter, rank, device)
-
-
-def checked_objective(config: Config, reporter: Reporter) -> Objective:
-    """Return the objective, and report one that was asked for. Raises UsageError if `eval.best` is no metric of it."""
-    objective = load_objective(config.objective)
-    check_scoring(config, objective)
-    if config.eval.best not in (metrics := ("loss", *objective.metrics)):
-        raise UsageError(
-            f"eval.best: {config.eval.best!r} is not a metric of {objective.name}; it has {', '.join(metrics)}"
-        )
-    if config.objective.reference != ReferenceConfig():
-        why = f"objective {objective.name}, which has no reference" if REFERENCE not in objective.columns else ""
-        why = why or ("method: full" if config.method == "full" else "")
-        if why:
-            raise UsageError(f"objective.reference.adapter has no effect with {why}; remove it")
-    if config.objective != ObjectiveConfig():
-        ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
-        reporter.stage("objective", f"{objective.line}{ran}")
-    if note := lr_note(config, objective):
-        reporter.event("learning_rate", {"why": note})
-    if config.method == "lora" and config.model.init == "random":
-        why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method=full"
-        reporter.event("random_base", {"why": why})
-    return objective
-
-
-def lr_note(config: Config, objective: Objective) -> str:
-    """Return what is odd about a learning rate far above the usual; empty for others.
-
-    The usual rates are AdamW's, for pretrained weights.
-    """
-    usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
-    if not usual or not config.optim.traits.usual_lr or config.model.init == "random":
-        return ""
-    pairs_lr = Preference.usual_lr[config.method]
-    if config.objective.path and isinstance(objective, Preference) and UNUSUAL_LR * pairs_lr < lr <= UNUSUAL_LR * usual:
-        return f"losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
-    most = UNUSUAL_LR_OF_CROSS_ENTROPY if config.objective == ObjectiveConfig() else UNUSUAL_LR
-    if lr <= most * usual:
-        return ""
-    return f"optim.lr {lr:g} is {lr / usual:,.0f} times the usual {usual:g}, which optim.lr=auto takes"
-
-
-def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:
-    """Read the loss and the model's sizes, open the data or build it, and check that they fit.
-
-    First raises what a start on these settings would (`check_start`). A run that `starts` does so on this machine;
-    others may be planned for another.
-    """
-    objective = checked_objective(config, reporter)
-    check_context(config, rank, objective)
-    reporter.phase("reading the model's configuration")
-    model, scores = config.model, objective.reads == "scores"
-    shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
-    on_cpu = config.wanted_device == "cpu" or (starts and config.wanted_device == "auto" and not device_count())
-    trained = check_start(config, objective, on_cpu=on_cpu, reads_peft=not starts)
-    if starts and rank.is_first:
-        require_disk(config, trained, on_cpu=on_cpu)
-    check_expert_ranks(shape, config.experts.parallel, rank.world)
-    store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
-    scoring = scoring_of(config, objective, store)
-    shape = shape.with_scores(len(scoring.labels)) if scoring else shape
-    _report_tokens(store, reporter)
-    shape = with_pictures(shape, store, config, reporter)
-    shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
-    _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
-    if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
-        reporter.event("positions", beyond)
-    split = hold_out_samples(store, config, reporter)
-    eval_stores = open_eval_stores(config, store, objective, reporter)
-    text_config = read_text_config(model.name, model.revision)
-    settings, new_tokens = PlanSettings.of(config), new_token_ids(config.data, model.name)
-    return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens)
-
-
-def open_eval_stores(
-    config: Config, store: TokenStore, objective: Objective, reporter: Reporter
-) -> dict[str, TokenStore]:
-    """Return the data sets to evaluate on by name: the training data with a share held out, or those of `eval.data`."""
-    stores = {config.data.name: store} if config.eval.fraction else {}
-    for name in config.eval.data_names:
-        eval_config = config.data.model_dump(exclude=CHOOSES_ROWS, exclude_unset=True) | {"name": name}
-        opened = open_tokens(DataConfig.model_validate(eval_config), config, reporter, objective)
-        stores[name] = in_order_of(opened, store.meta.labels)
-    return stores
-
-
-def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:
-    """Open a data set or build it, and report how far that is. Raises DataError without a column of the objective."""
-    reporter.phase("opening the tokens")
-    store = open_or_build(
-        data.with_format(objective.row_format),
-        config.model.name,
-        trained_on=data_of(config.folder),
-        progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
-        log=lambda text: reporter.stage("tokens", text),
-    )
-    store = with_reference(store) if REFERENCE in objective.columns else store
-    store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
-    store.require_columns(objective.needed_columns, f"objective {objective.name}")
-    return store
-
-
-def _report_tokens(store: TokenStore, reporter: Reporter) -> None:
-    """Report how many samples and tokens there are, and the rows of which something was lost."""
-    num_tokens, label_share = int(store.lengths.sum()), int(store.num_label_tokens.sum()) / int(store.lengths.sum())
-    reporter.stage("tokens", f"{store.num_samples:,} samples, {num_tokens:,} tokens, {label_share:.0%} label")
-    if lost := {name: count for name in LOST_OR_CUT if (count := store.meta.counts.get(name, 0))}:
-        lost |= {"of": store.meta.counts["rows"]}
-        reporter.event("rows", {**lost, "listed_in": str(store.folder / "report.json")})
-
-
-def _check_token_ids(shape: ModelShape, store: TokenStore, *, has_new_tokens: bool) -> None:
-    """Raise DataError if the data has token ids that the model has no embedding or no logit for."""
-    num_rows, max_id = shape.vocab_size, store.meta.max_token_id
-    if max_id >= num_rows:
-        raise DataError(
-            f"the data has token ids {num_rows}..{max_id}, but the model has {num_rows} embedding rows "
-            f"(0..{num_rows - 1}); rebuild the data with this model's tokenizer, or resize the model"
-        )
-    last_id = max(max_id, store.meta.vocabulary_size - 1 if has_new_tokens else 0)
-    if shape.num_logits is not None and last_id >= shape.num_logits:
-        raise DataError(
-            f"the data or its new tokens have token ids {shape.num_logits}..{last_id}, but the model has logits for "
-            f"0..{shape.num_logits - 1} only (unpadded_vocab_size in its config.json); use its own tokenizer without "
-            "data.new_tokens"
-        )
 
 
 def check_backward_update(settings: PlanSettings, plan: TrainingPlan, rank: Rank) -> None:
@@ -397,6 +273,33 @@ def plan_evaluation(
             f"mean over; take other rows, or one of {', '.join(known)}"
         )
     return tuple(eval_sets)
+
+
+def make_eval_set(name: str, store: TokenStore, plan: PlannedSamples, normalizers: Normalizers) -> EvalSet:
+    """Return an evaluation data set with one pass over these samples, in the order of their ids."""
+    return EvalSet(name, store, plan, assemble_eval(plan.samples, plan.batch_layout), normalizers)
+
+
+def plan_kl_pairs(
+    objective: Objective, store: TokenStore, plan: TrainingPlan, eval_sets: Sequence[EvalSet]
+) -> tuple[KLPairs | None, tuple[EvalSet, ...]]:
+    """Plan the same steps and evaluations over KL pairs, if the objective estimates anything.
+
+    Returns None without, and the evaluation sets with theirs.
+    """
+    if not objective.estimates:
+        return None, tuple(eval_sets)
+    stores = [store, *(eval_set.store for eval_set in eval_sets)]
+    kl_stores = {id(store): make_kl_store(store) for store in stores}
+    with_kl_pairs = []
+    for eval_set in eval_sets:
+        kl_store, ids = kl_stores[id(eval_set.store)], np.sort(eval_set.step.sample_ids)
+        layout = plan.batch_layout.for_others(int(kl_store.lengths.max()))
+        kl_plan = PlannedSamples(select_samples(kl_store.lengths, kl_store.num_label_tokens, ids, layout), layout)
+        own_pairs = make_eval_set(eval_set.name, kl_store, kl_plan, eval_set.normalizers)
+        with_kl_pairs.append(replace(eval_set, kl_pairs=own_pairs))
+    kl_store = kl_stores[id(store)]
+    return KLPairs(kl_store, plan.of_lengths(kl_store.lengths, kl_store.num_label_tokens)), tuple(with_kl_pairs)
 
 
 def fingerprints_of(

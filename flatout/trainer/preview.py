@@ -28,10 +28,9 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
 from flatout.track.callback import Reporter
-from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.gpu import gpu_of
-from flatout.trainer.planned_run import PlannedRun, open_data, plan_run
-from flatout.trainer.steps_and_memory import fit_plan
+from flatout.trainer.planned_run import EvalSet, PlannedRun, plan_run
+from flatout.trainer.run_data import open_data
+from flatout.trainer.steps_and_memory import fit_plan, gpu_of
 
 
 @dataclass(frozen=True, slots=True)

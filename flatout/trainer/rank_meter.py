@@ -7,17 +7,19 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from flatout.errors import ResourceError, install
+from flatout.optim.update import copy_to_host_async
 from flatout.parallel.rank import Rank
 from flatout.track.record import STEP, StepRecord
-from flatout.trainer.gpu_use import GpuUse
 
 
 def now(device: torch.device) -> torch.cuda.Event | float:
@@ -189,3 +191,139 @@ def combined_figures(by_step: Sequence[Sequence[RankFigures]], elapsed_s: float)
             total /= elapsed_s
         combined[name] = None if math.isnan(total) else int(total) if row.unit == "bytes" else total
     return combined
+
+
+# a reading takes the host up to a millisecond
+MIN_PERIOD_S = 1.0
+
+
+class GpuUse:
+    """This process's GPU, read at most once in MIN_PERIOD_S. Nothing is known of a CPU, nor where NVML does not answer.
+
+    `read` returns the joules so far and the share of time, from 0 to 1, with a kernel running.
+    """
+
+    def __init__(self, device: torch.device, read: Callable[[], tuple[float, float]] | None = None) -> None:
+        self._read = read or (_joules_and_use if device.type == "cuda" else None)
+        self._last: tuple[float, float] | None = None
+        self._figures: dict[str, float] = {}
+
+    def figures(self) -> dict[str, float]:
+        """Return the mean power since the reading before, and the last reading's share; empty if not known."""
+        now_s = time.monotonic()
+        if self._read is None or (self._last is not None and now_s - self._last[0] < MIN_PERIOD_S):
+            return self._figures
+        try:
+            joules, use = self._read()
+        except ResourceError:
+            # it will not answer later either
+            self._read, self._figures = None, {}
+            return self._figures
+        if self._last is not None:
+            self._figures = {"gpu_watts": (joules - self._last[1]) / (now_s - self._last[0]), "gpu_use": use}
+        self._last = now_s, joules
+        return self._figures
+
+
+def _joules_and_use() -> tuple[float, float]:
+    return read_joules(), _ask("use", lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+
+
+def read_joules() -> float:
+    """Return the joules that the current CUDA device has used since its driver was loaded.
+
+    It is NVML's nvmlDeviceGetTotalEnergyConsumption, a counter in mJ that is only read. Raises ResourceError in a
+    process without CUDA, without nvidia-ml-py, and where the driver has no such counter: before Volta, and for parts of
+    a GPU (MIG).
+    """
+    return _ask("energy", lambda nvml, handle: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3)
+
+
+def _ask(what: str, question: Callable[[Any, Any], float]) -> float:
+    if not torch.cuda.is_initialized():
+        raise ResourceError(f"this process uses no CUDA GPU, whose driver counts the {what}")
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ResourceError(f"nvidia-ml-py, which reads the {what}, is not installed; {install('gpu')}") from error
+    try:
+        return question(pynvml, _handle(torch.cuda.current_device()))
+    except pynvml.NVMLError as error:
+        raise ResourceError(f"NVML does not give the {what} of this GPU: {error}") from error
+
+
+@cache
+def _handle(index: int) -> Any:
+    """Return NVML's handle of a CUDA device, by its UUID, as CUDA may number the GPUs otherwise or see fewer."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostTotals:
+    """A step's totals over ranks, read by the host."""
+
+    sums: tuple[float, ...]
+    """The objective's sums in the order of `Objective.sum_names`; empty for a step without label tokens."""
+    num_stopping: float
+    """The number of ranks that were asked to stop."""
+    rank_figures: tuple[RankFigures, ...]
+    """What each rank measured, in the order of ranks; empty for one rank."""
+    aux_loss_sums: tuple[float, ...]
+    """Those of `AuxiliaryLoss.sums`."""
+    grad_norm: float
+    """The global L2 norm before clipping; 0 for a step without label tokens."""
+
+
+class StepTotals(NamedTuple):
+    """A step's totals on the device, fp64: this rank's part, or their sum over ranks."""
+
+    sums: Tensor
+    """(num_sums,): the objective's sums in the order of `Objective.sum_names`."""
+    num_stopping: Tensor
+    """(1,): the number of ranks that were asked to stop."""
+    rank_figures: Tensor
+    """(world * NUM_FIGURES,): what each rank measured, see `scatter_figures`."""
+    aux_loss_sums: Tensor
+    """(num_aux_sums,): those of `AuxiliaryLoss.sums`."""
+    grad_norm: Tensor
+    """(1,): the global L2 norm before clipping, which is no sum; (0,) until it is known."""
+
+    @classmethod
+    def of_rank(cls, rank: Rank, figures: RankFigures, *, stops: bool, sums: Tensor, aux_loss_sums: Tensor) -> Self:
+        """Return a rank's part of a step; `stops` says whether it was asked to stop."""
+        device = sums.device
+        # filled on the device, so that the host does not wait
+        stop = torch.full((1,), float(stops), dtype=torch.float64, device=device)
+        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        return cls(sums, stop, scatter_figures(figures, rank, device), aux_loss_sums, nothing)
+
+    def summed(self, sum_values: Callable[[Tensor], Tensor]) -> Self:
+        """Return the sum over ranks, in one collective."""
+        return type(self)(*sum_values(torch.cat(self)).split(self._lengths))
+
+    def is_unusable(self) -> Tensor:
+        """Return whether no update may be made (0-d): the loss or the norm is not finite, or a rank stops."""
+        is_finite = torch.stack([self.sums[0], self.grad_norm[0]]).isfinite().all()
+        return ~is_finite | (self.num_stopping[0] > 0)
+
+    def read(self) -> HostTotals:
+        """Wait for the device, and return the totals."""
+        return self._unpack(torch.cat(self).tolist())
+
+    def read_later(self) -> tuple[Callable[[], HostTotals], torch.cuda.Event | float]:
+        """Start copying to the host; return what waits for the totals, and when the copy ended on the device."""
+        read, ended = copy_to_host_async(torch.cat(self))
+        return lambda: self._unpack(read()), ended
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(part) for part in self]
+
+    def _unpack(self, values: Sequence[float]) -> HostTotals:
+        remaining = iter(values)
+        parts = [tuple(next(remaining) for _ in range(length)) for length in self._lengths]
+        sums, (num_stopping,), figures, aux_loss_sums, grad_norm = parts
+        return HostTotals(sums, num_stopping, gathered_figures(figures), aux_loss_sums, *(grad_norm or (0.0,)))

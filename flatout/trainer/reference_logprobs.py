@@ -31,11 +31,9 @@ from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.data_sets import EvalSet
-from flatout.trainer.passes import as_in_training, inference
-from flatout.trainer.planned_run import reference_identity
+from flatout.trainer.passes import as_in_training, compute_logprobs, inference
+from flatout.trainer.planned_run import EvalSet, reference_identity
 from flatout.trainer.state import TrainingRun
-from flatout.trainer.token_logprobs import compute_logprobs
 
 # micro-batches of each rank that are computed at a time
 EVAL_CHUNK = 8

@@ -59,14 +59,15 @@ from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import evaluate_now
-from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.loop import run_steps, save
 from flatout.trainer.memory_check import MemoryCheck
+from flatout.trainer.metrics import gather_gpus, run_start
 from flatout.trainer.passes import PassesStopped
-from flatout.trainer.planned_run import open_data, plan_run, require_same_run
+from flatout.trainer.planned_run import plan_run, require_same_run
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
-from flatout.trainer.run_facts import gather_gpus, run_start
+from flatout.trainer.run_data import open_data
 from flatout.trainer.state import Progress, Setup, TrainingRun
+from flatout.trainer.steps_and_memory import weakest_gpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import TracebackType
 
 import torch
 from torch import nn
@@ -12,6 +14,8 @@ from transformers import PreTrainedModel
 from flatout.checkpoint.write import Checkpoints
 from flatout.checkpoint.write_async import Saver
 from flatout.config.schema import Config
+from flatout.errors import PreemptedError
+from flatout.io.stop_signals import StopSignals
 from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.models.lora.fused import FusedLayers
 from flatout.models.model_with_loss import ModelWithLoss
@@ -19,26 +23,25 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Strategy
+from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.data_sets import EvalSet, KLPairs
-from flatout.trainer.planned_run import PlannedRun
+from flatout.trainer.planned_run import EvalSet, KLPairs, PlannedRun, plan_run
 from flatout.trainer.rank_meter import RankMeter
-from flatout.trainer.stop_request import StopRequest
+from flatout.trainer.steps_and_memory import InexactReasons
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the run is. `step` counts completed steps of the plan, `num_updates` those that changed weights.
-
-    `best_eval_loss` and `best_figure` (`eval.best`) are those of `best_step`.
-    """
+    """How far the run is."""
 
     step: int = 0
+    """Completed steps of the plan."""
     num_updates: int = 0
+    """Steps that changed weights."""
     num_samples: int = 0
     num_tokens: int = 0
     num_label_tokens: int = 0
@@ -49,6 +52,7 @@ class Progress:
     last_eval_step: int | None = None
     best_eval_loss: float | None = None
     best_figure: float | None = None
+    """The metric that `eval.best` names, at `best_step`."""
     best_step: int | None = None
     num_evals_without_best: int = 0
     stopped_early: bool = False
@@ -74,20 +78,46 @@ class LossHistory:
 
 @dataclass(slots=True)
 class LoopState:
-    """What changes during a run besides its progress.
-
-    `micro_batch_cap` is the maximum tokens per micro-batch on this rank, set after an out-of-memory error; None: as
-    planned. `num_in_flight` counts launched updates whose totals the host has not read yet. `loss_history` is kept for
-    `faults.spike`. `first_loss` is that of this process's first step, `has_diverged` whether a later one told so.
-    `not_finite` has the objective's metrics that were told to be no finite numbers.
-    """
+    """What changes during a run besides its progress."""
 
     micro_batch_cap: int | None = None
+    """The most tokens of a micro-batch on this rank, set after an out-of-memory error; None: as planned."""
     num_in_flight: int = 0
+    """Launched updates whose totals the host has not read yet."""
     loss_history: LossHistory = LossHistory()
     first_loss: float | None = None
+    """The loss of this process's first step."""
     has_diverged: bool = False
     not_finite: set[str] = field(default_factory=set)
+    """Metrics of the objective that were reported as not finite."""
+
+
+class StopRequest(StopSignals):
+    """A stop signal as a flag, read between micro-batches: `with StopRequest() as stop: ... if stop.requested`.
+
+    A second signal raises KeyboardInterrupt immediately; a save in progress then leaves only temporary files, never a
+    partial checkpoint. After a PreemptedError, further signals but Ctrl-C are ignored, unless Ctrl-C asked for the
+    stop: the process is exiting, and its launcher may signal now (another rank was asked to stop first) or again
+    (torch's does when another node leaves), which would turn "stopped and saved" into "killed".
+    """
+
+    def __init__(self, *, settle_s: float = 0.5) -> None:
+        super().__init__(self._interrupt, settle_s=settle_s)
+
+    @property
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.number != signal.SIGINT and isinstance(error, PreemptedError):
+            # not SIG_IGN, which child processes would inherit
+            self._found |= dict.fromkeys(self._found.keys() - {signal.SIGINT}, lambda number, frame: None)
+        super().__exit__(kind, error, trace)
+
+    def _interrupt(self) -> None:
+        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +135,24 @@ class Setup:
     def device(self) -> torch.device:
         return choose_device(self.config.wanted_device, self.rank)
 
+    def planned_again(self, gpu: Device | None, inexact_reasons: InexactReasons) -> Setup:
+        """Return the same data and samples of each step, planned anew for this GPU and these reasons."""
+        old = self.planned
+        planned = plan_run(self.config, old.data, self.reporter, self.rank, gpu, inexact_reasons)
+        return replace(self, planned=replace(planned, fingerprints=old.fingerprints))
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold.
-
-    `memory` is the plan's, at the level at which layers recompute: `full` where they do not compile as planned.
-    """
+    """Everything the loop needs, made by `build_run`. Fields keep their objects; a step changes what these hold."""
 
     config: Config
     rank: Rank
     device: torch.device
     reporter: Reporter
     planned: PlannedRun
-    # those of `PlannedRun.data_sets`, in their order
     loaders: tuple[BatchLoader, ...]
+    """Those of `PlannedRun.data_sets`, in their order."""
     model: PreTrainedModel
     loss_module: ModelWithLoss
     dtype: torch.dtype
@@ -131,6 +164,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     saver: Saver
     memory: MemoryDecision
+    """The plan's, at the level at which layers recompute: `full` where they do not compile as planned."""
     fused_lora: FusedLayers
     watch: PeerWatch
     rank_meter: RankMeter

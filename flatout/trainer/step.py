@@ -29,12 +29,10 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.passes import autocast, run_with_oom_retry, until_stopped_in_step
-from flatout.trainer.rank_meter import RankFigures
+from flatout.trainer.passes import autocast, compute_step_estimates, run_with_oom_retry, until_stopped_in_step
+from flatout.trainer.rank_meter import HostTotals, RankFigures, StepTotals
 from flatout.trainer.state import TrainingRun
-from flatout.trainer.step_estimates import compute_step_estimates
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
-from flatout.trainer.step_totals import HostTotals, StepTotals
 
 
 @dataclass(frozen=True, slots=True)

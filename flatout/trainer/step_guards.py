@@ -10,7 +10,7 @@ from flatout.errors import Fix, NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.planned_run import lr_note
+from flatout.trainer.run_data import lr_note
 from flatout.trainer.state import LossHistory, TrainingRun
 
 MAX_NAMED_SAMPLES = 8

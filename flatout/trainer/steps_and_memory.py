@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import socket
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from flatout.config.schema import Config
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.row_keys import prompt_keys
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
-from flatout.models.scoring import Scoring
-from flatout.objectives.protocol import Objective
+from flatout.models.load.model import gpu_features
+from flatout.parallel.control_group import ControlGroup
+from flatout.parallel.process_group import choose_device
 from flatout.parallel.rank import Rank
 from flatout.planner.cost import make_cost
-from flatout.planner.devices import Device
+from flatout.planner.devices import CONTEXT_BYTES, Device, weakest
 from flatout.planner.host_bound import is_host_bound, reachable_flops_per_s
 from flatout.planner.memory.budget import (
     MemoryDecision,
@@ -34,60 +34,13 @@ from flatout.planner.shape import ModelShape
 from flatout.planner.steps.padded import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.step_plan import BatchLayout
-from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples, split_held_out
+from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples
 from flatout.track.callback import Reporter
 from flatout.trainer.picture_inputs import require_trainable, tower_flops
+from flatout.trainer.run_data import RunData, SplitStore
 
 # batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
 MIN_SHARED_SHARE = 0.05
-
-
-class SplitStore(NamedTuple):
-    """A token store, and the samples of it to train on (None: all) and to evaluate on (None: of other data sets)."""
-
-    store: TokenStore
-    train_ids: NDArray[np.int64] | None
-    eval_ids: NDArray[np.int64] | None
-
-
-def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> SplitStore:
-    """Return a data set with the share that `eval.fraction` holds out of it, and say if that was not by chance."""
-    if not config.eval.fraction:
-        return SplitStore(store, None, None)
-    facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
-    reporter.phase("looking for equal prompts")
-    prompts, is_judged = prompt_keys(store), bool(store.meta.counts.get("pairs") or store.meta.counts.get("labelled"))
-    by_prompt = config.eval.split_by == "prompt" or (config.eval.split_by == "auto" and is_judged)
-    train_ids, eval_ids = split_held_out(*facts, prompts if by_prompt else None)
-    if by_prompt:
-        line = f"{len(eval_ids):,} samples: rows with one prompt stay on one side (eval.split_by)"
-        reporter.stage("held out", line)
-    elif num_seen := int(np.isin(prompts[eval_ids], prompts[train_ids]).sum()):
-        line = f"{num_seen:,} of {len(eval_ids):,} samples begin with a question that is trained on, too"
-        reporter.stage("held out", f"{line}; eval.split_by=prompt keeps such rows together")
-    if num_copies := store.num_samples - len(np.unique(store.hashes)):
-        line = f"split by content: {num_copies:,} of {store.num_samples:,} samples are copies"
-        reporter.stage("held out", f"{len(eval_ids):,} samples, {line}, which stay on the side of the first")
-    return SplitStore(store, train_ids, eval_ids)
-
-
-class RunData(NamedTuple):
-    """What a plan is made of, opened once: the loss, the model's sizes and the data."""
-
-    settings: PlanSettings
-    objective: Objective
-    shape: ModelShape
-    text_config: Any
-    """The configuration of the model's decoder."""
-    split: SplitStore
-    eval_stores: Mapping[str, TokenStore]
-    """The data sets to evaluate on, by name."""
-    scoring: Scoring | None
-    """The scores that the run trains, if any."""
-    new_token_ids: Sequence[int]
-    """The tokens of `data.new_tokens`."""
-    num_rows: int
-    """The rows that embedding and head have to have for them; 0 without."""
 
 
 class InexactReasons(NamedTuple):
@@ -273,3 +226,40 @@ def sharing_pays(
     ):
         return False, "not shared: steps are limited by kernel launches, so CUDA graphs help more"
     return True, f"shared: {saved_share:.1%} of the tokens are not computed again"
+
+
+def gpu_of(config: Config, rank: Rank) -> Device | None:
+    """Return the GPU that this process will train on and the bytes it may use; None on the CPU.
+
+    A single process gets the free memory. Several ranks get the total (less the context), as all must plan the same
+    micro-batches; so do deterministic runs, whose plan must not depend on other processes. Raises ResourceError as
+    `choose_device` does.
+    """
+    device = choose_device(config.wanted_device, rank)
+    if device.type != "cuda":
+        return None
+    num_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if rank.world > 1 or config.deterministic:
+        num_bytes = total_bytes - CONTEXT_BYTES
+    return Device(torch.cuda.get_device_name(device), num_bytes, *gpu_features(device))
+
+
+def weakest_gpu(config: Config, group: ControlGroup) -> Device | None:
+    """Return the GPU that all ranks plan for: the one with the least memory. None on the CPU.
+
+    Collective. Raises ResourceError as `gpu_of` does, and UsageError if `model.precision: auto` would resolve
+    differently on some.
+    """
+    gpu = gpu_of(config, group.rank)
+    if gpu is None or group.rank.world == 1:
+        return gpu
+    gathered = group.all_gather((socket.gethostname(), asdict(gpu)))
+    gpus = [Device(**values) for _, values in gathered]
+    without = [index for index, other in enumerate(gpus) if not other.has_bf16]
+    if config.model.precision == "auto" and 0 < len(without) < len(gpus):
+        index = without[0]
+        raise UsageError(
+            f"rank {index} on {gathered[index][0]}: its {gpus[index].name} has no bf16, the others have",
+            [*(Fix({"model.precision": one}) for one in ("fp16", "fp32")), Fix({}, "exclude this GPU")],
+        )
+    return weakest(gpus)

@@ -26,11 +26,11 @@ from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.gpu import weakest_gpu
 from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients
+from flatout.trainer.steps_and_memory import weakest_gpu
 
 GRADIENTS, FACTS, LOGPROBS = "gradients.safetensors", "facts.json", "reference.json"
 # a parameter's difference is relative to the norm of its gradient, but at least to this share of the global norm:

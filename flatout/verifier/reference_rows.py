@@ -16,9 +16,8 @@ from flatout.data.reference_column import add_kept
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.trainer.data_sets import EvalSet
 from flatout.trainer.passes import why_kernels_differ
-from flatout.trainer.planned_run import PlannedRun
+from flatout.trainer.planned_run import EvalSet, PlannedRun
 from flatout.trainer.reference_logprobs import compute_step, reference_key
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients

@@ -28,8 +28,8 @@ from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.trainer.model_shape import read_text_config
 from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun
-from flatout.trainer.start_check import check_start
 from flatout.trainer.state import TrainingRun
+from flatout.trainer.trainable import check_start
 from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
 from flatout.verifier.plain_loop import PlainModel, change_last_bits, plain_model, plain_step, wide_dtype

@@ -30,11 +30,10 @@ from flatout.planner.steps.step_plan import MicroBatch
 from flatout.track.callback import Reporter
 from flatout.trainer.answers import generate
 from flatout.trainer.build import build_run
-from flatout.trainer.evaluate import evaluate
+from flatout.trainer.evaluate import WorstSamples, evaluate
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import launch_step
-from flatout.trainer.worst_samples import WorstSamples
 
 
 def build(values: dict[str, Any], folder: Path, rank: Rank) -> TrainingRun:

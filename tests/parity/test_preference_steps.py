@@ -27,11 +27,10 @@ from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
 from flatout.trainer.build import build_run
-from flatout.trainer.passes import as_in_training
+from flatout.trainer.passes import as_in_training, compute_logprobs
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
-from flatout.trainer.token_logprobs import compute_logprobs
 
 KINDS = ["dpo", "kto", "reward"]
 # their result's size, or their value, is known to the device only

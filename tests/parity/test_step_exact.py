@@ -19,11 +19,10 @@ from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer import build
 from flatout.trainer.build import build_run
-from flatout.trainer.evaluate import evaluate
+from flatout.trainer.evaluate import WorstSamples, evaluate
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step, step_launcher
-from flatout.trainer.worst_samples import WorstSamples
 
 
 def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[TrainingRun, PlannedRun]:

@@ -162,7 +162,7 @@ def test_every_door_reads_a_run_where_it_is(placed, door):
 
 
 def test_a_chat_with_an_unfinished_run_reads_its_own_checkpoints(placed):
-    from flatout.trainer.load_stopped import load_stopped
+    from flatout.trainer.resume import load_stopped
 
     assert load_stopped(placed("half"), torch.device("cpu"))[2] == 2
 

@@ -189,7 +189,7 @@ class SignallingDisk(FaultyDisk):
 
 def test_a_stop_signal_during_a_save_lets_it_finish(tmp_path):
     """At any of its operations."""
-    from flatout.trainer.stop_request import StopRequest
+    from flatout.trainer.state import StopRequest
 
     for at in itertools.count():
         run_dir = tmp_path / str(at)

@@ -16,7 +16,7 @@ from flatout.errors import ResourceError
 from flatout.profile.energy import Energy
 from flatout.profile.profiler import Profiler
 from flatout.track.record import RunEnd
-from flatout.trainer.gpu_use import read_joules
+from flatout.trainer.rank_meter import read_joules
 
 
 def profiled(tmp_path: Path, read: Callable[[], float], **changes: float) -> list[str]:

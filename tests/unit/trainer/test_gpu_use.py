@@ -7,8 +7,8 @@ import torch
 
 from flatout.errors import ResourceError
 from flatout.track.run_log import read_run
-from flatout.trainer import gpu_use
-from flatout.trainer.gpu_use import GpuUse
+from flatout.trainer import rank_meter
+from flatout.trainer.rank_meter import GpuUse
 from flatout.trainer.run import train
 
 UNKNOWN: dict[str, float] = {}
@@ -16,7 +16,7 @@ UNKNOWN: dict[str, float] = {}
 
 def test_power_is_the_mean_between_two_readings(monkeypatch):
     clock = [10.0]
-    monkeypatch.setattr(gpu_use.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(rank_meter.time, "monotonic", lambda: clock[0])
     readings = [(1000.0, 0.5), (1600.0, 0.9), (1700.0, 0.1)]
     use = GpuUse(torch.device("cpu"), lambda: readings.pop(0))
     assert use.figures() == UNKNOWN

@@ -22,8 +22,8 @@ from flatout.config.read import dump_config
 from flatout.errors import NumericError, PreemptedError
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.run import train
+from flatout.trainer.state import StopRequest
 from flatout.trainer.step_guards import require_finite
-from flatout.trainer.stop_request import StopRequest
 
 
 def origin_of(sample_id: int) -> str:

@@ -203,7 +203,7 @@ def test_verify_compares_a_step_with_pictures(world, tmp_path, monkeypatch, capf
         return own(self, batch, {**values, "pixel_values": values["pixel_values"] / 2}, *rest)
 
     monkeypatch.setattr(PictureMaker, "with_values", darker)
-    monkeypatch.setattr("flatout.trainer.proofs.check_pictures", lambda *_: "not checked")
+    monkeypatch.setattr("flatout.trainer.load.check_pictures", lambda *_: "not checked")
     assert main(config) == 5
     assert "FAIL" in capfd.readouterr().out
 

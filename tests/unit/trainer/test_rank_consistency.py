@@ -10,7 +10,7 @@ from flatout.config.read import make_config
 from flatout.errors import UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device, weakest
-from flatout.trainer import gpu
+from flatout.trainer import steps_and_memory
 
 
 def test_all_ranks_plan_for_what_each_can():
@@ -27,13 +27,13 @@ def test_all_ranks_plan_for_what_each_can():
 
 def test_one_precision_for_all(monkeypatch):
     new, old = Device("H200", 139 * GIB), Device("T4", 15 * GIB, has_bf16=False)
-    monkeypatch.setattr(gpu, "gpu_of", lambda config, rank: new)
+    monkeypatch.setattr(steps_and_memory, "gpu_of", lambda config, rank: new)
 
     def plan_for(precision: str, *gpus: Device) -> Device | None:
         config = make_config({"model": {"name": "m", "precision": precision}})
         gathered = [(host, asdict(one)) for host, one in zip("ab", gpus, strict=True)]
         group: Any = SimpleNamespace(rank=Rank(0, 2), all_gather=lambda mine: gathered)
-        return gpu.weakest_gpu(config, group)
+        return steps_and_memory.weakest_gpu(config, group)
 
     with pytest.raises(UsageError, match="rank 1 on b: its T4 has no bf16") as refused:
         plan_for("auto", new, old)

@@ -7,7 +7,7 @@ import torch
 
 from flatout.errors import UsageError
 from flatout.models.load.inference import load_trained, resolve_model_paths
-from flatout.trainer.load_stopped import load_stopped
+from flatout.trainer.resume import load_stopped
 from flatout.trainer.run import train
 
 CPU = torch.device("cpu")

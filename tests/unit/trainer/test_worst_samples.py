@@ -181,7 +181,7 @@ def test_one_tokenizer_serves_an_evaluation_and_one_that_is_gone_ends_no_run(tin
         calls.append(1)
         raise DataError("its tokenizer is gone")
 
-    monkeypatch.setattr("flatout.trainer.worst_samples.tokenizer_of", gone)
+    monkeypatch.setattr("flatout.trainer.evaluate.tokenizer_of", gone)
     evals = trained(tiny, held_out, tmp_path / "run", "eval.prompts=[]", "batch.max_steps=2").evals
     assert len(calls) == len(evals)
     assert [len(record.worst) for record in evals] == [8] * len(evals)

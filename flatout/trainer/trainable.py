@@ -1,6 +1,8 @@
-"""What a start would refuse of a run's settings and its model's files, found without any weights."""
+"""What of a model is trained, and what a start would refuse of it, found without any weights."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -25,8 +27,36 @@ from flatout.models.trained_fp8 import find_float8
 from flatout.objectives.protocol import Objective
 from flatout.trainer.model_shape import build_empty
 
+CPU = torch.device("cpu")
 # shapes and settings whose adapters PEFT reads, as this process has found
 _READ_BY_PEFT: set[str] = set()
+
+
+def make_trainable(
+    model: PreTrainedModel,
+    config: Config,
+    token_ids: Sequence[int],
+    report: Callable[[str, str], None] = lambda stage, line: None,
+) -> None:
+    """Add LoRA adapters, or freeze parameters for full fine-tuning; `report` gets a line of each stage.
+
+    LoRA also trains the rows of the new `token_ids`. Parameters that only pictures use are frozen, too, unless
+    model.freeze_vision_tower or model.freeze_projector is false.
+    """
+    parts = config.model.trained_parts
+    if config.method == "lora":
+        rows = rows_of_tokens(model, config.lora, token_ids)
+        for line in add_lora(model, config.lora, seed=config.seed, rows=rows, parts=parts):
+            report("lora", line)
+        if config.lora.continue_from is not None:
+            load_adapter(model, config.lora.continue_from)
+            report("lora", f"continues from {config.lora.continue_from}")
+    elif config.freeze:
+        report("freeze", freeze(model, config.freeze))
+    if config.experts.bias_update:
+        prepare_biases(model)
+    if unreached := freeze_unreached(model, parts):
+        report("freeze", unreached)
 
 
 def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_peft: bool) -> PreTrainedModel:
@@ -42,31 +72,25 @@ def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_pef
     check_source(name, revision, needs_weights=config.model.init == "pretrained")
     text = read_config(name, revision, config.base.storage if is_lora else "model", None).get_text_config()
     if on_cpu:
-        cpu = torch.device("cpu")
-        dtype = weight_dtype_of(config.method, config.full, resolve_precision(config.model.precision, cpu))
-        choose_attention(config.model.attention, text, device=cpu, dtype=dtype)
-    adapters = [folder for folder in (config.lora.continue_from, config.objective.reference.adapter) if folder]
+        dtype = weight_dtype_of(config.method, config.full, resolve_precision(config.model.precision, CPU))
+        choose_attention(config.model.attention, text, device=CPU, dtype=dtype)
+    reference = config.objective.reference.adapter
     labels = None
     if objective.reads == "scores":
-        scoring = saved_scoring(adapters[0]) if adapters else None
+        adapter = config.lora.continue_from or reference
+        scoring = saved_scoring(adapter) if adapter else None
         labels = scoring.labels if scoring else ONE_SCORE
     token_ids, num_rows = new_token_ids(config.data, name)
     values = read_model_config(name, revision)
     model = build_empty(values, f"{name}/config.json", labels=labels, num_rows=num_rows)
+    make_trainable(model, config, token_ids)
     if is_lora:
-        rows = rows_of_tokens(model, config.lora, token_ids)
-        add_lora(model, config.lora, seed=config.seed, rows=rows, parts=config.model.trained_parts)
-        key = xxh3_128_hexdigest(repr([values, config.lora, config.model.trained_parts, rows, labels]).encode())
+        key = xxh3_128_hexdigest(repr([values, config.lora, config.model.trained_parts, token_ids, labels]).encode())
         if reads_peft and key not in _READ_BY_PEFT:
             adapter_config(model, config.lora, base_name=name)
             _READ_BY_PEFT.add(key)
-        for adapter in adapters:
-            load_adapter(model, adapter)
-    elif config.freeze:
-        freeze(model, config.freeze)
-    if config.experts.bias_update:
-        prepare_biases(model)
-    freeze_unreached(model, config.model.trained_parts)
+        if reference is not None:
+            load_adapter(model, reference)
     Routers(model, config.experts)
     # with a trained tower, the plan refuses it on any device
     if config.full.compute != "model" and not config.model.trained_parts:
@@ -82,8 +106,7 @@ def require_disk(config: Config, model: PreTrainedModel, *, on_cpu: bool) -> Non
     if any((config.folder / "checkpoints").glob("step-*")):
         return
     precision, is_lora = config.model.precision, config.method == "lora"
-    cpu = torch.device("cpu")
-    dtype = torch.bfloat16 if precision == "auto" and not on_cpu else resolve_precision(precision, cpu)
+    dtype = torch.bfloat16 if precision == "auto" and not on_cpu else resolve_precision(precision, CPU)
     # adapters are trained and exported in fp32
     trained_dtype = (
         torch.promote_types(dtype, torch.float32) if is_lora else weight_dtype_of("full", config.full, dtype)
