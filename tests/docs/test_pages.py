@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from usual import usual
 
 from flatout.cli.main import main
 from flatout.config.read import load_config
@@ -79,7 +80,11 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
         yield note, language, re.sub(f"^{indent}", "", text, flags=re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+# what most people read first; the others run the same verbs with other settings
+FIRST = {ROOT / "README.md", DOCS / "python.md"}
+
+
+@pytest.mark.parametrize("page", usual(PAGES, FIRST), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs(page, world, tmp_path, monkeypatch):
     """In the order of the page, in one folder; `<!-- test: WHY -->` above a block says why it cannot run here."""
     here = tmp_path / "work"

@@ -192,11 +192,6 @@ def test_sections_of_another_kind_are_named(given, named):
         make_config({"model": {"name": "m", "precision": "fp32"}, "strategy": "deepspeed", "deepspeed": given})
 
 
-def test_a_very_long_path_is_no_file():
-    with pytest.raises(UsageError, match="File name too long"):
-        make_config({"model": {"name": "m"}, "strategy": "deepspeed", "deepspeed": "x" * 5000})
-
-
 def test_a_section_of_null_is_one_left_out():
     settings = {"model": {"name": "m"}, "strategy": "deepspeed", "method": "full"}
     filled = [

@@ -101,15 +101,6 @@ def test_all_shows_sixty_settings_and_advanced_the_others_with_their_reasons(tmp
     assert all(f"Advanced: {why}." in told for why in ADVANCED.values())
 
 
-def test_init_refuses_to_overwrite(tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text("mine")
-    assert main(["init", str(path), "--data", "d", "--model", "m"]) == 2
-    assert path.read_text() == "mine"
-    assert "already exists; choose a different file" in capsys.readouterr().err
-    assert main(["init", str(tmp_path / "no" / "run.yaml"), "--data", "d", "--model", "m"]) == 2
-
-
 def test_init_with_data_and_model_writes_no_demo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "my run.yaml", "--data", "built-1", "--model", "org/model"]) == 0

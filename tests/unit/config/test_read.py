@@ -134,12 +134,6 @@ def test_what_is_no_section_is_refused_as_such_with_every_objective(section, val
         Config(**values, rank=8, lr=1e-4, max_steps=1) if not isinstance(value, dict) else Config(**values)
 
 
-@pytest.mark.parametrize("name", ["data", "run_dir", "name", "method", "objective"])
-def test_python_refuses_another_value_of_a_wrong_type_in_a_sentence(name):
-    with pytest.raises(UsageError, match=rf"\b{name}: "):
-        flatout.train({"model": "m", name: 5})
-
-
 def test_a_section_that_is_one_gets_the_score_that_an_objective_trains(tmp_path):
     path = write(tmp_path, MINIMAL + "objective: classify\n")
     for words in ([], ["lora={rank: 8}"], ["lora.modules_to_save=[score]"]):

@@ -245,12 +245,6 @@ def test_a_bad_example_is_refused_unless_its_label_is_said_to_mean_nothing(label
     assert parsed(row, keys=ignores["data.sources"][0]["keys"]).messages == plain
 
 
-@pytest.mark.parametrize("label", [True, 1, "true", None, "", "positive", 2, 0.5, ["a"]])
-def test_other_labels_are_no_reason_to_refuse_an_answer(label):
-    for row in ({"messages": [QUESTION, ANSWER]}, {"instruction": "q", "output": "a"}):
-        assert parsed(row | {"label": label}).messages == parsed(row).messages
-
-
 def test_the_sources_system_prompt_fills_in_only_where_there_is_none():
     rows = [
         {"messages": [QUESTION]},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,6 @@ class Built:
     @property
     def learnt(self) -> list[str]:
         return [labels for _, labels in self.samples]
-
-
-Build = Callable[..., Built]
 
 
 @pytest.fixture
@@ -280,22 +276,6 @@ def test_parts_with_media_are_refused(build, part):
     assert build([{"messages": [QUESTION | {"images": []}, GOOD]}]).code == 0
 
 
-PAIR = {"prompt": "q ", "completion": "good"}
-
-
-@pytest.mark.parametrize("row", [PAIR, {"messages": [QUESTION, GOOD]}, {"instruction": "q", "output": "good"}])
-@pytest.mark.parametrize(("bad", "good"), [(0, 1), (0.0, 1.0), ("0", "1"), ("false", "true"), (False, True)])
-def test_a_bad_example_is_refused_however_it_is_written(build, row, bad, good):
-    plain = ("--format", "prompt_completion") if row is PAIR else ()  # TRL's rows of KTO look like this
-    refused = build([row | {"label": good}, row | {"label": bad}], *plain)
-    assert refused.code == 3
-    assert re.search(r"rows\.jsonl:2: label is (0|0\.0|false), so this answer is a bad example", refused.printed)
-    assert len(build([row | {"label": good}] * 2, *plain).samples) == 2
-    assert build([row | {"label": bad}], "--key", "label=ignored").code == 0
-    judged = build([row | {"label": good}, row | {"label": bad}], "--format", "kto")
-    assert (judged.code, judged.counts["labelled"]) == (0, 2), judged.printed
-
-
 def test_labels_of_csv_and_parquet(build):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -306,11 +286,6 @@ def test_labels_of_csv_and_parquet(build):
         refused = build(None, file=file)
         assert (refused.code, f"{file}:2: label is 0" in refused.printed) == (3, True), refused.printed
         assert len(build(None, "--on-bad-row", "skip", file=file).samples) == 1
-
-
-def test_the_class_of_a_text_is_no_verdict(build):
-    built = build([{"text": "good", "label": label} for label in (0, 1, 2)])
-    assert (built.code, len(built.samples)) == (0, 3)
 
 
 @pytest.mark.parametrize(("name", "bad", "good"), [("train", False, True), ("loss", 0, 1), ("masked", True, False),

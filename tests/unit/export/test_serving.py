@@ -176,10 +176,3 @@ def test_what_cannot_be_written_is_said(run_dir, tmp_path, options, code, said, 
     assert export(run, tmp_path / "out", *options) == code
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_with_content_is_left_alone(run_dir, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert export(run_dir, tmp_path, "vllm") == 6
-    assert "is not empty" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -10,8 +10,7 @@ from flatout.kernels.capability import choose_kernels_of
 from flatout.models import attention
 from flatout.models.arch_quirks import choose_layout, logits_scale
 from flatout.models.blocks import decoder_layers
-from flatout.models.compile.recompute import apply_recompute
-from flatout.models.load.model import load_model, resolve_precision
+from flatout.models.load.model import load_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -61,18 +60,6 @@ def test_random_weights_need_only_a_config(tmp_path):
     model = load(tmp_path, init="random").model
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert len(decoder_layers(model)) == 2
-
-
-def test_gradient_checkpointing_is_switched_on(folder):
-    model = load(folder).model
-    assert not model.is_gradient_checkpointing
-    apply_recompute(model, "full")
-    assert model.is_gradient_checkpointing
-
-
-def test_precision_names():
-    assert resolve_precision("auto", CPU) == torch.float32
-    assert resolve_precision("bf16", CPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba"])

@@ -78,12 +78,6 @@ def test_weights_of_the_hub_whose_download_did_not_finish(tmp_path, monkeypatch,
         load_for_inference("org/tiny", device=CPU)
 
 
-def test_no_weights(folder):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="no \\*\\.safetensors weights"):
-        load(folder)
-
-
 @pytest.mark.parametrize("damage", ["huge header", "truncated", "empty", "not json"])
 def test_damaged_safetensors_name_the_file(folder, damage):
     file = folder / "model.safetensors"

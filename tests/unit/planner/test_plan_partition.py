@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.partition import bin_pack, partition, rebalance
+from flatout.planner.steps.partition import bin_pack, partition
 
 # Qwen3-8B with LoRA rank 16
 QWEN3_8B = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)
@@ -62,12 +62,6 @@ def test_ties_go_to_the_lower_index():
     assert partition([1.0] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_exchanges_repair_the_greedy_choice():
-    # greedy gives 3 + 2 + 2 = 7 and 3 + 2 = 5; one part of 6 each exists
-    parts = partition([3, 3, 2, 2, 2], 2)
-    assert sorted(loads_of(parts, [3, 3, 2, 2, 2])) == [6, 6]
-
-
 def test_no_parts_is_refused():
     with pytest.raises(ValueError, match="num_parts"):
         partition([1.0], 0)
@@ -101,26 +95,6 @@ def test_packing_is_nearly_always_the_fewest(budget):
     assert min(extra) >= 0
     assert max(extra) <= 1
     assert sum(extra) <= 3
-
-
-def test_best_fit_steps_in_where_levelling_cannot_fit():
-    lengths = [39, 85, 42, 53, 91, 85, 35, 24, 97]
-    assert len(bin_pack(lengths, 100)) == fewest(lengths, 100) == 6
-
-
-def test_best_fit_is_levelled_too():
-    # best-fit decreasing alone leaves micro-batches of 75, 82, 84, 97, 98 and 100
-    lengths = [75, 38, 50, 82, 38, 29, 98, 12, 30, 84]
-    assert sorted(loads_of(bin_pack(lengths, 100), lengths)) == [82, 84, 87, 88, 97, 98]
-
-
-def test_exchanges_move_and_swap():
-    moved = [[0, 1, 2, 3, 4], [5]]
-    rebalance(moved, [1] * 6)
-    assert sorted(map(len, moved)) == [3, 3]
-    swapped = [[0, 1], [2, 3]]
-    rebalance(swapped, [5, 4, 3, 2])
-    assert loads_of(swapped, [5, 4, 3, 2]) == [7, 7]
 
 
 def test_largest_micro_batch_first_and_stable_inside():

@@ -177,7 +177,7 @@ def settings_of_others(valid: dict[str, Any]) -> Iterator[bytes]:
 
 
 def test_an_upload_is_answered_in_a_sentence(client, workspace):
-    for value in TEXTS:
+    for value in (*TEXTS, ".hidden.jsonl", "../x.jsonl", "a/b.jsonl", "x.exe", "a b.jsonl"):
         assert not answered(client.post("/api/upload", params={"name": value}, content=b"{}"), value)
     for size in ("²", "-1", "9" * 5000, "x", "", "1e9"):
         headers = {"content-length": size} if size.isascii() else [(b"content-length", size.encode())]

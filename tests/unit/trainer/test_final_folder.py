@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 from flatout.cli import merge as merge_cli
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import TokenStore
-from flatout.errors import UsageError
 from flatout.trainer.run import train
 
 
@@ -39,8 +38,3 @@ def test_the_trained_template_is_the_exported_tokenizers(tiny, tmp_path, method)
         for index in range(store.num_samples):
             rendered = tokenizer.apply_chat_template(rows[store.rows[index] - 1], return_dict=True)["input_ids"]
             assert rendered == store.sample(index).token_ids.tolist()
-
-
-def test_a_senseless_rank_is_refused_before_memory_is_taken(tiny, tmp_path):
-    with pytest.raises(UsageError, match=r"lora\.rank is 1,000,000,000"):
-        train(tiny.config(tmp_path / "run", lora={"rank": 1_000_000_000}))

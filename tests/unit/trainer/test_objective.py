@@ -132,11 +132,6 @@ def test_weights_that_cannot_be_are_refused_before_the_first_step_and_ones_chang
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_missing_column_is_said_before_the_first_step(tiny, tmp_path):
-    with pytest.raises(DataError, match="no column 'weight', which objective weighted_tokens needs"):
-        train(tiny.config(tmp_path / "run", objective="weighted_tokens"))
-
-
 def test_a_loss_of_ones_own_runs_from_the_command_line_and_its_figures_are_shown(
     tiny, tmp_path, focal, capsys, metrics_of
 ):
@@ -339,6 +334,8 @@ def test_a_file_that_cannot_be_used_is_one_sentence(tiny, tmp_path, focal, chang
         ("weighted_token", "try objective=weighted_tokens"),
         ({"beta": 0.1}, "objective.beta: cross_entropy has no fields"),
         ({"kind": "dpo", "robust": True}, "objective: robust has no effect without label_smoothing, the share"),
+        ({"kind": "simpo", "beta": 0}, "objective.beta: input should be greater than 0, got 0"),
+        ({"kind": "orpo", "gamma": 1.0}, "objective.gamma: orpo has no such field; its fields are sft_weight, beta"),
         ({"path": "own.py"}, "expected FILE.py:CLASS"),
         ({"path": "own.py:Focal", "kind": "weighted_tokens"}, "keep one"),
     ],

@@ -7,13 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
-from flatout.data import registry
-from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.parallel.rank import Rank
@@ -32,7 +29,6 @@ PAIRS = [
     for k in range(24)
 ]
 JUDGED = [{"prompt": p["prompt"], "completion": p["chosen"], "label": k % 3 > 0} for k, p in enumerate(PAIRS)]
-Plan = Callable[..., PlannedRun]
 
 
 @pytest.fixture
@@ -108,31 +104,6 @@ def test_a_loss_of_ones_own_builds_on_preference(tiny, tmp_path, capfd):
     assert unusual in " ".join(capfd.readouterr().out.split())
     assert main(["plan", str(tmp_path / "run.yaml"), "optim.lr=5e-6"]) == 0
     assert "losses over pairs usually take" not in " ".join(capfd.readouterr().out.split())
-
-
-@pytest.mark.exhaustive
-def test_a_file_of_pairs_is_trained_on_one_and_two_ranks(tiny, tmp_path):
-    """The commands: data build, then train with a loss of one's own; a step does not depend on the ranks."""
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    root = tmp_path / "data"
-    command = ["data", "build", str(file), "--tokenizer", str(tiny.model_dir), "--name", "pairs", "--root", str(root)]
-    command += ["--max-tokens", "500"]
-    assert main(command) == 0
-    folder = registry.entry_dir(root, registry.find(root, "pairs"))
-    add_column(folder, "ref_logprob", np.full(48, -20.0), per="sample", meaning="log-probability of the reference")
-    first = []
-    for name, overrides in (("one", []), ("two", ["gpus=[0,1]"])):
-        config = tiny.config(
-            tmp_path / name, data={"name": "pairs", "root": str(root), "sources": []},
-            objective={"path": f"{EXAMPLE}:DPO"}, model={"precision": "fp64"}, batch={"max_steps": 2},
-        )  # fmt: skip
-        written = tmp_path / f"{name}.yaml"
-        written.write_text(dump_config(config))
-        assert main(["train", str(written), *overrides]) == 0
-        steps = read_run(tmp_path / name).steps
-        first.append((steps[0].loss, steps[0].metrics["rewards/margins"]))
-    assert first[0] == pytest.approx(first[1], rel=1e-12)
 
 
 class Told(Reporter):

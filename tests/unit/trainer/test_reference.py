@@ -160,21 +160,6 @@ def test_a_data_set_keeps_the_newest_references(tiny, root, monkeypatch, metrics
     assert "are known from an earlier run" in said_again
 
 
-def test_sixteen_stay_however_many_runs_keep_theirs(tiny, root):
-    """Of KTO a data set keeps two: of the answers, and of prompts with the answers to other ones."""
-    keys, removed = [f"{number:032x}"[::-1] for number in range(20)], []
-    for number, key in enumerate(keys):
-        store = with_reference(TokenStore.open(registry.built_dir(root, "pairs")))
-        store.extra[REFERENCE][:] = -float(number + 1)
-        removed += keep_on_disk(store, key, f"by model {number}")
-    assert removed == [f"by model {number}" for number in range(4)]
-    assert columns_of(root).keys() == {column_of_key(key) for key in keys[4:]}
-    trained(config_of(tiny, root, "run"))
-    kept = columns_of(root)
-    assert len(kept) == len(list(store.folder.glob("reference_*.npy"))) == 16
-    assert not {column_of_key(key) for key in keys[:5]} & kept.keys()
-
-
 def test_runs_that_keep_references_at_once_drop_the_oldest(root, monkeypatch):
     """Another run replaces what it has kept, each time that this one has read the data set's list without its lock."""
     monkeypatch.setattr("flatout.data.reference_column.MOST_KEPT", 2)
@@ -411,13 +396,6 @@ def test_a_column_of_that_name_cannot_be_written(tiny, root):
         "mine"
         in add_column(store.folder, "ref_logprob", values, per="sample", meaning="mine").columns["ref_logprob"].meaning
     )
-
-
-def test_singles_have_no_reference_pass(tiny, tmp_path):
-    write_units(tmp_path, tiny.model_dir, [1] * 8, name="pairs")
-    with pytest.raises(DataError, match="objective dpo needs a chosen and a rejected answer"):
-        train(config_of(tiny, tmp_path, "run"))
-    assert not columns_of(tmp_path)
 
 
 @pytest.mark.parametrize("model", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from flatout.config.data import SourceConfig
 from flatout.data.build import open_or_build
 from flatout.errors import CheckpointError, DataError, NumericError, ResourceError, UsageError
-from flatout.io.file_lock import RunLock
 from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
@@ -195,19 +194,6 @@ def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted):
         assert sum(length for rank in step for batch in rank for length in batch) == record.num_tokens
 
 
-def test_a_changed_setting_is_refused_and_can_be_allowed(uninterrupted, tmp_path):
-    config, result = uninterrupted
-    run_dir = tmp_path / "run"
-    shutil.copytree(result.folder, run_dir)
-    forget_after(run_dir, 5)
-    changed = config.model_copy(update={"run_dir": run_dir, "optim": config.optim.model_copy(update={"lr": 5e-4})})
-    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.001 in the checkpoint, 0\.0005 now"):
-        train(changed)
-    allowed = config.checkpoint.model_copy(update={"allow_change": ["optim.lr"]})
-    train(changed.model_copy(update={"checkpoint": allowed}))
-    assert not torch.equal(*(next(iter(weights(folder).values())) for folder in (run_dir, result.folder)))
-
-
 def test_a_resume_with_other_planned_micro_batches_says_so(tiny, tmp_path, monkeypatch):
     """As on a GPU whose free memory differs; the settings are the same."""
     batch = {"micro_batch_tokens": None, "max_steps": 4}
@@ -219,22 +205,6 @@ def test_a_resume_with_other_planned_micro_batches_says_so(tiny, tmp_path, monke
         train(config)
         said = "micro-batch tokens: 8192 in the checkpoint, 1000 now"
         assert (said in (tmp_path / "run" / "events.jsonl").read_text()) is is_said
-
-
-def test_other_data_is_refused(tiny, tmp_path):
-    chats = tmp_path / "chats.jsonl"
-    rows = tiny.chats.read_text().splitlines(keepends=True)
-    chats.write_text("".join(rows))
-    settings = {
-        "data": {"root": str(tmp_path / "data"), "sources": [{"path": str(chats)}]},
-        "checkpoint": {"every_steps": 2, "keep": 20},
-    }
-    config = tiny.config(tmp_path / "run", **settings)
-    train(config)
-    forget_after(tmp_path / "run", 4)
-    chats.write_text("".join(rows[:-20]))
-    with pytest.raises(CheckpointError, match=r"num_samples 120.*num_samples 100"):
-        train(config)
 
 
 def test_a_non_finite_loss_stops_before_the_update(tiny, tmp_path):
@@ -315,12 +285,6 @@ def test_a_step_that_fp16_skips_is_no_update(tiny, tmp_path, metrics_of, capsys,
     for step in range(2, 11):
         old, new = (load_file(tmp_path / f"run/checkpoints/step-{n}/model.safetensors") for n in (step - 1, step))
         assert all(torch.equal(old[key], new[key]) for key in old) == (step in skipped)
-
-
-def test_two_runs_in_one_folder(tiny, tmp_path):
-    config = tiny.config(tmp_path / "run")
-    with RunLock(tmp_path / "run"), pytest.raises(ResourceError, match="is locked by pid"):
-        train(config)
 
 
 def test_early_stop_keeps_the_best(tiny, tmp_path):

@@ -248,26 +248,3 @@ def test_a_loss_that_needs_a_column_names_it_before_step_0(tiny, tmp_path, capsy
     assert "the data differs from what the checkpoint was trained on" in capsys.readouterr().err
     add_column(store.folder, "ref_logprob", reference, per="sample", meaning="by the reference")
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ([2] * 12, None),
-        ([2, 1, 3] * 4, "objective DPO takes units of 2; 8 of 12 units"),
-        ([1] * 24, "objective DPO needs a chosen and a rejected answer in each row; 24 of 24 have one"),
-    ],
-)
-def test_a_loss_of_pairs_takes_pairs_only(tiny, tmp_path, capsys, sizes, said):
-    """A unit of another size would be cut into pairs of strangers, or leave no pair at all."""
-    write_units(tmp_path, tiny.model_dir, sizes)
-    dpo = Path(__file__).parents[3] / "examples" / "dpo.py"
-    (tmp_path / "run.yaml").write_text(
-        f"run_dir: {tmp_path / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"
-        f"data: {{name: units, root: '{tmp_path}'}}\nbatch: {{samples_per_step: 5, max_steps: 1}}\n"
-        f"eval: {{prompts: []}}\nlora: {{rank: 4, alpha: 8}}\nobjective: {{path: '{dpo}:DPO'}}\n"
-    )
-    assert main(["plan", str(tmp_path / "run.yaml")]) == (0 if said is None else 3)
-    if said is not None:
-        shown = " ".join(capsys.readouterr().err.split())
-        assert said in shown
