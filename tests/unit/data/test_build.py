@@ -406,13 +406,8 @@ def test_without_sources_the_registry_is_asked(maker, shared):
     built = maker.build([chat("q", "a")])
     config = DataConfig(name="d", root=maker.root / "data")
     assert open_or_build(config, maker.tokenizer).meta == built.meta
-    for wrong, message in (
-        ({"template": "zephyr"}, "chat template 'chatml', but 'zephyr' is configured"),
-        ({"loss_type": "all"}, "loss_type=response_only, but all is configured"),
-        ({"max_tokens": 7}, "max_tokens=None, but 7 is configured"),
-    ):
-        with pytest.raises(DataError, match=message):
-            open_or_build(DataConfig(name="d", root=maker.root / "data", **wrong), maker.tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="chat template 'chatml', but 'zephyr' is configured"):
+        open_or_build(DataConfig(name="d", root=maker.root / "data", template="zephyr"), maker.tokenizer)
     with pytest.raises(DataError, match="was built with tokenizer"):
         open_or_build(config, str(shared / "tok_minimind"))
     with pytest.raises(DataError, match="no data set 'e'"):
@@ -462,17 +457,6 @@ def test_drawing_is_exact():
         uses = np.concatenate(copies_of_rows([50, 30], [1.0, 2.0], 40, shuffle=True, seed=seed))
         assert uses.sum() == 40
         assert uses[:50].max() <= 1
-
-
-def test_processes_change_nothing(maker):
-    rows = [chat("q", f"the answer {i}") for i in range(2600)]  # more chunks than are in flight at once
-    alone = maker.build(rows, name="alone")
-    many = maker.build(rows, name="many", num_procs=2)
-    assert alone.meta.fingerprint == many.meta.fingerprint
-    assert np.array_equal(alone.token_ids, many.token_ids)
-    assert np.array_equal(alone.loss_mask, many.loss_mask)
-    assert np.array_equal(alone.offsets, many.offsets)
-    assert np.array_equal(alone.rows, many.rows)
 
 
 @pytest.mark.parametrize("which", ["first", "forked"])
@@ -617,13 +601,6 @@ def test_nulls_of_a_table_are_absent_keys(maker, small_tokenizer):
         ['{"a": "1"}'], ['{"b": "2"}']
     ]  # fmt: skip
     assert store.meta.counts["bad"] == 1  # the null row
-
-
-def test_joined_texts_are_told(maker):
-    said: list[str] = []
-    config = maker.config(maker.write([{"prompt": "2+2=", "completion": "4"}]), template=None)
-    open_or_build(config, maker.tokenizer, log=said.append)
-    assert "concatenated, without a chat template or separator" in said[0]
 
 
 def test_errors_cross_processes_as_they_are(maker):

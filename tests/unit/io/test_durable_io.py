@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import shutil
 import struct
 from pathlib import Path
 
@@ -265,24 +263,6 @@ def test_no_link_is_followed(tmp_path):
     assert outside.read_text() == "precious"
 
 
-def test_a_file_of_lines_loses_lines_while_the_disk_refuses(tmp_path):
-    lines = AppendFile(tmp_path / "metrics.jsonl")
-    lines.write("a" * 3000)
-    found = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, found[1]))
-    try:
-        for _ in range(3):
-            lines.write("b" * 3000)
-            assert lines.trouble == f"{tmp_path / 'metrics.jsonl'}: File too large"
-        lines.write("c")  # there is room for a short one
-        assert lines.trouble is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, found)
-    lines.write("d" * 3000)
-    lines.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == f"{'a' * 3000}\nc\n{'d' * 3000}\n"
-
-
 def test_a_line_cut_off_by_a_crash_is_removed(tmp_path):
     for before, kept in (("a\nb", "a\n"), ("a", ""), ("a\n", "a\n"), ("", "")):
         path = tmp_path / "events.jsonl"
@@ -291,15 +271,3 @@ def test_a_line_cut_off_by_a_crash_is_removed(tmp_path):
         lines.write("next")
         lines.close()
         assert path.read_text() == f"{kept}next\n"
-
-
-def test_a_deleted_file_or_folder_is_made_again(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.parent.mkdir()
-    lines = AppendFile(path)
-    lines.write("a")
-    shutil.rmtree(path.parent)
-    lines.write("b")
-    lines.write("c")
-    assert path.read_text() == "b\nc\n"
-    lines.close()

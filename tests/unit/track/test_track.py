@@ -284,12 +284,3 @@ def test_how_a_run_ends_is_written_early_and_a_later_end_has_precedence(tmp_path
     assert read_end(tmp_path) == END
     again.on_start(START)
     assert read_end(tmp_path) is None
-
-
-def test_every_callback_is_called(tmp_path):
-    folders = [RunFolderWriter(tmp_path / name) for name in ("a", "b")]
-    both = Reporter(*folders)
-    both.record(EVAL)
-    both.end(END)
-    assert (tmp_path / "a" / "metrics.jsonl").read_text() != ""
-    assert (tmp_path / "a" / "metrics.jsonl").read_text() == (tmp_path / "b" / "metrics.jsonl").read_text()

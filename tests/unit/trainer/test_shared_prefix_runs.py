@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from flatout.cli.main import main
-from flatout.config.read import dump_config, load_config
+from flatout.config.read import dump_config
 from flatout.errors import UsageError
 from flatout.trainer.run import train
 
@@ -148,16 +148,6 @@ def test_what_a_model_would_compute_differently_is_not_shared(tiny, chats, tmp_p
     assert why in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("scope", ["token", "sample"])
-def test_an_objective_over_log_probabilities_shares_prefixes(tiny, chats, tmp_path, scope):
-    loss = "return {'loss': -labels.logprobs.sum()}"
-    own = f"import flatout\nclass Own(flatout.Objective):\n    scope = {scope!r}\n"
-    (tmp_path / "own.py").write_text(f"{own}    def __call__(self, labels):\n        {loss}\n")
-    objective = {"path": f"{tmp_path / 'own.py'}:Own"}
-    train(run_of(tiny, chats, tmp_path / "run", batch={"max_steps": 1}, objective=objective))
-    assert said(tmp_path / "run", "prefixes")[0].startswith("shared:")
-
-
 def test_data_without_a_common_start_shares_nothing(tiny, tmp_path):
     train(tiny.config(tmp_path / "run", batch={"max_steps": 1, "share_prefix": "on"}))
     assert said(tmp_path / "run", "prefixes") == ["not shared: no samples begin with the same 64 unlabelled tokens"]
@@ -197,14 +187,3 @@ def test_a_model_that_fails_the_self_test_is_planned_again_without(tiny, chats, 
     assert second.startswith("not shared: model type qwen3: shared prefixes change hidden states by")
     with pytest.raises(UsageError, match="shared prefixes change hidden states"):
         train(run_of(tiny, chats, tmp_path / "other", batch={"max_steps": 1, "share_prefix": "on"}))
-
-
-def test_a_bare_on_or_off_is_that_word(tiny, tmp_path):
-    """YAML reads them as true and false."""
-    path = tmp_path / "run.yaml"
-    for word in ("on", "off", "auto"):
-        path.write_text(f"model: {{name: {tiny.model_dir}}}\nbatch: {{share_prefix: {word}}}\n")
-        config = load_config(path)
-        assert config.batch.share_prefix == word
-        path.write_text(dump_config(config))
-        assert load_config(path, [f"batch.share_prefix={word}"]) == config
