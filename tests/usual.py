@@ -9,5 +9,6 @@ import pytest
 
 
 def usual(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
-    """All cases as parameters; those that are not `default` run the same code again and are marked `exhaustive`."""
-    return [one if one in default else pytest.param(one, marks=pytest.mark.exhaustive) for one in cases]
+    """All cases as parameters, a tuple for several; those not `default` run the same code again: `exhaustive`."""
+    values = [(one, one if isinstance(one, tuple) else (one,)) for one in cases]
+    return [pytest.param(*own, marks=() if one in default else pytest.mark.exhaustive) for one, own in values]

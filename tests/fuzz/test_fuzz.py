@@ -1,7 +1,7 @@
 """No traceback for anything that a user or a machine can do: thousands of spoiled inputs, through the command line.
 
 The run's summary has the number of cases and of each kind of fault. FLATOUT_FUZZ_SEEDS=N draws N samples instead of
-one, FLATOUT_FUZZ_SEEDS=all takes every case (hours). Kinds that take longer run with `make test-long`.
+one, FLATOUT_FUZZ_SEEDS=all takes every case (hours).
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ KINDS = {
     "disk": (fuzz_commands.disk_cases, 0),
 }
 
-USUAL = {"config", "config file", "rows"}
-
 
 @pytest.fixture(scope="session")
 def world(tiny, tmp_path_factory):
@@ -45,9 +43,8 @@ def world(tiny, tmp_path_factory):
 
 
 @pytest.mark.timeout(0 if SEEDS != "1" else 600)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.exhaustive) for kind in KINDS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_spoiled_input_is_refused_clearly_or_handled(kind, world, record_property):
     list_cases, sample_size = KINDS[kind]
     every_case = list(list_cases(world))

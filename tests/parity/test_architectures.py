@@ -91,7 +91,7 @@ def write(model_type: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", usual(["full", "lora"], ["lora"]))
-@pytest.mark.parametrize("model_type", TRAINED)
+@pytest.mark.parametrize("model_type", usual(TRAINED, ["llama", "gemma3n_text", "gpt_oss", "modernbert-decoder"]))
 def test_trains_a_step_as_plain_transformers_does(tmp_path, model_type, method):
     train_a_step(write(model_type, tmp_path), method, "fp32")
 

@@ -10,6 +10,7 @@ from flatout.cli.main import main
 from flatout.config.read import load_config
 from flatout.data.token_store import TokenStore
 from flatout.demo.write import write_demo
+from tests.usual import usual
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cookbook"
@@ -51,7 +52,7 @@ def test_every_recipe_is_tested_and_shown_whole():
         assert f"`examples/cookbook/{path.name}`" in page, path.name
 
 
-@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("name", usual(TAUGHT, ["classify", "labels", "preference"]))
 def test_a_recipe_trains_and_teaches_what_it_says(name, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     small = [f"model.name={tiny_model}", "device=cpu", "data.num_procs=1", "eval.max_new_tokens=2"]

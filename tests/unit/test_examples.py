@@ -14,6 +14,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config, load_config
 from flatout.config.schema import Config, SourceConfig
 from flatout.demo.write import write_demo
+from tests.usual import usual
 
 FOLDER = Path(__file__).parents[2] / "examples"
 # the index, losses, which the tests of objectives train with, and scripts
@@ -76,7 +77,7 @@ def test_there_are_examples():
     assert sum(path.suffix == ".py" for path in EXAMPLES) == 1
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", usual(EXAMPLES, EXAMPLES[::4]), ids=lambda path: path.name)
 def test_example_is_planned(path, tiny_model, tmp_path, capsys):
     config = on_tiny_data(load_config(path), tmp_path, tiny_model)
     (tmp_path / "run.yaml").write_text(dump_config(config))

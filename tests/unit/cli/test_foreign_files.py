@@ -17,6 +17,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config, load_config
 from flatout.errors import FlatoutError
 from tests.conftest import read_metrics
+from tests.usual import usual
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def a_folder(place: Path) -> None:
 KINDS = [a_file, a_link, a_link_to_nothing, a_link_to_a_folder, a_folder]
 
 
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("name", usual([*FILES, *FOLDERS], ["report", "data show", "init", "slurm", "merge", "gguf"]))
 def test_what_stands_at_an_output_stays_but_an_own_earlier_one(here, name, capsys):
     output = (FILES | FOLDERS)[name]
     command = output.command.format(out="new.yaml").split()
@@ -184,7 +185,7 @@ CALLS: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize("name", usual(OF_OTHERS, ["config.yaml", "metrics.jsonl", "run.json", "final/weights"]))
 def test_another_programs_folder_stays_as_it_is(here, name, capsys):
     file = here / "proj" / name
     file.parent.mkdir(parents=True)

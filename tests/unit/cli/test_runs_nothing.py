@@ -27,6 +27,7 @@ import yaml
 from flatout.cli.main import main
 from flatout.cli.parser import Number, Parser
 from flatout.cli.verbs import all_verbs
+from tests.usual import usual
 
 # where foreign code says that it ran
 CANARIES = "CANARIES"
@@ -307,7 +308,10 @@ def made(kind: str, here: Path, canary: Path, world: Path) -> Path:
     return KINDS[kind](here, canary)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *OF_THE_WORLD])
+USUAL = ("script", "YAML tag", "pickle named jsonl", "parquet", "template", *OF_THE_WORLD)
+
+
+@pytest.mark.parametrize("kind", usual([*KINDS, *OF_THE_WORLD], USUAL))
 def test_no_verb_runs_a_foreign_file(world, tmp_path, monkeypatch, capfd, kind):
     here = tmp_path / "here"
     shutil.copytree(world, here)

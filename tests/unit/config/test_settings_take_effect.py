@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from flatout.errors import FlatoutError
+from tests.usual import usual
 
 TESTS = Path(__file__).parents[2]
 EVAL = {"eval": {"fraction": 0.2, "every_steps": 2}}
@@ -197,7 +198,16 @@ def runs(tiny, tmp_path_factory):
     return outcome
 
 
-@pytest.mark.parametrize("setting", TRAINS)
+# one or more of every section; the others are set by tests of what they do
+USUAL = (
+    "seed", "freeze", "model.precision", "data.loss_type", "data.max_tokens", "data.shuffle", "data.sources.system",
+    "data.sources.weight", "lora.rank_pattern", "lora.layers", "base.backward", "full.hidden_states", "batch.shuffle",
+    "batch.layout", "optim.eps", "optim.beta2", "schedule.min_lr_ratio", "eval.fraction", "log_every_steps",
+    "checkpoint.keep", "full.update", "data.special_tokens", "recompute", "strategy", "eval.prompts",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", usual(TRAINS, USUAL))
 def test_a_setting_changes_what_a_run_trains_or_writes(setting, tiny, runs):
     value, needed = TRAINS[setting]
     if setting == "data.sources.weight":
@@ -217,7 +227,7 @@ def test_equal_settings_train_and_write_the_same(tiny, tmp_path, runs):
     assert (before.metrics, before.files) == (after.metrics, after.files)
 
 
-@pytest.mark.parametrize("setting", SAYS)
+@pytest.mark.parametrize("setting", usual(SAYS, USUAL))
 def test_a_setting_changes_what_a_run_says(setting, tiny, tmp_path, runs, monkeypatch):
     monkeypatch.chdir(tmp_path)
     value, needed, text = SAYS[setting]

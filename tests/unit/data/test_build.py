@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from flatout.config.schema import DataConfig, SourceConfig
-from flatout.data import build, registry
+from flatout.data import registry
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
 from flatout.data.rows.formats.parser import make_parser
@@ -29,6 +29,7 @@ from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import Chunk, tokenize_chunks, usable_procs
 from flatout.errors import DataError, FlatoutError, ResourceError, UsageError
 from flatout.io.json_file import read_json
+from tests.usual import usual
 
 Row = dict[str, Any]
 
@@ -315,9 +316,13 @@ def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(m
 
 
 def test_a_setting_that_is_younger_than_a_set_has_its_default_there(maker, monkeypatch):
-    config = maker.config(maker.write([chat("q", "a")]))
+    config, dump = maker.config(maker.write([chat("q", "a")])), DataConfig.model_dump
+
+    def without_younger(self, **which):
+        return {name: one for name, one in dump(self, **which).items() if name not in ("media_root", "dedupe")}
+
     with monkeypatch.context() as earlier:
-        earlier.setattr("flatout.data.build._NOT_OF_TOKENS", {*build._NOT_OF_TOKENS, "media_root", "dedupe"})
+        earlier.setattr(DataConfig, "model_dump", without_younger)
         old = open_or_build(config, maker.tokenizer).meta
     assert not {"media_root", "dedupe"} & old.settings.keys()
     assert open_or_build(config, maker.tokenizer, replaces=False).meta == old
@@ -459,7 +464,7 @@ def test_drawing_is_exact():
         assert uses[:50].max() <= 1
 
 
-@pytest.mark.parametrize("which", ["first", "forked"])
+@pytest.mark.parametrize("which", usual(["first", "forked"], ["forked"]))
 def test_a_killed_worker_names_its_rows(maker, small_tokenizer_dir, which):
     """One of two processes, the one that was started or the one that it forked, while the other goes on."""
     config = maker.config("rows.jsonl")
@@ -521,7 +526,10 @@ class Raising(dict[str, Any]):
 
 @pytest.mark.parametrize(
     ("error", "num_procs", "said"),
-    [("panic", 1, "index out of"), ("panic", 2, "index out of"), ("parts", 2, "no end"), ("", 2, "")],
+    usual(
+        [("panic", 1, "index out of"), ("panic", 2, "index out of"), ("parts", 2, "no end"), ("", 2, "")],
+        [("panic", 1, "index out of"), ("parts", 2, "no end")],
+    ),
 )
 def test_what_a_process_cannot_raise_names_its_rows(maker, small_tokenizer_dir, error, num_procs, said):
     rows = [RawRow(Origin("rows.jsonl", i), Raising(text="some text")) for i in range(1, 21)]

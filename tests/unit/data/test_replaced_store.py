@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +32,10 @@ from flatout.trainer.run import train
 def files(tmp_path):
     """Two files of pairs, of different sizes."""
     made = {}
-    for name, count in (("few", 12), ("many", 20)):
+    for name, number in (("few", 12), ("many", 20)):
         rows = [
             {"prompt": f"{name} {k}?", "chosen": f"yes, it is {k}", "rejected": f"no, it is {k + 1} or more"}
-            for k in range(count)
+            for k in range(number)
         ]
         made[name] = tmp_path / f"{name}.jsonl"
         made[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -164,7 +165,7 @@ def test_a_reader_between_the_two_renames_of_a_builder_gets_the_new_data_set(bui
     assert "many" in capfd.readouterr().out
     # after a crash between the two, nobody finishes it: that is said
     monkeypatch.undo()
-    monkeypatch.setattr(token_store, "_REPLACED_WITHIN_S", 0.0)
+    monkeypatch.setattr(token_store, "time", SimpleNamespace(monotonic=count(0, 10).__next__, sleep=lambda _: None))
     folder.rename(token_store.replaced_dir(folder))
     assert main(["data", "show", "d", "--root", str(tmp_path / "data")]) == 3
     assert "is not a built data set" in " ".join(capfd.readouterr().err.split())

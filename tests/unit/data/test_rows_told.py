@@ -26,6 +26,7 @@ from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError
+from tests.usual import usual
 
 Row = dict[str, Any]
 PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -194,7 +195,7 @@ GOOD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("verdict", BAD, ids=str)
+@pytest.mark.parametrize("verdict", usual(BAD, [BAD[0], BAD[4], BAD[12], BAD[-1]]), ids=str)
 def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     ((name, value),) = verdict.items()
     value = value[0] if isinstance(value, list) else value
@@ -214,7 +215,7 @@ def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     assert [learnt for _, learnt in ignored.samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
 
 
-@pytest.mark.parametrize("verdict", GOOD, ids=str)
+@pytest.mark.parametrize("verdict", usual(GOOD, [GOOD[0], GOOD[2], GOOD[5], GOOD[-3]]), ids=str)
 def test_what_is_no_bad_verdict_is_trained(build, verdict):
     built = build([{**ASKED, **MADE, **verdict}])
     assert [learnt for _, learnt in built.samples] == ["bad one<|im_end|>"], built.printed

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flatout.cli.main import main
 from flatout.export import push
+from tests.usual import usual
 
 
 @pytest.fixture
@@ -132,8 +133,12 @@ def test_failures_are_one_sentence_without_the_token(
     assert not any(len(found.commits) > 1 for found in hub.repos.values())
 
 
-@pytest.mark.parametrize("path", ["/api/whoami", "/api/models/someone/mine", "/preupload", "/commit/", "/repos/create"])
-@pytest.mark.parametrize("content", [b"<html>Log in to this hotel</html>", b"[1, 2]", b'{"url": "http://elsewhere"}'])
+PATHS = ["/api/whoami", "/api/models/someone/mine", "/preupload", "/commit/", "/repos/create"]
+ODD = [b"<html>Log in to this hotel</html>", b"[1, 2]", b'{"url": "http://elsewhere"}']
+
+
+@pytest.mark.parametrize("path", usual(PATHS, ["/api/whoami", "/commit/"]))
+@pytest.mark.parametrize("content", usual(ODD, ODD[:1]))
 def test_a_hub_that_answers_something_else_is_one_sentence(run_dir, hub, path, content, capsys):
     hub.odd = {path: content}
     assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6

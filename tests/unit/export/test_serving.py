@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flatout.cli.main import main
 from flatout.data.templates.template import OURS
+from tests.usual import usual
 
 TEMPLATES = Path(__file__).parents[3] / "flatout" / "data" / "templates"
 # a turn of neither has a place for a system prompt of its own
@@ -40,7 +41,7 @@ def go_render(template: str, messages: list[dict[str, str]]) -> str:
     return ("" if system else found["default"] or "") + told + found["prompt"]
 
 
-@pytest.mark.parametrize("name", [*OURS, "default system", "date"])
+@pytest.mark.parametrize("name", usual([*OURS, "default system", "date"], ["llama-3", "mistral", "default system"]))
 def test_the_modelfile_renders_as_the_chat_template(run_dir, tmp_path, name, capsys):
     pytest.importorskip("gguf")
     adapter = tmp_path / "adapter"

@@ -89,7 +89,7 @@ def base_model(tiny: Any, folder: Path, kind: Kind) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=usual(KINDS, ["base with chatml", "adapter of a base", "like GLM"]))
+@pytest.fixture(scope="module", params=usual(KINDS, ["adapter of a base", "like GLM"]))
 def trained(request, tiny, tmp_path_factory):
     """A run that has learnt one answer by heart."""
     from flatout.trainer.run import train

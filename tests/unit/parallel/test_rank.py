@@ -16,6 +16,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import strategy_class
 from flatout.parallel.strategies.single import Single
 from flatout.planner.parallel_layout import SINGLE_RANK
+from tests.usual import usual
 
 
 def test_rank_is_read_from_the_environment():
@@ -91,7 +92,10 @@ ENTRIES = [
 OWN = [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "5"}]
 
 
-@pytest.mark.parametrize(("enter", "own"), [*((one, {}) for one in ENTRIES), *((ENTRIES[0], own) for own in OWN)])
+CASES = [*((one, {}) for one in ENTRIES), *((ENTRIES[0], own) for own in OWN)]
+
+
+@pytest.mark.parametrize(("enter", "own"), usual(CASES, [CASES[1], CASES[-1]]))
 def test_idle_threads_sleep_at_every_entry_unless_the_user_has_set_how_they_wait(enter, own):
     # what OpenMP would read: the environment as the first import of torch sees it
     code = f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +151,7 @@ def client(workspace, monkeypatch):
 
     monkeypatch.setattr(trainings_module, "start_python", start)
     monkeypatch.setattr(Worker, "submit", submit)
-    monkeypatch.setattr(worker_module, "_workspace", lambda: Workspace(workspace))
+    monkeypatch.setattr(sys, "argv", ["worker"])
     monkeypatch.setenv("FLATOUT_STUDIO_FOLDERS", json.dumps([str(workspace)]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

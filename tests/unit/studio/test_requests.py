@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from starlette.datastructures import ImmutableMultiDict
 from starlette.routing import Route
 
-from flatout.studio import app as app_module
 from flatout.studio import trainings as trainings_module
 from flatout.studio.app import make_app
 from flatout.studio.jobs import Worker, WorkerJob
@@ -148,8 +148,9 @@ def test_a_query_is_answered_in_a_sentence(client, address, monkeypatch):
 
 @pytest.mark.parametrize("address", BODIES)
 def test_a_body_is_answered_in_a_sentence(client, address, monkeypatch):
-    read, kinds = app_module._read, list[Any]()
-    monkeypatch.setattr(app_module, "_read", lambda request, kind: (kinds.append(kind), read(request, kind))[1])
+    read, kinds = BaseModel.model_validate_json.__func__, list[Any]()
+    noted = classmethod(lambda kind, content: (kinds.append(kind), read(kind, content))[1])
+    monkeypatch.setattr(BaseModel, "model_validate_json", noted)
     valid = BODIES[address]
     answered(client.post(address, json=valid), address)
     fields = kinds[0].model_fields

@@ -21,6 +21,7 @@ from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
+from tests.usual import usual
 
 PROMPTS = ["What is my name?", "Sort from a to z: ibis, cat."]
 EVAL = {"fraction": 0.1, "every_steps": 6}
@@ -140,7 +141,7 @@ def test_a_low_temperature_draws_the_likeliest_tokens(tiny, answered, tmp_path):
     assert [record.answers for record in log.answers] == [record.answers for record in greedy.answers]
 
 
-@pytest.mark.parametrize("template", ["chatml", "qwen3", "alpaca"])
+@pytest.mark.parametrize("template", usual(["chatml", "qwen3", "alpaca"], ["qwen3"]))
 def test_rows_of_the_evaluation_set_are_asked(tiny, tmp_path, template):
     rows = [
         [{"role": "user", "content": f"Say {name}."}, {"role": "assistant", "content": f"It is {name}."}]

@@ -146,7 +146,7 @@ class HeldStore(Store):
         return super().sample(index)
 
 
-def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch):
+def test_micro_batches_cut_again_are_served_and_stale_ones_dropped():
     """A step is cut anew in the middle, as after running out of memory; the steps after it go on as planned."""
     store = HeldStore()
     loader = make_loader(store)
@@ -154,9 +154,14 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped(monkeypatch):
     first = next(steps)
     halves = [micro_batch(1), micro_batch(2), micro_batch(3)]
     ours = [next(loader.batches(first.by_rank[1]))]
-    stage_ahead = loader._prefetch
-    # samples 4 to 6 wait behind sample 3 until they have been dropped
-    monkeypatch.setattr(loader, "_prefetch", lambda expected: (stage_ahead(expected), store.opened.set()))
+
+    def open_when_dropped():
+        """Samples 4 to 6 wait behind sample 3 until they have been dropped."""
+        while any(4 in staged.sample_ids for staged in list(loader._staged)):
+            time.sleep(0.001)
+        store.opened.set()
+
+    threading.Thread(target=open_when_dropped).start()
     ours += list(loader.batches(halves))
     settle(loader)
     assert len(loader._staged) <= NUM_PREFETCHED

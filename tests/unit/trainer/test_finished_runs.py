@@ -19,6 +19,7 @@ from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
+from tests.usual import usual
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -179,7 +180,7 @@ def test_a_run_that_no_checkpoint_of_would_fit_does_not_start(tiny, tmp_path, mo
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", usual(["fp32", "bf16"], ["bf16"]))
 def test_a_disk_without_room_for_checkpoint_and_final_is_told_before_the_model_is_loaded(
     tiny, tmp_path, monkeypatch, method, precision
 ):

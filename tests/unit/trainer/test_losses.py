@@ -28,6 +28,7 @@ from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Reference
 from flatout.verifier.ranks import RankCase, run_rank_cases
+from tests.usual import usual
 
 NUM_UNITS, PER_STEP = 10, 5
 LABELS = [1, 0, 1, 1, 0, 1, 0, 1, 0, 0]
@@ -107,7 +108,7 @@ def test_every_loss_over_answers_has_a_form():
     assert {settings["kind"] for settings in SETTINGS.values()} == wanted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", usual(LAYOUTS, ["packed, shared"]))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_is_that_of_plain_torch_however_it_is_cut(tiny, root, tmp_path, plain_step, name, layout):
     config = config_of(tiny, root, tmp_path / "run", name, **LAYOUTS[layout])

@@ -36,6 +36,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 from flatout.verifier.run import verify
+from tests.usual import usual
 
 # pairs, of which about half share a prompt of 70 tokens
 NUM_PAIRS = 12
@@ -99,7 +100,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", usual(MODELS, ["lora", "4 bits"]))
 def test_step_0_is_its_reference_to_the_bit(tiny, root, metrics_of, model):
     config = config_of(tiny, root, "run", eval={"fraction": 0.2, "every_steps": 1}, **MODELS[model])
     trained(config)
@@ -412,7 +413,7 @@ def test_verify_proves_the_loss_and_that_step_0_is_its_reference(tiny, root, mod
     assert [row.case for row in rows if row.verdict == "FAIL"] == ["rewards before the first update"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", usual([0.0, 0.1], [0.1]))
 def test_verify_says_where_a_reference_is_not_that_of_training_to_the_bit(tiny, root, dropout):
     """A model with dropout computes its reference by the kernels of evaluation."""
     shutil.copytree(tiny.model_dir, root / "model")

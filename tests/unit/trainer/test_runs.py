@@ -61,10 +61,10 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(uninterrupted
 
 
 def test_resume_at_every_step_is_bit_equal(uninterrupted, tmp_path, metrics_of):
-    """Eight steps, an epoch end among them; one resumed run is resumed once more, two steps on."""
+    """Of eight steps, the epoch end among them; one resumed run is resumed once more, two steps on."""
     config, result = uninterrupted
     expected = {line["step"]: line["loss"] for line in metrics_of(result.folder)}
-    for step in range(1, 8):
+    for step in (1, 3, 6):
         run_dir = tmp_path / f"from-{step}"
         shutil.copytree(result.folder, run_dir)
         for last in (step, step + 2) if step == 3 else (step,):

@@ -16,6 +16,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
 from flatout.trainer.run import train
+from tests.usual import usual
 
 # setting, what is said, and what is accepted instead
 REFUSED = {
@@ -84,7 +85,7 @@ def said_by(verb: str, path: Path, settings: list[str], capsys: pytest.CaptureFi
     return code, first
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", usual(REFUSED, ["no such target", "damaged", "other rank", "frozen"]))
 def test_plan_verify_train_and_a_restart_refuse_alike(case, tiny, places, tmp_path, capsys):
     bad, said, good = (text.format(**places) for text in REFUSED[case])
     path, run = tmp_path / "run.yaml", tmp_path / "run"
