@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from typing import TextIO
 
 from flatout.cli.screen import WIDTH, run_folder
-from flatout.environment import environment
 from flatout.errors import ResourceError, UsageError
-from flatout.io.bounded_wait import to_stderr
-from flatout.io.file_lock import RunLock, locked
-from flatout.io.redact import redacted, secrets_of
-from flatout.track.delivery import LOG_NAME, Delivery
-from flatout.track.forward import LINGER_S, LINGER_UPLOAD_S, RedactedLog, end_of, tracked_run
+from flatout.io.file_lock import RunLock
+from flatout.track.forward import Delivery, TrackedRun
 from flatout.track.trackers import TRACKERS, require_installed
 
 POLL_S, PRINT_EVERY_S = 0.1, 4.0
@@ -31,28 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Send. Returns 0 if every tracker has everything; raises ResourceError (exit code 6) if one does not answer."""
-    clean = partial(redacted, secrets=secrets_of(environment()))
-    start, config = tracked_run(args.run, clean)
-    names = list(dict.fromkeys(args.to.split(","))) if args.to else config.to
+    tracked = TrackedRun.read(args.run)
+    names = list(dict.fromkeys(args.to.split(","))) if args.to else tracked.config.to
     if not names:
         raise UsageError(f"{args.run} was trained without trackers; name one: --to mlflow")
     if unknown := [name for name in names if name not in TRACKERS]:
         raise UsageError(f"--to: {unknown[0]!r} is not a tracker; use {', '.join(TRACKERS)}")
     require_installed(names)
-    limit_s = LINGER_UPLOAD_S if config.upload_final else LINGER_S
-    before, screen = os.umask(0o077), sys.stdout
-    try:
-        # a run that trains sends by itself
-        with RunLock(args.run), locked(args.run / "trackers" / ".lock", "the run's trackers", to_stderr, limit_s):
-            deliveries = [Delivery(args.run, name, start, config, clean, retries=False) for name in names]
-            clients = RedactedLog(args.run / "trackers" / LOG_NAME, clean)
-            with redirect_stdout(clients), redirect_stderr(clients):
-                for delivery in deliveries:
-                    delivery.finish(end_of(args.run, start))
-                    delivery.start()
-                _show_progress(deliveries, limit_s, screen)
-    finally:
-        os.umask(before)
+    limit_s, screen = tracked.linger_s, sys.stdout
+    # a run that trains sends by itself
+    with RunLock(args.run), tracked.sending(limit_s):
+        deliveries = [Delivery(tracked, name, retries=False) for name in names]
+        for delivery in deliveries:
+            delivery.finish(tracked.end())
+            delivery.start()
+        _show_progress(deliveries, limit_s, screen)
     if failed := [one for one in deliveries if not one.is_complete]:
         reasons = "; ".join(f"{one.name}: {one.trouble or f'no answer for {limit_s:.0f} s'}" for one in failed)
         raise ResourceError(f"{reasons}; nothing is lost: run the same command again")

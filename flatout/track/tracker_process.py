@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, environment
@@ -14,7 +15,7 @@ from flatout.errors import FlatoutError
 from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.track.callback import Callback
-from flatout.track.delivery import LOG_NAME, count_unsent, read_cursor
+from flatout.track.forward import LOG_NAME, count_unsent, read_cursor
 from flatout.track.record import RunEnd, RunStart, StepRecord
 
 # how long a complete run waits for its trackers; one that failed may have to free its GPU soon
@@ -55,18 +56,17 @@ class TrackerProcess(Callback):
             return
         self._checked_at = time.monotonic()
         for name in self._names:
-            trouble = self._trouble_of(name)
+            trouble = self._state_of(name)[1]
             if trouble != self._troubles.get(name):
                 self._troubles[name] = trouble
-                self._log(
-                    f"{name}: {trouble or 'works again'}" + ("; records wait in metrics.jsonl" if trouble else "")
-                )
+                self._log(f"{name}: {f'{trouble}; records wait in metrics.jsonl' if trouble else 'works again'}")
 
     def on_end(self, end: RunEnd) -> None:
         if self._process is None:
             return
         limit_s = WAIT_S if end.outcome == "complete" else WAIT_AFTER_FAILURE_S
-        try:
+        # Ctrl-C ends the wait, not the run, which is complete
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             try:
                 exit_code = self._process.wait(NOTICE_AFTER_S)
             except subprocess.TimeoutExpired:
@@ -75,26 +75,20 @@ class TrackerProcess(Callback):
                 exit_code = self._process.wait(max(0.0, limit_s - NOTICE_AFTER_S))
             if exit_code == 0:
                 return
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            pass  # Ctrl-C ends the wait, not the run, which is complete
-        missing = False
-        for name in self._names:
-            try:
-                num_records, trouble = count_unsent(self._folder, name), self._trouble_of(name)
-            except FlatoutError as error:
-                num_records, trouble = 1, str(error)
-            if num_records:
-                missing = True
-                self._log(f"{name}: {num_records:,} records not sent" + (f" ({trouble})" if trouble else ""))
-        if missing:
+        states = {name: self._state_of(name) for name in self._names}
+        for name, (num_unsent, trouble) in states.items():
+            if num_unsent:
+                self._log(f"{name}: {num_unsent:,} records not sent" + (f" ({trouble})" if trouble else ""))
+        if any(num_unsent for num_unsent, _ in states.values()):
             going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
             self._log(f"{going_on}`{self._again}` sends the rest")
 
-    def _trouble_of(self, name: str) -> str | None:
-        """Return why a tracker takes nothing now."""
-        if self._process is not None and self._process.poll():
-            return f"its process ended; see {self._folder / 'trackers' / LOG_NAME}"
+    def _state_of(self, name: str) -> tuple[int, str | None]:
+        """Return how many records a tracker has not confirmed, and why it takes nothing now."""
         try:
-            return read_cursor(self._folder, name).trouble
+            num_unsent, trouble = count_unsent(self._folder, name), read_cursor(self._folder, name).trouble
         except FlatoutError as error:
-            return str(error)
+            num_unsent, trouble = 1, str(error)
+        if self._process is not None and self._process.poll():
+            trouble = f"its process ended; see {self._folder / 'trackers' / LOG_NAME}"
+        return num_unsent, trouble

@@ -25,7 +25,7 @@ from flatout.config.track import TrackerName
 from flatout.errors import DataError, ProblemsError, UsageError
 from flatout.io.redact import redacted, secrets_of
 from flatout.track import tracker_process
-from flatout.track.delivery import read_cursor
+from flatout.track.forward import read_cursor
 from flatout.track.trackers import TRACKERS, require_installed
 from tests.unit.track.service import Service
 
