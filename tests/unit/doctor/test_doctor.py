@@ -12,8 +12,18 @@ from spawned_ranks import start_ranks
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
-from flatout.doctor.machine import GPU_FIELDS, PROCESS_FIELDS, check_torch, judge_gpus, judge_links, parse_rows
-from flatout.doctor.run import check_space, checkpoint_bytes, compare_nodes, examine
+from flatout.doctor.run import (
+    GPU_FIELDS,
+    PROCESS_FIELDS,
+    check_space,
+    check_torch,
+    checkpoint_bytes,
+    compare_nodes,
+    examine,
+    judge_gpus,
+    judge_links,
+    parse_rows,
+)
 from flatout.io.durable_io import Disk
 from flatout.io.file_lock import RunLock
 from flatout.parallel.rank import Rank
