@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 0; raises UsageError for a missing folder, DataError for one that is not a run's."""
     from flatout.io.own_output import write_output
+    from flatout.view.facts import json_report, markdown_report
     from flatout.view.open_runs import open_runs
     from flatout.view.page import page
-    from flatout.view.plain import json_report, markdown_report
     from flatout.view.report import run_fragment, runs_fragment
 
     logs = open_runs(args.runs)

@@ -20,8 +20,7 @@ from flatout.track.record import STEP
 from flatout.track.run_log import RunLog
 from flatout.track.summary import summarize
 from flatout.view.charts import moving_average, thinned
-from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show
-from flatout.view.plain import table
+from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show, table
 
 _log = logging.getLogger(__name__)
 _WIDTH, _HEIGHT, _LEFT = 720, 240, 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from flatout.track.figures import short_count
 from flatout.track.run_log import MAX_NUMBER
-from flatout.view.page import marked
+from flatout.view.page import marked, render
 
 Floats = NDArray[np.float64]
 # places of points by axis, such as "step", "tokens" and "time"
@@ -24,6 +25,10 @@ NUM_BUCKETS = 600
 NUM_MEANS, MAX_CELLS, MAX_STRIPS = 300, 8000, 64
 # a noisy line is smoothed over this share of its points, if it has more than so many
 SMOOTHED_SHARE, MIN_SMOOTHED = 0.02, 20
+MAX_LANES = 24
+
+Lane = Sequence[Sequence[int]]
+Steps = Sequence[Sequence[Lane]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,24 @@ def strip_chart(
     ]
     data = {"kind": "strips", "axes": x_names, "x": _numbers_by_axis(axes), "series": series, "full": full}
     return Chart(title, unit, data, is_wide=True)
+
+
+def packing_lanes(packing: Steps, padded: Steps) -> str:
+    """Return a lane for each step and rank of `packing`, above the batches of a padding loader if there are any.
+
+    Both are, for each step, for each rank, for each batch the lengths of its samples. The page's script draws the bars.
+    """
+    lanes = [
+        (step, rank, len(ranks), batches, beside)
+        for step, (ranks, all_beside) in enumerate(zip_longest(packing, padded, fillvalue=()), start=1)
+        for rank, (batches, beside) in enumerate(zip_longest(ranks, all_beside, fillvalue=()))
+    ][:MAX_LANES]
+    tokens = [
+        (sum(map(sum, batches)), sum(len(batch) * max(batch, default=0) for batch in beside))
+        for *_, batches, beside in lanes
+    ]
+    widest = max(map(max, tokens), default=0) or 1
+    return render("packing.html", lanes=zip(lanes, tokens, strict=True), widest=widest) if lanes else ""
 
 
 def thinned(xs: Floats, ys: Floats) -> NDArray[np.int64]:

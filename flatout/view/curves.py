@@ -70,8 +70,7 @@ def _step_lines(run: _Run, title: str) -> list[Line]:
     steps = run.log.steps
     rows = _rows(STEP, title, steps)
     lines = [Line(row.label, run.axes, _values(steps, name, row), row.is_smooth) for name, row in rows.items()]
-    # a record of an earlier version has 0 for what it did not measure
-    return [line for line in lines if np.isfinite(line.ys).any() and line.ys.any()]
+    return [line for line in lines if np.isfinite(line.ys).any()]
 
 
 def _eval_lines(run: _Run, title: str) -> list[Line]:

@@ -1,24 +1,29 @@
-"""What a report says in words and figures, for HTML, Markdown and JSON alike."""
+"""What a report says in words and figures, for HTML, Markdown and JSON alike, and the last two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from flatout.config.read import flatten, make_config
 from flatout.errors import FlatoutError
-from flatout.io.redact import redacted
-from flatout.track.figures import gib, short_count, short_time
-from flatout.track.record import EVAL, STEP
+from flatout.io.json_file import encode_json
+from flatout.io.redact import printable, redacted
+from flatout.track.figures import Figure, gib, named, short_count, short_time
+from flatout.track.record import EVAL, STEP, EvalRecord
 from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import stages_of
-from flatout.track.summary import RunSummary
+from flatout.track.summary import RunSummary, summarize
 
 NONE = "–"
+_RUN = TypeAdapter(RunLog)
 # settings that differ between any two runs and say nothing about a result
 _OWN_NAMES = ("name", "run_dir")
 
@@ -54,26 +59,22 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
 
 
 # figures of the headline by which one run is the best
-_JUDGED = {
-    "Training loss": STEP["loss"], "Evaluation loss": EVAL["eval_loss"], "Best evaluation loss": EVAL["eval_loss"],
-    "Throughput": STEP["tokens_per_s"], "MFU": STEP["mfu"],
-}  # fmt: skip
+_JUDGED: Mapping[str, tuple[Figure, Callable[[RunSummary], float | None]]] = {
+    "Training loss": (STEP["loss"], lambda one: one.last_loss),
+    "Evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation and one.evaluation.last),
+    "Best evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation and one.evaluation.best),
+    "Throughput": (STEP["tokens_per_s"], lambda one: one.tokens_per_s),
+    "MFU": (STEP["mfu"], lambda one: one.mfu),
+}
 
 
-def best_of(name: str, shown: Sequence[str]) -> str | None:
+def best_of(name: str, summaries: Sequence[RunSummary]) -> str | None:
     """Return the best of what runs show for a figure of the headline; None if there is no best."""
-    known = {number: one for one in shown if (number := _number_of(one)) is not None}
-    if name not in _JUDGED or len(known) < 2:
+    if name not in _JUDGED:
         return None
-    return known[min(known) if _JUDGED[name].better == "less" else max(known)]
-
-
-def _number_of(shown: str) -> float | None:
-    """Return the number that a figure shows, None if it shows none."""
-    try:
-        return float(shown.rstrip("%").replace(",", ""))
-    except ValueError:
-        return None
+    row, value_of = _JUDGED[name]
+    known = [value for one in summaries if (value := value_of(one)) is not None]
+    return row.write((min if row.better == "less" else max)(known)) if len(known) > 1 else None
 
 
 def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
@@ -151,8 +152,16 @@ def different_settings(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
+def results(logs: Sequence[RunLog], summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
+    """Return the headline figures, tags and notes of several runs: (name, value of each run)."""
+    headlines = [{name: value for name, value, _ in headline(summary)} for summary in summaries]
+    names = dict.fromkeys(name for figures in headlines for name in figures)
+    figures = [(name, *(figures.get(name, NONE) for figures in headlines)) for name in names]
+    return [("Outcome", *(summary.state for summary in summaries)), *figures, *notes_rows(logs)]
+
+
 def notes_rows(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
-    """Return the tags and the notes of several runs, as `results` does; none if no run has any."""
+    """Return the tags and the notes of runs as rows of `results`; none if no run has any."""
     rows = (
         ("Tags", *(", ".join(log.notes.tags) or NONE for log in logs)),
         ("Note", *(log.notes.note or NONE for log in logs)),
@@ -160,15 +169,71 @@ def notes_rows(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     return [row for row in rows if set(row[1:]) != {NONE}]
 
 
-def results(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
-    """Return the headline figures of several runs: (name, value of each run)."""
-    headlines = [{name: value for name, value, _ in headline(summary)} for summary in summaries]
-    outcomes = ("Outcome", *(summary.state for summary in summaries))
-    names = dict.fromkeys(name for figures in headlines for name in figures)
-    return [outcomes, *((name, *(figures.get(name, NONE) for figures in headlines)) for name in names)]
-
-
 def show(value: Any) -> str:
     """Return the value of a setting as YAML writes it."""
     is_plain = isinstance(value, str) and value
     return value if is_plain else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n...")[0].strip()
+
+
+def markdown_report(logs: Mapping[str, RunLog]) -> str:
+    """Return the report of one run, or a comparison of several, as Markdown."""
+    runs = list(logs.values())
+    if len(runs) > 1:
+        header = ["", *logs]
+        parts = [f"# {len(runs)} runs", table(header, results(runs, [summarize(log) for log in runs]))]
+        if rows := different_settings(runs):
+            parts += ["## Settings that differ", table(header, rows)]
+        return "\n\n".join(parts) + "\n"
+    (log,) = runs
+    summary = summarize(log)
+    parts = [f"# {text_of(summary.name)}: {summary.state}", table(["", "", ""], headline(summary))]
+    parts += [f"**{name}** {text_of(value)}" for name, value in notes_rows([log])]
+    parts += [f"> {text_of(note)}" for note in (summary.why, *summary.warnings) if note]
+    if planned := plan_rows(log):
+        parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
+    if started := start_rows(log):
+        parts += ["## Start-up", table(["stage", "s"], started)]
+    if log.evals:
+        losses = [
+            (f"{e.step:,}", EVAL["eval_loss"].write(e.eval_loss), *figures_of(e).values(), "best" if e.is_best else "")
+            for e in log.evals
+        ]
+        parts += ["## Evaluations", table(["step", "loss", *figures_of(log.evals[-1]), ""], losses)]
+    if log.evals and (worst := log.evals[-1].worst):
+        rows = [(f"{one.loss:.4f}", f"{one.source} row {one.row:,}", one.context, one.text) for one in worst]
+        parts += ["## Worst samples", table(["loss", "from", "context", "trained text"], rows)]
+    if kinds := Counter(str(event.get("kind")) for event in log.events):
+        parts += ["## Events", table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
+    if changed := changed_settings(settings_of(log)):
+        settings = [(name, show(value), show(default)) for name, (value, default) in changed.items()]
+        parts += ["## Settings that differ from their defaults", table(["", "value", "default"], settings)]
+    return "\n\n".join(parts) + "\n"
+
+
+def figures_of(record: EvalRecord) -> dict[str, str]:
+    """Return what an evaluation measured besides the loss, by name."""
+    accuracy = record.eval_token_accuracy
+    shown = {} if accuracy is None else {"token accuracy": EVAL["eval_token_accuracy"].write(accuracy)}
+    return shown | {text_of(name): named(name).write(value) for name, value in record.metrics.items()}
+
+
+def json_report(logs: Mapping[str, RunLog]) -> str:
+    """Return the summaries, plans, evaluations, answers, events and settings of runs as JSON."""
+    runs = []
+    for name, log in logs.items():
+        last = asdict(log.steps[-1]) if log.steps else None
+        more = {"name": name, "summary": asdict(summarize(log)), "last_step": last, "settings": dict(settings_of(log))}
+        runs.append(more | _RUN.dump_python(log, mode="json", exclude={"steps"}))
+    return encode_json({"runs": runs}).decode()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [[text_of(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def text_of(value: str) -> str:
+    """Return a text that Markdown shows as it is: no HTML, link or picture of it counts."""
+    return html.escape(printable(value), quote=False).replace("](", "]\\(")

@@ -161,23 +161,23 @@ class RunRow:
 
     name: str
     folder: str
-    state: str
-    model: str | None
-    data: str | None
-    steps: int
-    planned_steps: int
-    loss_before: float | None
+    state: str = "damaged"
+    model: str | None = None
+    data: str | None = None
+    steps: int = 0
+    planned_steps: int = 0
+    loss_before: float | None = None
     """Of the first evaluation, or of the first step if there is none."""
-    loss_after: float | None
+    loss_after: float | None = None
     """Of the last evaluation, or of the last step if there is none."""
-    best: float | None
+    best: float | None = None
     """Of the best evaluation; None without one."""
-    best_step: int | None
-    time_s: float
+    best_step: int | None = None
+    time_s: float = 0.0
     """What training took."""
-    size_bytes: int
+    size_bytes: int = 0
     """That of all files."""
-    started_at: float | None
+    started_at: float | None = None
     """Unix time."""
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -187,18 +187,17 @@ class RunRow:
 def list_runs(folder: Path) -> Iterator[RunRow]:
     """Yield a row for each run below a folder, with what is wrong with its files; `damaged` is a state."""
     for path in run_folders(folder):
-        name, size = str(path.relative_to(folder)) if path != folder else path.name, _size_bytes(path)
+        name = str(path.relative_to(folder)) if path != folder else path.name
+        row = RunRow(name, str(path), size_bytes=_size_bytes(path))
         try:
             log = read_run(path)
         except (DataError, OSError) as error:
-            row = RunRow(name, str(path), "damaged", None, None, 0, 0, None, None, None, None, 0.0, size, None)
             yield replace(row, problems=(str(error),))
             continue
         summary, start = summarize(log), log.start
         losses = summary.evaluation
-        yield RunRow(
-            name=name,
-            folder=str(path),
+        yield replace(
+            row,
             state=summary.state,
             model=redacted(start.model) if start else None,
             data=start.data if start else None,
@@ -209,7 +208,6 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             best=losses.best if losses else None,
             best_step=losses.best_step if losses else None,
             time_s=summary.train_s,
-            size_bytes=size,
             started_at=start.first_started_at if start else None,
             tags=log.notes.tags,
             note=log.notes.note,

@@ -12,21 +12,9 @@ from flatout.track.figures import short_count
 from flatout.track.record import Answer, describe_event
 from flatout.track.run_log import RunLog
 from flatout.track.summary import ROUTINE_EVENTS, summarize
-from flatout.view.charts import histogram
+from flatout.view import facts
+from flatout.view.charts import histogram, packing_lanes
 from flatout.view.curves import curves
-from flatout.view.facts import (
-    best_of,
-    changed_settings,
-    different_settings,
-    headline,
-    notes_rows,
-    plan_rows,
-    results,
-    settings_of,
-    show,
-    start_rows,
-)
-from flatout.view.packing import packing_lanes
 from flatout.view.page import render
 
 # of many answers to a prompt this many are side by side, and of many events the newest are listed
@@ -37,13 +25,13 @@ _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 def run_fragment(log: RunLog) -> str:
     """Return the body of one run's page, for a run of any state."""
-    summary, plan, settings = summarize(log), log.start.plan if log.start else None, settings_of(log)
+    summary, plan, settings = summarize(log), log.start.plan if log.start else None, facts.settings_of(log)
     lengths, packing = None, ""
     if plan:
         unit = f"samples; {plan.num_samples:,} in all"
         lengths = histogram("Sample lengths", unit, plan.length_edges, plan.length_counts, "tokens in a sample")
         packing = packing_lanes(plan.packing, plan.padded)
-    changed, answers, started = changed_settings(settings), list(_answers(log)), start_rows(log)
+    changed, answers, started = facts.changed_settings(settings), list(_answers(log)), facts.start_rows(log)
     worst = log.evals[-1].worst if log.evals else ()
     contents = (
         ("curves", "Curves", True), ("answers", "Answers", answers), ("worst", "Worst samples", worst),
@@ -57,9 +45,9 @@ def run_fragment(log: RunLog) -> str:
         summary=summary,
         badge=_BADGES[summary.outcome],
         lead=_lead(log),
-        headline=headline(summary),
+        headline=facts.headline(summary),
         charts=curves({summary.name: log}),
-        plan_rows=plan_rows(log),
+        plan_rows=facts.plan_rows(log),
         start_rows=started,
         lengths=lengths,
         packing=packing,
@@ -67,30 +55,26 @@ def run_fragment(log: RunLog) -> str:
         worst=worst,
         kinds=Counter(str(event.get("kind")) for event in log.events).most_common(),
         events=[_event(event) for event in log.events[-MAX_EVENTS:]],
-        changed=[(name, show(value), show(default)) for name, (value, default) in changed.items()],
-        rest=[(name, show(value)) for name, value in settings.items() if name not in changed],
+        changed=[(name, facts.show(value), facts.show(default)) for name, (value, default) in changed.items()],
+        rest=[(name, facts.show(value)) for name, value in settings.items() if name not in changed],
     )
 
 
 def runs_fragment(logs: Mapping[str, RunLog]) -> str:
     """Return the body of a page that compares runs, each by its name."""
-    summaries = {name: summarize(log) for name, log in logs.items()}
-    figures = [*results(list(summaries.values())), *notes_rows(list(logs.values()))]
+    runs, summaries = list(logs.values()), [summarize(log) for log in logs.values()]
+    figures = facts.results(runs, summaries)
+    bests = [facts.best_of(name, summaries) for name, *_ in figures]
+    cells = [[(value, value == best) for value in values] for (_, *values), best in zip(figures, bests, strict=True)]
     return render(
         "runs.html",
         names=list(logs),
         header=[name for name, *_ in figures],
-        results=zip(logs, zip(*(_marked(*row) for row in figures), strict=True), strict=True),
-        settings=different_settings(list(logs.values())),
+        results=zip(logs, zip(*cells, strict=True), strict=True),
+        settings=facts.different_settings(runs),
         charts=curves(logs),
-        warnings=[(name, warning) for name, summary in summaries.items() for warning in summary.warnings],
+        warnings=[(name, one) for name, summary in zip(logs, summaries, strict=True) for one in summary.warnings],
     )
-
-
-def _marked(name: str, *values: str) -> list[tuple[str, bool]]:
-    """Return the figures of runs, each with whether it is the best."""
-    best = best_of(name, values)
-    return [(value, value == best) for value in values]
 
 
 def _lead(log: RunLog) -> str:

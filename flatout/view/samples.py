@@ -21,8 +21,7 @@ from flatout.planner.cost import COST_BY_TOKENS
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import make_plan, select_samples
 from flatout.track.figures import short_count
-from flatout.view.charts import histogram
-from flatout.view.packing import packing_lanes
+from flatout.view.charts import histogram, packing_lanes
 from flatout.view.page import page, render, text, visible
 
 NUM_LENGTH_BINS, NUM_PACKED_STEPS = 48, 4

@@ -16,7 +16,7 @@ import resource, sys
 from pathlib import Path
 from flatout.cli.main import main
 from flatout.io.json_file import read_json
-import flatout.cli.report, flatout.view.open_runs, flatout.view.page, flatout.view.plain, flatout.view.report
+import flatout.cli.report, flatout.view.open_runs, flatout.view.page, flatout.view.facts, flatout.view.report
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (mapped + ({mib} << 20),) * 2)
 {run}
