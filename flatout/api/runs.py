@@ -5,7 +5,7 @@ read_run, read_end, read_side_files                                       what a
 RunFollower, LineFollower                                                 what is new since the last look
 record_of, StepRecord                                                     a line of metrics.jsonl as a record
 Callback                                                                  gets what a run reports, as it does so
-RunNotes, notes_to_change, write_notes                                    the note and the tags of a run
+RunNotes, write_notes                                                     the note and the tags of a run
 """
 
 from flatout.config.folders import RUN_NAME as RUN_NAME
@@ -15,13 +15,12 @@ from flatout.config.folders import is_run_folder as is_run_folder
 from flatout.config.folders import require_own as require_own
 from flatout.config.folders import run_identity as run_identity
 from flatout.track.callback import Callback as Callback
-from flatout.track.notes import RunNotes as RunNotes
-from flatout.track.notes import write_notes as write_notes
 from flatout.track.record import StepRecord as StepRecord
 from flatout.track.run_log import LineFollower as LineFollower
 from flatout.track.run_log import RunFollower as RunFollower
-from flatout.track.run_log import notes_to_change as notes_to_change
+from flatout.track.run_log import RunNotes as RunNotes
 from flatout.track.run_log import read_end as read_end
 from flatout.track.run_log import read_run as read_run
 from flatout.track.run_log import read_side_files as read_side_files
 from flatout.track.run_log import record_of as record_of
+from flatout.track.run_log import write_notes as write_notes

@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write_notes(args: argparse.Namespace) -> None:
     """Write what --note, --tag and --untag say. Raises UsageError for a run or a text that is missing."""
-    from flatout.track.notes import write_notes
-    from flatout.track.run_log import notes_to_change
+    from flatout.track.run_log import write_notes
     from flatout.view.open_runs import find_run, run_folders
 
     for option in ("note", "tag", "untag"):
@@ -83,7 +82,7 @@ def _write_notes(args: argparse.Namespace) -> None:
         if folder not in run_folders(folder):
             raise UsageError(f"{folder} is not the folder of a run, so it has no {option}; name a run of the list")
         changes: dict[str, Any] = {"note": {"note": given[0]}, "tag": {"add": given}, "untag": {"remove": given}}
-        write_notes(folder, notes_to_change(folder), **changes[option])
+        write_notes(folder, **changes[option])
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from flatout.api.data import data_sets
 from flatout.api.forms import DEVICES, OBJECTIVES, SourceConfig, describe_setting, setting_names, words_of
-from flatout.api.runs import read_run
+from flatout.api.runs import read_run, read_side_files, write_notes
 from flatout.api.settings import Config
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
 from flatout.io.redact import printable, redacted
@@ -207,7 +207,7 @@ class Studio:
             facts |= {"runs": self.trainings.rows(facts["survey"].runs), "chosen": query.get("run", "")}
         elif name == "run":
             folder = workspace.run(query.get("folder", ""))
-            facts |= {"folder": workspace.relative(folder), "notes": self.trainings.notes(folder)}
+            facts |= {"folder": workspace.relative(folder), "notes": read_side_files(folder).notes}
         elif name == "compare":
             folders = [workspace.run(folder) for folder in query.getlist("run")]
             if len(folders) < 2:
@@ -268,9 +268,9 @@ class Studio:
     async def notes(self, request: Request) -> Response:
         """Write a run's note and tags, which a space or a comma parts; return them."""
         body = await _read(request, _Notes)
-        notes = self.trainings.write_notes(
-            self.workspace.run(body.folder), body.note, re.findall(r"[^\s,]+", body.tags)
-        )
+        folder, tags = self.workspace.run(body.folder), re.findall(r"[^\s,]+", body.tags)
+        gone = set(read_side_files(folder).notes.tags) - set(tags)
+        notes = write_notes(folder, note=body.note, add=tags, remove=sorted(gone))
         return JSONResponse({"note": notes.note, "tags": list(notes.tags)})
 
     def report(self, request: Request) -> Response:

@@ -28,17 +28,17 @@ class WorkerJob:
     request: Mapping[str, Any]
     lines: list[Line] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_done(self) -> bool:
         return bool(self.lines) and not self.lines[-1].keys().isdisjoint({"result", "error"})
 
-    async def add(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
         """Append a line and wake those who follow."""
-        async with self._changed:
-            self.lines.append(line)
-            self._changed.notify_all()
+        self.lines.append(line)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def follow(self) -> AsyncIterator[Line]:
         """Yield all lines up to the last, and between them every TICK_S the `elapsed_s` of the job."""
@@ -50,9 +50,7 @@ class WorkerJob:
             if self.is_done:
                 return
             with suppress(TimeoutError):
-                async with self._changed:
-                    if index == len(self.lines):
-                        await asyncio.wait_for(self._changed.wait(), TICK_S)
+                await asyncio.wait_for(self._changed.wait(), TICK_S)
             yield {"elapsed_s": round(time.monotonic() - self._started_s)}
 
 
@@ -89,7 +87,7 @@ class Worker:
                 await self._exchange(job)
             except (OSError, ValueError) as error:
                 await self.close()  # what it says next would be taken for the answer to the next request
-                await job.add({"error": f"the worker process cannot be used: {reason_of(error)}; try again"})
+                job.add({"error": f"the worker process cannot be used: {reason_of(error)}; try again"})
             finally:
                 self.current = None
 
@@ -97,7 +95,7 @@ class Worker:
         """Send a request and pass on the lines of the answer; the end of the process is an error of the request."""
         process = self._process
         if process is None or process.returncode is not None:
-            await job.add({"log": "starting a worker process"})
+            job.add({"log": "starting a worker process"})
             self._was_cancelled = False
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "flatout.studio.worker"),  # -P: modules of the workspace are not imported
@@ -118,9 +116,9 @@ class Worker:
             line = json.loads(content)
             if not isinstance(line, dict):
                 raise ValueError("its answer is no JSON object")
-            await job.add(line)
+            job.add(line)
             if job.is_done:
                 return
         code = await process.wait()
         ended = f"the worker process ended with exit code {code}; it may have run out of memory; try again"
-        await job.add({"error": "cancelled" if self._was_cancelled else ended})
+        job.add({"error": "cancelled" if self._was_cancelled else ended})

@@ -15,22 +15,8 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
+from flatout.api import runs
 from flatout.api.forms import NAME_PATTERN, as_yaml, flatten, render_template, with_values
-from flatout.api.runs import (
-    LineFollower,
-    RunFollower,
-    RunNotes,
-    StepRecord,
-    foreign_entries,
-    free_folder,
-    notes_to_change,
-    read_end,
-    read_side_files,
-    record_of,
-    require_own,
-    run_identity,
-    write_notes,
-)  # fmt: skip
 from flatout.api.settings import Config, make_config, read_text
 from flatout.errors import DataError, Fix, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
@@ -55,7 +41,7 @@ SPEED_BYTES = 1 << 17
 class _Drawing:
     """A run as drawn last: `version` counts drawings."""
 
-    follower: RunFollower
+    follower: runs.RunFollower
     html: str = ""
     version: int = 0
     not_before_s: float = 0.0
@@ -87,9 +73,9 @@ class Trainings:
         with self._lock:
             self._require_free(folder)
             if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "final")):
-                require_own(folder)
+                runs.require_own(folder)
                 raise UsageError(f"{shown} already holds a run; resume it, or choose another name")
-            run_identity(folder)
+            runs.run_identity(folder)
             intro = [f"Written by flatout studio. From a terminal: flatout train {shown}/{CONFIG_FILE}"]
             DurableIO().write_bytes(folder / CONFIG_FILE, render_template(config, intro, which="first").encode())
             self._spawn(folder, folder / CONFIG_FILE)
@@ -117,14 +103,14 @@ class Trainings:
         shown = self._workspace.relative(folder)
         with self._lock:
             self._require_free(folder)
-            others = [f"{one.relative_to(folder)}{'/' * one.is_dir()}" for one in foreign_entries(folder)]
+            others = [f"{one.relative_to(folder)}{'/' * one.is_dir()}" for one in runs.foreign_entries(folder)]
             answer: dict[str, Any] = {"folder": shown, "others": others}
             if seen is None:
                 return answer
             if new := sorted({*others} ^ {*seen}):
                 raise ResourceError(f"what no run wrote in {shown} is not what was shown: {new[0]}; delete it again")
             trash = self._workspace.inside(f"{TRASH}/{shown}")
-            trash = free_folder(trash) if trash.exists() else trash
+            trash = runs.free_folder(trash) if trash.exists() else trash
             with RunLock(folder, "delete"):
                 DurableIO().make_dir(trash.parent)
                 self._drawings.pop(folder, None)
@@ -166,7 +152,7 @@ class Trainings:
                 for file in files
                 if self._workspace.read_config(file)
             }
-            start = read_side_files(folder).start
+            start = runs.read_side_files(folder).start
             with RunLock(folder, "rename"):
                 for file, text in changed.items():
                     DurableIO().write_bytes(file, text.encode())
@@ -175,15 +161,6 @@ class Trainings:
                 self._drawings.pop(folder, None)
                 DurableIO().rename(folder, target)
         return shown
-
-    def notes(self, folder: Path) -> RunNotes:
-        """Return a run's note and tags; none for a damaged notes.json, as the list of runs says."""
-        return read_side_files(folder).notes
-
-    def write_notes(self, folder: Path, note: str, tags: Sequence[str]) -> RunNotes:
-        """Write a run's note and all its tags; return them."""
-        old = notes_to_change(folder)
-        return write_notes(folder, old, note=note, add=tags, remove=sorted(set(old.tags) - set(tags)))
 
     def stop(self, folder: Path) -> None:
         """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""
@@ -214,7 +191,7 @@ class Trainings:
         if (process is not None and code is None) or (holder is not None and holder.trains):
             return "running"
         try:
-            end = read_end(folder)
+            end = runs.read_end(folder)
         except FlatoutError:
             return "damaged"
         # a process may end before it writes an end, or leave that of an earlier one
@@ -237,7 +214,7 @@ class Trainings:
             row["state"] = self.state(folder)
             is_saved = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step-*"))
             row["can_chat"] = row["state"] != "running" and is_saved
-            start, _, notes, problems = read_side_files(folder)
+            start, _, notes, problems = runs.read_side_files(folder)
             row |= {"tags": notes.tags, "problem": "; ".join(problems.values())}
             if start:
                 row |= {"model": start.model, "method": start.method, "data": start.data}
@@ -249,7 +226,7 @@ class Trainings:
         answer: dict[str, Any] = {"state": self.state(folder), "output": self._tail(folder)}
         with self._lock, suppress(DataError):  # the run has written nothing yet
             if folder not in self._drawings:
-                self._drawings[folder] = _Drawing(RunFollower(folder))
+                self._drawings[folder] = _Drawing(runs.RunFollower(folder))
                 for oldest in list(self._drawings)[:-MAX_DRAWINGS]:
                     del self._drawings[oldest]
         drawing = self._drawings.get(folder)
@@ -276,8 +253,8 @@ class Trainings:
                 continue
             file = self._workspace.root / row["folder"] / "metrics.jsonl"
             size_bytes = file.stat().st_size if file.exists() else 0
-            lines = LineFollower(file, max(0, size_bytes - SPEED_BYTES)).new_lines()
-            rates = [record.tokens_per_s for line in lines if isinstance(record := record_of(line), StepRecord)]
+            lines = runs.LineFollower(file, max(0, size_bytes - SPEED_BYTES)).new_lines()
+            rates = [one.tokens_per_s for one in map(runs.record_of, lines) if isinstance(one, runs.StepRecord)]
             if rates:  # the first half may have warm-up and compilation in it
                 return median(rates[len(rates) // 2 :]), row["folder"]
         return None

@@ -9,10 +9,12 @@ import importlib
 import io
 import os
 import secrets
+import shlex
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,16 +26,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatout.config.folders import is_run_folder
 from flatout.config.track import TrackConfig
-from flatout.environment import environment
-from flatout.errors import DataError, ResourceError, reason_of
+from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, environment
+from flatout.errors import DataError, FlatoutError, ResourceError, reason_of
 from flatout.io.append import AppendFile
 from flatout.io.bounded_wait import to_stderr
+from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
 from flatout.io.json_file import now_utc, read_json
 from flatout.io.redact import printable, redacted, secrets_of
-from flatout.track.callback import deliver
-from flatout.track.record import RunEnd, RunStart
+from flatout.track.callback import Callback, deliver
+from flatout.track.record import RunEnd, RunStart, StepRecord
 from flatout.track.run_log import LineFollower, read_end, read_start, record_of
 from flatout.track.tracker import Tracker
 from flatout.track.trackers import TRACKERS
@@ -43,6 +46,10 @@ FOLLOW_S, MAX_PAUSE_S, MAX_LAST_PAUSE_S = 2.0, 60.0, 2.0
 # how long sending goes on after the run; with track.upload_final
 LINGER_S, LINGER_UPLOAD_S = 60.0, 1800.0
 POLL_S = 0.2
+# how long a complete run waits for its trackers; one that failed may have to free its GPU soon
+WAIT_S, WAIT_AFTER_FAILURE_S, NOTICE_AFTER_S = 10.0, 2.0, 2.0
+# between looks at whether a tracker is in trouble
+CHECK_EVERY_S = 30.0
 RECORDS_PER_FLUSH, MAX_TROUBLE = 500, 120
 FILES = ("metrics.jsonl", "answers.jsonl")
 LOG_NAME = "forward.log"
@@ -260,6 +267,78 @@ class _RedactedLog(io.TextIOBase):
             for line in filter(str.strip, lines):
                 self._file.write(f"{now_utc()} {printable(self._clean(line))}")
         return len(text)
+
+
+class TrackerProcess(Callback):
+    """The callback that runs `python -m flatout.track.forward` beside training, and says at the end what was not sent.
+
+    No method raises. `log` gets one line at a time.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], log: Callable[[str], None]) -> None:
+        self._folder, self._names, self._log = folder, names, log
+        self._again = f"flatout track {shlex.quote(str(folder))}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._troubles: dict[str, str | None] = {}
+        self._checked_at = time.monotonic()
+
+    def on_start(self, start: RunStart) -> None:
+        # what describes this process as a rank does not apply to that one
+        hidden = {*RANK_VARIABLES, LOGS, PARENT, SECRET, STORE_SOCKET}
+        env = {name: value for name, value in environment().items() if name not in hidden}
+        trackers = self._folder / "trackers"
+        self._linger = "half an hour" if start.settings.get("track.upload_final") else "a minute"
+        try:
+            DurableIO().make_dir(trackers)
+            trackers.chmod(0o700)
+            # it outlives a killed run by what is left to send; -P: a wandb.py of this folder is not imported
+            words = ["-P", "-m", "flatout.track.forward", str(self._folder.absolute()), str(os.getpid())]
+            self._process = start_python(words, trackers / LOG_NAME, env=env)
+            (trackers / LOG_NAME).chmod(0o600)
+        except (OSError, FlatoutError) as error:
+            self._log(f"not started: {error}; `{self._again}` sends everything after the run")
+
+    def on_step(self, record: StepRecord) -> None:
+        if time.monotonic() - self._checked_at < CHECK_EVERY_S or self._process is None:
+            return
+        self._checked_at = time.monotonic()
+        for name in self._names:
+            trouble = self._state_of(name)[1]
+            if trouble != self._troubles.get(name):
+                self._troubles[name] = trouble
+                self._log(f"{name}: {f'{trouble}; records wait in metrics.jsonl' if trouble else 'works again'}")
+
+    def on_end(self, end: RunEnd) -> None:
+        if self._process is None:
+            return
+        limit_s = WAIT_S if end.outcome == "complete" else WAIT_AFTER_FAILURE_S
+        # Ctrl-C ends the wait, not the run, which is complete
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            try:
+                exit_code = self._process.wait(NOTICE_AFTER_S)
+            except subprocess.TimeoutExpired:
+                if limit_s > NOTICE_AFTER_S:
+                    self._log(f"sending the last records to {', '.join(self._names)}, for at most {limit_s:.0f} s")
+                exit_code = self._process.wait(max(0.0, limit_s - NOTICE_AFTER_S))
+            if exit_code == 0:
+                return
+        states = {name: self._state_of(name) for name in self._names}
+        for name, (num_unsent, trouble) in states.items():
+            if num_unsent:
+                self._log(f"{name}: {num_unsent:,} records not sent" + (f" ({trouble})" if trouble else ""))
+        if any(num_unsent for num_unsent, _ in states.values()):
+            going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
+            self._log(f"{going_on}`{self._again}` sends the rest")
+
+    def _state_of(self, name: str) -> tuple[int, str | None]:
+        """Return how many records a tracker has not confirmed, and why it takes nothing now."""
+        try:
+            num_unsent, trouble = count_unsent(self._folder, name), read_cursor(self._folder, name).trouble
+        except FlatoutError as error:
+            num_unsent, trouble = 1, str(error)
+        if self._process is not None and self._process.poll():
+            trouble = f"its process ended; see {self._folder / 'trackers' / LOG_NAME}"
+        return num_unsent, trouble
 
 
 def forward(run: TrackedRun, parent: int) -> bool:

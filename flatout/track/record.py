@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from flatout.errors import Fix
@@ -15,6 +16,12 @@ from flatout.track.start_up import describe_start
 MAX_EXPERT_MAPS = 16
 
 _loss, _percent, _count = "{:.4f}".format, "{:.1%}".format, "{:,.0f}".format
+# rows that differ in few columns
+_counted = partial(Figure, ranks="sum")
+_rate = partial(Figure, unit="tokens/s", ranks="sum", steps="rate", write=_count, chart="Throughput")
+_part = partial(Figure, unit="s", ranks="mean of busy", steps="mean", chart="Step time")
+_memory = partial(Figure, unit="bytes", ranks="max", write=gib, is_smooth=True)
+_of_routers = partial(Figure, ranks="sum", chart="Losses of routers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +48,18 @@ class StepRecord:
         "L2 norm of all gradients before clipping", "before clipping", ranks="sum", write="{:.2f}".format,
         line="norm {}", chart="Gradient norm", label="gradient norm", has_log=True,
     )]  # fmt: skip
-    num_samples: Annotated[int, Figure("samples of the step", "samples", ranks="sum")]
-    num_tokens: Annotated[int, Figure("tokens of the step, without padding", "tokens", ranks="sum")]
-    num_label_tokens: Annotated[int, Figure("tokens of the step that carry loss", "tokens", ranks="sum")]
-    num_micro_batches: Annotated[int, Figure("micro-batches of the step", "micro-batches", ranks="sum")]
-    tokens_per_s: Annotated[float, Figure(
-        "tokens without padding, of steps that computed something", "tokens/s", ranks="sum", steps="rate",
-        better="more", write=_count, line="{} tok/s", console=3, chart="Throughput", label="tokens", from_zero=True,
+    num_samples: Annotated[int, _counted("samples of the step", "samples")]
+    num_tokens: Annotated[int, _counted("tokens of the step, without padding", "tokens")]
+    num_label_tokens: Annotated[int, _counted("tokens of the step that carry loss", "tokens")]
+    num_micro_batches: Annotated[int, _counted("micro-batches of the step", "micro-batches")]
+    tokens_per_s: Annotated[float, _rate(
+        "tokens without padding, of steps that computed something", better="more", line="{} tok/s", console=3,
+        label="tokens", from_zero=True,
     )]  # fmt: skip
-    label_tokens_per_s: Annotated[float, Figure(
-        "tokens that carry loss", "tokens/s", ranks="sum", steps="rate", write=_count, line="{} label tok/s",
-        chart="Throughput", label="label tokens",
-    )]  # fmt: skip
+    label_tokens_per_s: Annotated[float, _rate("tokens that carry loss", line="{} label tok/s", label="label tokens")]
     step_s: Annotated[float, Figure("time of a step", "s", steps="mean", better="less", write=short_time)]
-    data_wait_s: Annotated[float, Figure(
-        "time the host waits for tokens", "s", ranks="mean", steps="mean", chart="Step time", label="data wait",
-        measured="data_wait_s",
+    data_wait_s: Annotated[float, _part(
+        "time the host waits for tokens", ranks="mean", label="data wait", measured="data_wait_s",
     )]  # fmt: skip
     flops_per_s: Annotated[float, Figure(
         "useful FLOPs: real tokens, shared ones once, attention by document, the head on label tokens only, no "
@@ -73,14 +76,11 @@ class StepRecord:
         write="{:.0%}".format, line="padding avoided {}",
     )]  # fmt: skip
     balance: Annotated[float, Figure("mean / max of the ranks' planned FLOPs", "share", write=_percent)]
-    peak_memory_bytes: Annotated[int, Figure(
-        "memory allocated at peak; on a CPU, the resident size for all figures of memory", "bytes", ranks="max",
-        better="less", write=gib, line="{}", console=5, chart="Memory", label="peak", from_zero=True, is_smooth=True,
-        measured="peak_memory_bytes",
+    peak_memory_bytes: Annotated[int, _memory(
+        "memory allocated at peak; on a CPU, the resident size for all figures of memory", better="less", line="{}",
+        console=5, chart="Memory", label="peak", from_zero=True, measured="peak_memory_bytes",
     )]  # fmt: skip
-    elapsed_s: Annotated[float, Figure(
-        "time of all steps of the run so far", "s", steps="sum", write=short_time,
-    )]  # fmt: skip
+    elapsed_s: Annotated[float, Figure("time of all steps of the run so far", "s", steps="sum", write=short_time)]
     busy_min_s: Annotated[float | None, Figure("least of rank_busy_s", "s")] = None
     busy_max_s: Annotated[float | None, Figure("greatest of rank_busy_s", "s")] = None
     rank_busy_s: Annotated[tuple[float, ...], Figure(
@@ -88,45 +88,34 @@ class StepRecord:
     )] = ()  # fmt: skip
     num_recorded: Annotated[int, Figure("steps since the last record, which this one stands for", "steps")] = 1
     num_ranks: Annotated[int, Figure("ranks", "ranks")] = 1
-    processed_tokens_per_s: Annotated[float, Figure(
-        "tokens with fillers and padding", "tokens/s", ranks="sum", steps="rate", measured="num_processed_tokens",
-        chart="Throughput", label="with filler",
+    processed_tokens_per_s: Annotated[float, _rate(
+        "tokens with fillers and padding", measured="num_processed_tokens", label="with filler",
     )] = 0.0  # fmt: skip
     tokens_per_s_per_rank: Annotated[float, Figure("tokens_per_s / num_ranks", "tokens/s", steps="rate")] = 0.0
-    forward_s: Annotated[float, Figure(
+    forward_s: Annotated[float, _part(
         "forward passes. Times of passes and updates come from device events that have passed, so they are those of "
-        "a step up to two earlier", "s", ranks="mean of busy", steps="mean", chart="Step time", label="forward",
-        measured="forward_s",
+        "a step up to two earlier", label="forward", measured="forward_s",
     )] = 0.0  # fmt: skip
-    backward_s: Annotated[float, Figure(
-        "backward passes", "s", ranks="mean of busy", steps="mean", chart="Step time", label="backward",
-        measured="backward_s",
+    backward_s: Annotated[float, _part("backward passes", label="backward", measured="backward_s")] = 0.0
+    gradient_sum_s: Annotated[float, _part(
+        "the sum of gradients over ranks, as far as the backward pass does not hide it", label="gradient sum",
+        measured="gradient_sum_s",
     )] = 0.0  # fmt: skip
-    gradient_sum_s: Annotated[float, Figure(
-        "the sum of gradients over ranks, as far as the backward pass does not hide it", "s", ranks="mean of busy",
-        steps="mean", chart="Step time", label="gradient sum", measured="gradient_sum_s",
+    checkpoint_wait_s: Annotated[float, _part(
+        "time the update waits for a save's copy", label="checkpoint wait", measured="checkpoint_wait_s",
     )] = 0.0  # fmt: skip
-    checkpoint_wait_s: Annotated[float, Figure(
-        "time the update waits for a save's copy", "s", ranks="mean of busy", steps="mean", chart="Step time",
-        label="checkpoint wait", measured="checkpoint_wait_s",
-    )] = 0.0  # fmt: skip
-    optimizer_s: Annotated[float, Figure(
-        "the update", "s", ranks="mean of busy", steps="mean", chart="Step time", label="optimizer",
-        measured="optimizer_s",
-    )] = 0.0  # fmt: skip
-    memory_bytes: Annotated[int, Figure(
-        "memory allocated at the end of the step", "bytes", ranks="max", write=gib, chart="Memory", label="now",
-        measured="memory_bytes",
+    optimizer_s: Annotated[float, _part("the update", label="optimizer", measured="optimizer_s")] = 0.0
+    memory_bytes: Annotated[int, _memory(
+        "memory allocated at the end of the step", chart="Memory", label="now", measured="memory_bytes",
     )] = 0  # fmt: skip
-    reserved_memory_bytes: Annotated[int, Figure(
-        "memory reserved at the end of the step", "bytes", ranks="max", write=gib, measured="reserved_memory_bytes",
+    reserved_memory_bytes: Annotated[int, _memory(
+        "memory reserved at the end of the step", measured="reserved_memory_bytes",
     )] = 0  # fmt: skip
-    peak_reserved_memory_bytes: Annotated[int, Figure(
-        "memory reserved at peak", "bytes", ranks="max", write=gib, chart="Memory", label="peak reserved",
-        measured="peak_reserved_memory_bytes",
+    peak_reserved_memory_bytes: Annotated[int, _memory(
+        "memory reserved at peak", chart="Memory", label="peak reserved", measured="peak_reserved_memory_bytes",
     )] = 0  # fmt: skip
-    mean_peak_memory_bytes: Annotated[int, Figure(
-        "memory allocated at peak", "bytes", ranks="mean", measured="peak_memory_bytes", write=gib,
+    mean_peak_memory_bytes: Annotated[int, _memory(
+        "memory allocated at peak", ranks="mean", measured="peak_memory_bytes",
     )] = 0  # fmt: skip
     gpu_watts: Annotated[float | None, Figure(
         "power as the driver counts it, read at most once a second; null where it does not", "W", ranks="sum",
@@ -139,23 +128,18 @@ class StepRecord:
     eta_s: Annotated[float, Figure(
         "time to completion, without later evaluations and saves", "s", write=short_time, line="{} left", console=2,
     )] = 0.0  # fmt: skip
-    balance_loss: Annotated[float | None, Figure(
-        "the routers' balance loss without its factor; null unless trained", ranks="sum", chart="Losses of routers",
-        label="balance",
+    balance_loss: Annotated[float | None, _of_routers(
+        "the routers' balance loss without its factor; null unless trained", label="balance",
     )] = None  # fmt: skip
-    z_loss: Annotated[float | None, Figure(
-        "the routers' z loss without its factor; null unless trained", ranks="sum", chart="Losses of routers",
-        label="z",
+    z_loss: Annotated[float | None, _of_routers(
+        "the routers' z loss without its factor; null unless trained", label="z",
     )] = None  # fmt: skip
-    expert_peak_load: Annotated[tuple[float, ...], Figure(
-        "by layer of experts: the largest load / mean", ranks="sum",
+    expert_peak_load: Annotated[tuple[float, ...], _counted("by layer of experts: the largest load / mean")] = ()
+    expert_entropy: Annotated[tuple[float, ...], _counted(
+        "by layer of experts: entropy of the shares of load, relative to that of equal shares", "share",
     )] = ()  # fmt: skip
-    expert_entropy: Annotated[tuple[float, ...], Figure(
-        "by layer of experts: entropy of the shares of load, relative to that of equal shares", "share", ranks="sum",
-    )] = ()  # fmt: skip
-    expert_loads: Annotated[tuple[tuple[float, ...], ...], Figure(
+    expert_loads: Annotated[tuple[tuple[float, ...], ...], _counted(
         f"by layer: each expert's load / mean, only in at most {MAX_EXPERT_MAPS} records of a run and the last",
-        ranks="sum",
     )] = ()  # fmt: skip
     padding_share: Annotated[float, Figure("share of padding in what was computed (padded rows)", "share")] = 0.0
     shared_share: Annotated[float, Figure(

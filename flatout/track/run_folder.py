@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,11 +101,7 @@ class RunFolderWriter(Callback):
                 self._write_json("end.json", asdict(end))
 
     def _record(self, file: AppendFile, record: Record) -> None:
-        try:
-            self._keep()
-        except FlatoutError:
-            self._is_ours = False  # stops all further writes
-            raise
+        self._keep()
         (kind, text), content = describe_record(record), asdict(record)
         for one in (*content.get("worst", ()), *content.get("answers", ())):
             one["pictures"] = [self._named(copy) for copy in one["pictures"]]
@@ -112,10 +109,14 @@ class RunFolderWriter(Callback):
         self.on_stage(kind, text)
 
     def _keep(self) -> None:
-        """Call `keep_folder`, and mark a folder that was deleted as this run's again."""
-        self._keep_folder()
-        if not (self._folder / RUN_NAME).exists():
-            mark_run(self._folder, self._run_id)
+        """Call `keep_folder`, whose error stops all writes; mark a folder that was deleted as this run's again."""
+        try:
+            self._keep_folder()
+            if not (self._folder / RUN_NAME).exists():
+                mark_run(self._folder, self._run_id)
+        except FlatoutError:
+            self._is_ours = False
+            raise
 
     def _named(self, copy: str) -> str:
         """Return what records name a small copy by, which is written if the run has not recorded it yet."""
@@ -127,10 +128,8 @@ class RunFolderWriter(Callback):
         return name
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        try:
+        with suppress(FlatoutError):
             self._keep()
-        except FlatoutError:
-            self._is_ours = False
         if not self._is_ours:
             return
         try:

@@ -1,9 +1,10 @@
-"""Reads a run folder, of a finished run or of one that still writes."""
+"""Reads a run folder, of a finished run or of one that still writes, and writes a person's notes beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from os import SEEK_END
 from pathlib import Path
@@ -13,11 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from flatout.config.folders import RUN_NAME, is_run_folder
-from flatout.errors import DataError
+from flatout.errors import DataError, UsageError
+from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.io.redact import cleaned
-from flatout.track.notes import NOTES_FILE, RunNotes
 from flatout.track.record import Answer, AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord, WorstSample
 
 _RECORDS: Mapping[str, TypeAdapter[Any]] = {
@@ -25,10 +26,24 @@ _RECORDS: Mapping[str, TypeAdapter[Any]] = {
     "eval": TypeAdapter(EvalRecord),
     "answers": TypeAdapter(AnswersRecord),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RunNotes:
+    """What a person writes beside a run, in notes.json of its folder, which training never touches."""
+
+    note: str = ""
+    tags: tuple[str, ...] = ()
+    """Sorted."""
+
+
 _START, _END, _NOTES = TypeAdapter(RunStart), TypeAdapter(RunEnd), TypeAdapter(RunNotes)
 
-PICTURES_FILE = "pictures.jsonl"
+PICTURES_FILE, NOTES_FILE = "pictures.jsonl", "notes.json"
+MAX_NOTE, MAX_TAGS = 4000, 20
+_TAG = r"[\w.+-]{1,40}"
 Shown = TypeVar("Shown", Answer, WorstSample)
+Content = TypeVar("Content")
 _REPAIR = "repair the file, or move it away"
 # no figure of a run is so great: a line with a greater one is damaged
 MAX_NUMBER = 1e24
@@ -171,11 +186,8 @@ class RunFollower:
             self._num_unknown += 1
             return False
         record, log = self._pictures.put_into(record), self.log
-        records: list[Any] = log.answers
-        if isinstance(record, StepRecord):
-            records = log.steps
-        elif isinstance(record, EvalRecord):
-            records = log.evals
+        kinds: dict[type, list[Any]] = {StepRecord: log.steps, EvalRecord: log.evals, AnswersRecord: log.answers}
+        records = kinds[type(record)]
         # a resumed run repeats steps after its checkpoint
         while records and records[-1].step >= record.step:
             records.pop()
@@ -205,14 +217,12 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
 
 def read_start(folder: Path) -> RunStart | None:
     """Return what start.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    start: RunStart | None = _read(folder / "start.json", _START)
-    return start
+    return _read(folder / "start.json", _START)
 
 
 def read_end(folder: Path) -> RunEnd | None:
     """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    end: RunEnd | None = _read(folder / "end.json", _END)
-    return end
+    return _read(folder / "end.json", _END)
 
 
 class SideFiles(NamedTuple):
@@ -238,15 +248,38 @@ def read_side_files(folder: Path) -> SideFiles:
     return SideFiles(start, facts.get("end.json"), facts.get(NOTES_FILE) or given, problems)
 
 
-def notes_to_change(folder: Path) -> RunNotes:
-    """Return a run's note and tags. Raises DataError for a notes.json that cannot be read: it may hold a person's."""
+def write_notes(
+    folder: Path, *, note: str | None = None, add: Sequence[str] = (), remove: Sequence[str] = ()
+) -> RunNotes:
+    """Change a run's note and tags, while it trains too, and return them. An empty note removes it.
+
+    Raises UsageError for a note or tag that cannot be one, or a tag to remove that the run has not; DataError for a
+    notes.json that cannot be read, as it may hold a person's; ResourceError.
+    """
     side = read_side_files(folder)
     if NOTES_FILE in side.problems:
         raise DataError(side.problems[NOTES_FILE])
-    return side.notes
+    old, tags = side.notes, [tag.strip() for tag in add]
+    # `track.tags` may hold longer ones, and more
+    if wrong := [tag for tag in tags if tag not in old.tags and re.fullmatch(_TAG, tag) is None]:
+        raise UsageError(
+            f"tag {wrong[0]!r:.80}: use up to 40 letters, digits, dots, dashes, underscores and plus signs"
+        )
+    if unknown := sorted(set(remove) - set(old.tags)):
+        has = f"it has {', '.join(old.tags)}" if old.tags else "it has none"
+        raise UsageError(f"{folder} has no tag {unknown[0]!r:.80}; {has}")
+    notes = RunNotes(old.note if note is None else note.strip(), tuple(sorted({*old.tags, *tags} - set(remove))))
+    if len(notes.note) > MAX_NOTE:
+        raise UsageError(f"the note has {len(notes.note):,} characters; {MAX_NOTE:,} are allowed: put more into a file")
+    if len(notes.tags) > max(MAX_TAGS, len(old.tags)):
+        raise UsageError(f"{folder} would have {len(notes.tags)} tags; {MAX_TAGS} are allowed: remove some")
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder; name that of a run")
+    DurableIO().write_json(folder / NOTES_FILE, asdict(notes))
+    return notes
 
 
-def _read(path: Path, adapter: TypeAdapter[Any]) -> Any:
+def _read(path: Path, adapter: TypeAdapter[Content]) -> Content | None:
     try:
         return adapter.validate_python(cleaned(read_json(path, DataError)))
     except DataError as error:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flatout.config.track import TrackConfig
 from flatout.track.callback import Callback
-from flatout.track.figures import values_of
+from flatout.track.figures import GIB, values_of
 from flatout.track.record import EVAL, EVAL_OF_DATA, STEP, AnswersRecord, EvalRecord, RunEnd, RunStart, StepRecord
 
 DEFAULT_PROJECT = "flatout"
 # figures that services have as the place of all others
 _PLACES = ("step", "num_steps")
+# an evaluation's figures are sent without the prefix that tells them from a step's
+_EVAL_NAMES = {name: name.removeprefix("eval_") for name in EVAL} | {"eval_s": "time_s"}
 
 
 class Tracker(Callback):
@@ -59,26 +62,22 @@ class Tracker(Callback):
 def parameters(start: RunStart) -> dict[str, bool | int | float | str]:
     """Return all settings by dotted name, and what the run runs on as `environment.*`; other values become JSON."""
     names = ("device", "dtype", "strategy", "num_ranks", "num_parameters", "num_trained_parameters", "folder")
-    parameters_of_run = {**start.settings, **{f"environment.{name}": getattr(start, name) for name in names}}
-    gpus = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in start.gpus]
-    parameters_of_run["environment.gpus"] = (
-        ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
-    )
-    parameters_of_run |= {f"environment.versions.{package}": version for package, version in start.versions.items()}
-    return {name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for name, value in parameters_of_run.items()}  # fmt: skip
+    values = {**start.settings, **{f"environment.{name}": getattr(start, name) for name in names}}
+    gpus = Counter(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in start.gpus)
+    values["environment.gpus"] = ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or "none"
+    values |= {f"environment.versions.{package}": version for package, version in start.versions.items()}
+    return {name: one if isinstance(one, bool | int | float | str) else json.dumps(one) for name, one in values.items()}
 
 
 def metrics(record: StepRecord | EvalRecord) -> dict[str, float]:
     """Return all figures of a record that are numbers: `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`."""
     if isinstance(record, StepRecord):
         return {f"train/{name}": value for name, _, value in values_of(record, STEP) if name not in _PLACES}
-    figures_sent = {f"eval/{name.removeprefix('eval_')}": value for name, _, value in values_of(record, EVAL)
-                    if name not in _PLACES}  # fmt: skip
-    figures_sent["eval/time_s"] = figures_sent.pop("eval/s")
+    sent = {f"eval/{_EVAL_NAMES.get(name, name)}": value for name, _, value in values_of(record, EVAL)}
+    del sent["eval/step"]
     for data, figures in record.by_data.items():
-        figures_sent |= {f"eval/{data}/{name}": value for name, _, value in values_of(figures, EVAL_OF_DATA)}
-    return figures_sent
+        sent |= {f"eval/{data}/{name}": value for name, _, value in values_of(figures, EVAL_OF_DATA)}
+    return sent
 
 
 ANSWER_COLUMNS = ("step", "prompt", "answer", "reference")

@@ -51,11 +51,11 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
+from flatout.track.forward import TrackerProcess
 from flatout.track.notebook import open_console
 from flatout.track.record import RunEnd
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.start_up import StartUpClock
-from flatout.track.tracker_process import TrackerProcess
 from flatout.track.trackers import require_installed
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import evaluate_now

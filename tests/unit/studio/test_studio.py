@@ -371,7 +371,7 @@ def test_speed_is_of_the_run_that_started_last_and_not_all_of_it_is_read(tmp_pat
     steps = read_run(new).steps
     (old / "touched").touch()  # the time of a folder is not that of its run
     monkeypatch.setattr(trainings_module, "SPEED_BYTES", 20_000)
-    monkeypatch.setattr(trainings_module, "record_of", lambda line: num_read.append(1) or record_of(line))
+    monkeypatch.setattr(trainings_module.runs, "record_of", lambda line: num_read.append(1) or record_of(line))
     num_read: list[int] = []
     config = make_config({"model": {"name": start["model"]}, "method": start["method"]})
     trainings = Trainings(Workspace(tmp_path))

@@ -24,7 +24,7 @@ from flatout.config.read import dump_config, make_config
 from flatout.config.track import TrackerName
 from flatout.errors import DataError, ProblemsError, UsageError
 from flatout.io.redact import redacted, secrets_of
-from flatout.track import tracker_process
+from flatout.track import forward
 from flatout.track.forward import read_cursor
 from flatout.track.trackers import TRACKERS, require_installed
 from tests.unit.track.service import Service
@@ -89,7 +89,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def test_a_run_and_its_resumption_are_one_run_at_the_service(tiny, tmp_path, service, metrics_of, monkeypatch):
-    monkeypatch.setattr(tracker_process, "WAIT_S", 100.0)
+    monkeypatch.setattr(forward, "WAIT_S", 100.0)
     run = tmp_path / "run"
     train(tiny, run, 2, tags=["first"], project="papers", upload_final=True)
     (start,) = service.of_kind("init")
@@ -125,7 +125,7 @@ def test_a_run_and_its_resumption_are_one_run_at_the_service(tiny, tmp_path, ser
 def test_training_ends_while_the_service_stalls_and_what_waits_is_sent_later(
     tiny, tmp_path, service, metrics_of, monkeypatch, capsys
 ):
-    monkeypatch.setattr(tracker_process, "WAIT_S", 2.5)
+    monkeypatch.setattr(forward, "WAIT_S", 2.5)
     service.mode, run = "stall", tmp_path / "run"
     train(tiny, run, 3, upload_final=True)  # sending then goes on for half an hour, which no machine needs
     until(lambda: service.num_stalled)
@@ -144,8 +144,8 @@ def test_training_ends_while_the_service_stalls_and_what_waits_is_sent_later(
 def test_a_service_that_refuses_costs_nothing_and_gets_everything_later(
     tiny, tmp_path, service, metrics_of, monkeypatch, capsys
 ):
-    monkeypatch.setattr(tracker_process, "WAIT_S", 2.5)
-    monkeypatch.setattr(tracker_process, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(forward, "WAIT_S", 2.5)
+    monkeypatch.setattr(forward, "CHECK_EVERY_S", 0.0)
     service.mode, run = 500, tmp_path / "run"
     # a folder of the package's name is no package
     monkeypatch.chdir(tmp_path)
@@ -188,7 +188,7 @@ def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(tiny, tmp
         import sys, time
         from pathlib import Path
         from flatout.track.run_log import read_start
-        from flatout.track.tracker_process import TrackerProcess
+        from flatout.track.forward import TrackerProcess
         TrackerProcess(Path({str(run)!r}), ["trackio"], print).on_start(read_start(Path({str(run)!r})))
         time.sleep(1000)"""
     training = subprocess.Popen([sys.executable, "-c", code])
